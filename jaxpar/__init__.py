@@ -1,0 +1,68 @@
+"""jaxpar: explained and proven parallelism for Flax models.
+
+The public names load on first use, so that ``import jaxpar`` costs nothing and imports no jax.
+
+>>> import jaxpar as jp
+>>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
+4
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxpar import errors as errors
+    from jaxpar.layout import Layout as Layout
+    from jaxpar.layout import constrain as constrain
+    from jaxpar.layout import current_layout as current_layout
+    from jaxpar.layout import hint as hint
+    from jaxpar.layout import put as put
+    from jaxpar.mesh import MeshSpec as MeshSpec
+    from jaxpar.model import tag as tag
+    from jaxpar.rules import Rules as Rules
+    from jaxpar.rules import first_of as first_of
+    from jaxpar.rules import over as over
+    from jaxpar.simulate import simulate_devices as simulate_devices
+    from jaxpar.state import TrainState as TrainState
+    from jaxpar.state import abstract_state as abstract_state
+    from jaxpar.state import init as init
+    from jaxpar.step import train_step as train_step
+
+_HOMES = {
+    "Layout": "layout",
+    "MeshSpec": "mesh",
+    "Rules": "rules",
+    "TrainState": "state",
+    "abstract_state": "state",
+    "constrain": "layout",
+    "current_layout": "layout",
+    "first_of": "rules",
+    "hint": "layout",
+    "init": "state",
+    "over": "rules",
+    "put": "layout",
+    "simulate_devices": "simulate",
+    "tag": "model",
+    "train_step": "step",
+}
+_MODULES = ("errors",)
+
+__all__ = ["__version__", "errors", *_HOMES]  # noqa: PLE0604 (the homes are strings)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"jaxpar.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"jaxpar.{name}")
+    raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,85 @@
+"""Every error jaxpar raises on purpose, and the helpers that word them.
+
+An error says what is wrong, where (the tensor's path), with which names and sizes, and what to do.
+Each class also derives from the built-in a caller would expect (``ValueError``, ``KeyError``, ...), so that
+generic handlers keep working.
+
+>>> from jaxpar.errors import did_you_mean
+>>> did_you_mean("hedas", ["heads", "embed"])
+" Did you mean 'heads'?"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class JaxparError(Exception):
+    """Base class: catch it to catch everything that jaxpar raises on purpose."""
+
+
+class MeshError(JaxparError, ValueError):
+    """A mesh cannot be built: wrong axis, two ``-1``, or a product that is not the number of devices."""
+
+
+class RulesError(JaxparError, ValueError):
+    """A rules table is not well formed: unknown role, duplicate dim, not a rule value."""
+
+
+class LayoutError(JaxparError, ValueError):
+    """A tensor cannot be laid out by the rules. ``problems`` lists every offence found, one text each."""
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            lines = "\n".join(f"{i}. {p}" for i, p in enumerate(self.problems, 1))
+            super().__init__(f"{len(self.problems)} problems:\n{lines}")
+
+
+class AnnotationError(JaxparError, ValueError):
+    """An annotation does not fit its tensor: rank differs from the number of names, or a name is malformed."""
+
+
+class NoLayoutError(JaxparError, RuntimeError):
+    """A function that needs the ambient layout ran outside ``with layout:``."""
+
+
+class ModelError(JaxparError, TypeError):
+    """``make_model`` or ``loss_fn`` returned something that cannot be trained."""
+
+
+class ConfigError(JaxparError, ValueError):
+    """A configuration file or a ``--set`` override is wrong: unknown key, wrong type, duplicate, unsafe tag."""
+
+
+class DataError(JaxparError, ValueError):
+    """Input data cannot be used: missing folder, too little text, a position of another run."""
+
+
+class MissingExtraError(JaxparError, ImportError):
+    """An optional dependency is not installed. The text names the extra that brings it."""
+
+
+class VerificationError(JaxparError, AssertionError):
+    """A layout does not compute what one device computes."""
+
+
+def did_you_mean(name: object, options: Iterable[object]) -> str:
+    """`` Did you mean 'x'?`` for the closest option, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(str(name), [str(o) for o in options], n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listing(names: Iterable[object]) -> str:
+    """Names as a reader wants them: quoted, comma-separated, ``none`` when there are none."""
+    return ", ".join(repr(str(n)) for n in names) or "none"
+
+
+def need(module: str, extra: str, purpose: str) -> MissingExtraError:
+    """The error for a missing optional dependency."""
+    return MissingExtraError(
+        f"{purpose} needs the package {module!r}, which is not installed. Remedy: pip install 'jaxpar[{extra}]'."
+    )

@@ -1,0 +1,256 @@
+"""``Layout``: a mesh and a rules table, the one noun a user carries around; and the two verbs that apply it inside a model.
+
+``with layout:`` makes it ambient. The ambient layout is part of jit's cache key (a jax *user context*), so the same
+function under another layout is traced again, and under the first one again it is a cache hit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.config import load_yaml
+from jaxpar.errors import LayoutError, NoLayoutError, did_you_mean, listing
+from jaxpar.mesh import AXES, MeshSpec
+from jaxpar.rules import Resolved, Rules, resolve
+
+_ambient = jax.make_user_context(None)
+_entered = threading.local()
+# Called with (dims, shape, dtype, resolved) by every constrain and hint while `observing` is active.
+_observer: ContextVar[Callable[..., None] | None] = ContextVar("jaxpar_observer", default=None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh (concrete or abstract) and the rules that place tensors on it. Frozen and hashable.
+
+    Raises:
+      LayoutError: the rules name an axis that neither the mesh nor jaxpar knows, or the mesh mixes axis types.
+
+    >>> from jaxpar import MeshSpec, Rules
+    >>> layout = Layout(MeshSpec(data=4, model=2).abstract(), Rules(batch="data", mlp="model", embed=None))
+    >>> layout.spec(("batch", "mlp"), shape=(8, 6))
+    P('data', 'model')
+    """
+
+    mesh: Mesh | AbstractMesh
+    rules: Rules
+
+    def __post_init__(self) -> None:
+        known = tuple(dict.fromkeys([*self.mesh.axis_names, *AXES]))
+        problems = [
+            f"rule {where} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} The mesh has "
+            f"{listing(self.mesh.axis_names)}. Remedy: correct the rule, or build a mesh with that axis."
+            for where, axis in self.rules.axes()
+            if axis not in known
+        ]
+        kinds = set(self.mesh.axis_types)
+        if len(kinds) > 1 or AxisType.Manual in kinds:
+            shown = ", ".join(f"{a}={t.name}" for a, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+            problems.append(
+                f"the mesh mixes axis types or is manual ({shown}); a layout wants all Auto or all Explicit. Remedy: build "
+                f"it with MeshSpec(...).build()."
+            )
+        if problems:
+            raise LayoutError(problems)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, devices: Sequence[Any] | int | None = None) -> Layout:
+        """A layout from ``{"mesh": {...}, "rules": {...}}``; an integer ``devices`` makes the mesh abstract."""
+        unknown = [key for key in data if key not in ("mesh", "rules")]
+        missing = [key for key in ("mesh", "rules") if key not in data]
+        if unknown or missing:
+            raise LayoutError(
+                f"a layout is {{mesh: ..., rules: ...}}; unknown keys: {listing(unknown)}, missing keys: {listing(missing)}."
+            )
+        spec = MeshSpec.from_dict(data["mesh"] or {})
+        mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
+        return cls(mesh, Rules.from_dict(data["rules"] or {}))
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], *, devices: Sequence[Any] | int | None = None) -> Layout:
+        """A layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
+        return cls.from_dict(load_yaml(path), devices=devices)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis → size."""
+        return dict(self.mesh.shape)
+
+    def resolve(
+        self,
+        dims: Sequence[str | None],
+        shape: Sequence[int] | None = None,
+        *,
+        role: str = "activations",
+        dtype: Any = np.float32,
+        path: str = "tensor",
+    ) -> Resolved:
+        """Where a tensor lies and why, with its problems as texts; raises nothing. See :func:`jaxpar.rules.resolve`."""
+        return resolve(self.rules, self.sizes, tuple(dims), shape, role=role, itemsize=_itemsize(dtype), path=path)
+
+    def spec(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> PartitionSpec:
+        """The ``PartitionSpec`` of a tensor with these logical dims. Options are those of :meth:`resolve`.
+
+        Raises:
+          LayoutError: unknown dim, rank ≠ names, indivisible dim, or an axis claimed twice; all are listed.
+        """
+        resolved = self.resolve(dims, shape, **options)
+        if resolved.problems:
+            raise LayoutError(resolved.problems)
+        return to_spec(resolved)
+
+    def sharding(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> NamedSharding:
+        """The ``NamedSharding`` of a tensor with these logical dims; raises as :meth:`spec` does."""
+        return NamedSharding(self.mesh, self.spec(dims, shape, **options))
+
+    def __enter__(self) -> Self:
+        stack = ExitStack()
+        if isinstance(self.mesh, AbstractMesh):
+            stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
+        else:
+            stack.enter_context(jax.set_mesh(self.mesh))
+        stack.enter_context(_ambient(self))
+        _entered.stacks = [*getattr(_entered, "stacks", []), stack]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        *_entered.stacks, stack = _entered.stacks
+        stack.close()
+
+
+def to_spec(resolved: Resolved) -> PartitionSpec:
+    """The ``PartitionSpec`` of a resolved tensor."""
+    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in resolved.axes))
+
+
+def current_layout() -> Layout:
+    """The ambient layout.
+
+    Raises:
+      NoLayoutError: there is none.
+    """
+    layout: Layout | None = _ambient.value
+    if layout is None:
+        raise NoLayoutError(
+            "no active layout: constrain() and hint() need one. Remedy: run inside 'with layout:', or call the model "
+            "through jp.train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+        )
+    return layout
+
+
+@contextmanager
+def tracing_under(layout: Layout) -> Iterator[None]:
+    """Make ``layout`` ambient inside a function that jit is already tracing, where ``jax.set_mesh`` may not be called.
+
+    Raises:
+      LayoutError: another layout is ambient.
+    """
+    outer = _ambient.value
+    if outer is not None and outer != layout:
+        raise LayoutError(
+            f"this step was made for the mesh {dict(layout.sizes)} but runs under a 'with' of another layout, mesh "
+            f"{dict(outer.sizes)}. Remedy: make the step with the layout it runs under, or leave the 'with'."
+        )
+    mesh = layout.mesh if isinstance(layout.mesh, AbstractMesh) else layout.mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh), _ambient(layout):
+        yield
+
+
+@contextmanager
+def observing(callback: Callable[[Sequence[str | None], Any, Resolved], None]) -> Iterator[None]:
+    """While active, ``callback(dims, x, resolved)`` replaces the raising of problems in ``constrain`` and ``hint``."""
+    token = _observer.set(callback)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def constrain[T](x: T, *dims: str | None) -> T:
+    """``x`` laid out by the ambient layout's activation rules for its logical dims. Strict.
+
+    Raises:
+      NoLayoutError: outside ``with layout:``.
+      LayoutError: unknown dim, rank ≠ names, indivisible dim, axis claimed twice, or an axis that an enclosing
+        ``shard_map`` has made manual.
+    """
+    return _apply(x, dims, lenient=False)
+
+
+def hint[T](x: T, *dims: str | None) -> T:
+    """As :func:`constrain`, but axes that an enclosing ``shard_map`` has made manual are left out. Lenient in that alone."""
+    return _apply(x, dims, lenient=True)
+
+
+def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
+    layout = current_layout()
+    verb = "hint" if lenient else "constrain"
+    context = jax.sharding.get_abstract_mesh()
+    manual = set(context.manual_axes)
+    sizes = {axis: 1 if lenient and axis in manual else size for axis, size in layout.sizes.items()}
+    resolved = resolve(layout.rules, sizes, dims, x.shape, itemsize=_itemsize(x.dtype), path=f"{verb}()")
+    problems = list(resolved.problems)
+    for dim in resolved.dims:
+        inside = [axis for axis in dim.axes if axis in manual]
+        if inside:
+            problems.append(
+                f"constrain() {list(x.shape)} ({', '.join(map(str, dims))}): dim {dim.name!r} goes to the axis {inside[0]!r}, "
+                f"which is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
+            )
+    observer = _observer.get()
+    if observer is not None:
+        observer(dims, x, resolved)
+        if problems:
+            return x
+    if problems:
+        raise LayoutError(problems)
+    mesh = layout.mesh if context.empty else context
+    sharding = NamedSharding(mesh, to_spec(resolved))
+    # Under Explicit axes with_sharding_constraint only asserts; under Auto axes reshard raises.
+    explicit = AxisType.Explicit in mesh.axis_types
+    return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _itemsize(dtype: Any) -> int:
+    return dtype.itemsize if hasattr(dtype, "itemsize") else np.dtype(dtype).itemsize
+
+
+def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
+    """A global array from this process's part of it, laid out by the activation rules.
+
+    Args:
+      layout: where it goes.
+      x: what this process loaded. Over all processes the parts make up the array along the dims that are sharded across
+        processes; with one process it is the whole array.
+      dims: the logical dims.
+      path: the tensor's name in errors.
+
+    Raises:
+      LayoutError: the global sizes do not divide by the axes.
+
+    >>> import numpy as np, jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))
+    >>> put(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
+    P('data', None)
+    """
+    local = np.asarray(x)
+    resolved = layout.resolve(dims, path=path)
+    ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)
+    shape: tuple[int, ...] = local.shape
+    if jax.process_count() > 1 and not resolved.problems and len(ways) == local.ndim:
+        index_map = NamedSharding(layout.mesh, to_spec(resolved)).addressable_devices_indices_map(ways).values()
+        mine = (len({index[i].start for index in index_map if index is not None}) for i in range(len(ways)))
+        shape = tuple(size * way // own for size, way, own in zip(shape, ways, mine, strict=True))
+    sharding = layout.sharding(dims, shape, dtype=local.dtype, path=path)
+    return jax.make_array_from_process_local_data(sharding, local, shape)

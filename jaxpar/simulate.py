@@ -1,0 +1,33 @@
+"""Simulated devices: the one place that asks XLA for several CPU devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from jaxpar.errors import MeshError
+
+
+def simulate_devices(count: int) -> None:
+    """Run jax on ``count`` simulated CPU devices in this process. Call it before jax runs anything.
+
+    Raises:
+      MeshError: jax already runs on other devices.
+    """
+    flag = f"--xla_force_host_platform_device_count={count}"
+    if "jax" not in sys.modules:
+        kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+        os.environ["XLA_FLAGS"] = " ".join([*kept, flag])
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        return
+    import jax
+
+    with contextlib.suppress(RuntimeError):  # jax already runs; whether it runs as asked is checked below
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    if jax.device_count() != count or jax.default_backend() != "cpu":
+        raise MeshError(
+            f"jax already runs on {jax.device_count()} {jax.default_backend()} device(s), so {count} cannot be simulated. "
+            f"Remedy: call simulate_devices({count}) first, or set XLA_FLAGS={flag} before jax starts."
+        )

@@ -1,0 +1,266 @@
+"""The training state: built by one jit that puts every array where the layout says, before anything is whole anywhere.
+
+``place`` decides for every leaf (parameters, carried variables, optimizer state) and is what ``init``, ``train_step``,
+``explain`` and ``check`` all read, so that none of them can disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from jaxpar.errors import LayoutError, ModelError
+from jaxpar.layout import Layout, observing, to_spec, tracing_under
+from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
+from jaxpar.rules import Dim, Resolved
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What of a state is not an array: how to rebuild the model, the optimizer, and the logical dims of each leaf."""
+
+    kind: Kind
+    tx: optax.GradientTransformation
+    dims: tuple[tuple[Path, Names], ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "rest", "key"],
+    meta_fields=["static"],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes, an ordinary pytree of arrays.
+
+    Attributes:
+      step: int32 scalar, the number of steps taken.
+      params: nested dict of the trained arrays.
+      opt_state: what ``tx.init(params)`` gave.
+      rest: nested dict of the carried arrays (NNX variables other than ``nnx.Param``, Linen collections).
+      key: the PRNG key that a ``loss_fn`` with a ``key`` argument draws from.
+      static: the parts that are not arrays.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    rest: Any
+    key: Any
+    static: Static
+
+    @property
+    def model(self) -> Any:
+        """The model, with these parameters: what ``loss_fn`` receives."""
+        return self.static.kind.merge(self.params, self.rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One leaf with its place: what ``explain`` prints a row of."""
+
+    role: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    names: Names | None
+    resolved: Resolved
+    note: str = ""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.resolved.problems
+
+
+def init(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, *, seed: int = 0) -> TrainState:
+    """Build model and optimizer state in place: one jit with ``out_shardings``, so no array is ever whole on one device.
+
+    Parameters are bitwise equal in every layout.
+
+    Args:
+      layout: where things go. Its mesh holds devices.
+      make_model: ``make_model(key)`` returns an NNX module, Linen variables or a (tagged) pytree. It is traced.
+      tx: any optax transform.
+      seed: of the PRNG key that ``make_model`` receives.
+
+    Raises:
+      LayoutError: listing every tensor that the rules cannot place.
+      ModelError: ``make_model`` returned something that holds no parameters.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed="data", mlp=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 4)), "embed", "mlp")}
+    >>> init(layout, make_model, optax.adam(1e-3)).params["w"].sharding.spec
+    P('data', None)
+    """
+    abstract = abstract_state(layout, make_model, tx)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    build = jax.jit(functools.partial(_build, layout, make_model, tx), out_shardings=shardings)
+    return build(jax.random.key(seed))
+
+
+def abstract_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> TrainState:
+    """The state that :func:`init` would build, as ``ShapeDtypeStruct`` leaves with shardings. Needs no devices.
+
+    Raises:
+      LayoutError: listing every tensor that the rules cannot place.
+    """
+    shapes = shape_state(layout, make_model, tx)
+    tensors = place(layout, shapes)
+    problems = [text for tensor in tensors for text in tensor.problems]
+    if problems:
+        raise LayoutError(problems)
+    leaves, treedef = jax.tree.flatten(shapes)
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, to_spec(tensor.resolved)))
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def shape_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> TrainState:
+    """The state as ``ShapeDtypeStruct`` leaves without shardings."""
+    return jax.eval_shape(functools.partial(_build, layout, make_model, tx), jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    model_key, step_key = jax.random.split(key)
+    # A Linen init runs the model on an example, often with a batch of one: its constraints place nothing that is kept.
+    with tracing_under(layout), observing(lambda *_: None), _flax_places_nothing():
+        model = _call(make_model, model_key)
+        parts = read(model)
+        _check_trainable(parts.params)
+        opt_state = tx.init(parts.params)
+    static = Static(parts.kind, tx, parts.dims)
+    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static)
+
+
+@contextmanager
+def _flax_places_nothing() -> Iterator[None]:
+    """Keep NNX from reading annotations as mesh axes while variables are created; the layout places them."""
+    from flax import nnx
+
+    with nnx.use_eager_sharding(False):
+        yield
+
+
+def _call(make_model: MakeModel, key: jax.Array) -> Any:
+    if not callable(make_model):
+        raise ModelError(
+            f"make_model is a {type(make_model).__name__}; a function of a PRNG key is wanted, so that the model can be "
+            f"built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+        )
+    return make_model(key)
+
+
+def _check_trainable(params: Any) -> None:
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ModelError(
+                f"params/{show(to_path(keys))} has dtype {leaf.dtype}, which has no gradient. Remedy: keep it out of the "
+                f"parameters (another nnx.Variable type, another Linen collection, or a closure)."
+            )
+
+
+def place(layout: Layout, state: TrainState) -> list[Tensor]:
+    """Where every leaf of ``state`` lies, in the order of ``jax.tree.leaves(state)``; problems are texts in the tensors."""
+    dims = dict(state.static.dims)
+    leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
+    placed = {
+        path: _model_tensor(layout, path, dims.get(path), leaf) for path, leaf in leaves if path[0] != "opt_state"
+    }
+    for path, leaf in leaves:
+        if path[0] == "opt_state":
+            owner, names, note = moment_names(path[1:], leaf.shape, params, dims)
+            known = (None,) * len(leaf.shape) if names is None else names
+            resolved = layout.resolve(known, leaf.shape, role="optimizer", dtype=leaf.dtype, path=show(path))
+            if owner is not None and placed["params", *owner].problems:
+                # The parameter names the problem once; repeating it for each moment would bury the others.
+                resolved = dataclasses.replace(resolved, problems=())
+            placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note)
+    return [placed[path] for path, _ in leaves]
+
+
+def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any) -> Tensor:
+    """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
+    part, full, shape = path[0], show(path), leaf.shape
+    dtype = np.dtype(np.uint64) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype
+    if names is not None:
+        resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
+        return Tensor(part, full, shape, dtype, names, resolved)
+    if part == "params":
+        # Only `over` can place a parameter that nobody annotated.
+        resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
+        if shape and layout.rules.unannotated == "error":
+            text = (
+                f"{full} {list(shape)} carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
+                f"jp.tag), or allow replication with unannotated='replicate' in the rules."
+            )
+            resolved = dataclasses.replace(resolved, problems=(text,))
+        return Tensor(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
+    why = "carried by the model, not annotated"
+    resolved = Resolved(tuple(Dim(None, size, why=why) for size in shape))
+    return Tensor(part, full, shape, dtype, None, resolved, why if part == "rest" else "")
+
+
+def moment_names(
+    path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: Mapping[Path, Names]
+) -> tuple[Path | None, Names | None, str]:
+    """The logical dims of an optimizer leaf, from the parameter it belongs to.
+
+    A leaf belongs to the parameter whose path its own path contains (the longest one). Its dims then follow from the two
+    shapes: equal (moments); one leading dim more (histories, as lbfgs); a dim kept at size 1 (sm3); a dim dropped
+    (factored moments, as adafactor). What fits none of these is left whole, by name.
+
+    Args:
+      path: the leaf's path in the optimizer state.
+      shape: the leaf's shape.
+      params: parameter path → shape.
+      dims: ("params", *path) → logical dims.
+
+    Returns:
+      The owner's path (or None), the dims (or None), and a note on why there are none.
+    """
+    if not shape:
+        return None, None, ""
+    spans = [path[i:j] for i in range(len(path)) for j in range(len(path), i, -1)]
+    owner = max((span for span in spans if span in params), key=len, default=() if () in params else None)
+    if owner is None:
+        return None, None, "belongs to no parameter"
+    names = dims.get(("params", *owner))
+    if names is None:
+        return owner, None, "its parameter is not annotated"
+    related = relate(params[owner], names, shape)
+    note = "" if related is not None else f"its shape does not follow from {show(owner)} {list(params[owner])}"
+    return owner, related, note
+
+
+def relate(param: tuple[int, ...], names: Names, shape: tuple[int, ...]) -> Names | None:
+    """Names for ``shape``, derived from a parameter's shape and names; ``None`` when nothing certain can be said.
+
+    >>> relate((8, 4), ("embed", "mlp"), (10, 8, 4))
+    (None, 'embed', 'mlp')
+    >>> relate((8, 4), ("embed", "mlp"), (4,))
+    ('mlp',)
+    >>> relate((8, 8), ("embed", "mlp"), (8,)) is None
+    True
+    """
+    if len(names) != len(param):  # the annotation is wrong, and reported at the parameter
+        return None
+    if len(shape) == len(param) and all(got in (want, 1) for got, want in zip(shape, param, strict=True)):
+        return tuple(name if got == want else None for name, got, want in zip(names, shape, param, strict=True))
+    if shape[1:] == param:
+        return (None, *names)
+    dropped = {names[:i] + names[i + 1 :] for i in range(len(param)) if param[:i] + param[i + 1 :] == shape}
+    return dropped.pop() if len(dropped) == 1 else None

@@ -1,0 +1,142 @@
+"""The train step: an ordinary jitted function, donated, laid out; it adds nothing to what one would write by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+
+from jaxpar.errors import LayoutError, ModelError
+from jaxpar.layout import Layout, to_spec, tracing_under
+from jaxpar.model import show, to_path
+from jaxpar.rules import FirstOf
+from jaxpar.state import TrainState, place
+
+Metrics = dict[str, Any]
+
+
+def train_step(
+    layout: Layout, loss_fn: Callable[..., Any], *, clip_norm: float | None = None, donate: bool = True
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """A jitted ``step(state, batch) -> (state, metrics)``; ``.lower()`` and ``.trace()`` work as on any jitted function.
+
+    Args:
+      layout: the layout of the state that goes in and comes out. The step traces under it, inside or outside a ``with``.
+      loss_fn: ``loss_fn(model, batch)`` with what ``make_model`` returned (an NNX module, Linen variables or a pytree).
+        It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
+        values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
+      clip_norm: scale gradients down to this global norm.
+      donate: give the old state's memory to the new one.
+
+    Returns:
+      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32) and what ``loss_fn`` returned beside.
+
+    Raises (when traced):
+      LayoutError: a tensor does not fit the rules, or another layout is ambient.
+      ModelError: ``loss_fn`` returned no scalar, or a metric under a name that is taken.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        with tracing_under(layout), flax_rules(layout):
+            value, grads = jax.value_and_grad(loss_of(loss_fn, state, batch), has_aux=True)(state.params)
+            loss, (aux, rest) = value
+            grads = place_gradients(layout, state, grads)
+            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+            if clip_norm is not None:
+                scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+                grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+            params, opt_state = _update(state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0])
+            new = TrainState(state.step + 1, params, opt_state, rest, state.key, state.static)
+            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **aux}
+
+    return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
+    """``params -> (loss, (aux, carried))``, the form ``jax.value_and_grad`` differentiates."""
+    kind = state.static.kind
+    wants_key = "key" in inspect.signature(loss_fn).parameters
+    extra = {"key": jax.random.fold_in(state.key, state.step)} if wants_key else {}
+
+    def compute(params: Any) -> tuple[jax.Array, Any]:
+        model = kind.merge(params, state.rest)
+        loss, aux, updates = _unpack(loss_fn(model, batch, **extra))
+        return loss, (aux, kind.carried(model, state.rest, updates))
+
+    return compute
+
+
+def _unpack(value: Any) -> tuple[jax.Array, Metrics, Any]:
+    loss, aux, updates = (*value, None, None)[:3] if isinstance(value, tuple) else (value, None, None)
+    if isinstance(value, tuple) and len(value) not in (2, 3):
+        raise ModelError(f"loss_fn returned {len(value)} values; loss, (loss, aux) or (loss, aux, updates) is wanted.")
+    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ModelError(
+            f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}; a floating scalar is "
+            f"wanted. Remedy: take the mean."
+        )
+    metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
+    taken = sorted({"loss", "grad_norm"} & set(metrics))
+    if taken:
+        raise ModelError(f"loss_fn returned metrics named {taken}, which the step itself reports. Remedy: rename them.")
+    return loss, metrics, updates
+
+
+def _update(
+    state: TrainState, grads: Any, loss: jax.Array, value_fn: Callable[[Any], jax.Array]
+) -> tuple[Any, optax.OptState]:
+    tx = optax.with_extra_args_support(state.static.tx)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss, grad=grads, value_fn=value_fn)
+    return optax.apply_updates(state.params, updates), opt_state
+
+
+def place_state(layout: Layout, state: TrainState) -> TrainState:
+    """``state`` with every leaf constrained to its place."""
+    leaves, treedef = jax.tree.flatten(state)
+    tensors = place(layout, state)
+    problems = [text for tensor in tensors for text in tensor.problems]
+    if problems:
+        raise LayoutError(problems)
+    placed = [_constrain(layout, leaf, to_spec(tensor.resolved)) for leaf, tensor in zip(leaves, tensors, strict=True)]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
+    """Gradients laid out by the rules of the role ``gradients``."""
+    dims = dict(state.static.dims)
+
+    def one(keys: Any, grad: jax.Array) -> jax.Array:
+        path = ("params", *to_path(keys))
+        names = dims.get(path, (None,) * grad.ndim)
+        spec = layout.spec(names, grad.shape, role="gradients", dtype=grad.dtype, path=f"gradient of {show(path)}")
+        return _constrain(layout, grad, spec)
+
+    return jax.tree_util.tree_map_with_path(one, grads)
+
+
+def _constrain(layout: Layout, x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
+    context = jax.sharding.get_abstract_mesh()
+    sharding = NamedSharding(layout.mesh if context.empty else context, spec)
+    explicit = AxisType.Explicit in layout.mesh.axis_types
+    return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+
+
+@contextmanager
+def flax_rules(layout: Layout) -> Iterator[None]:
+    """Let Flax's own ``nn.with_logical_constraint`` inside a model read the layout's activation rules."""
+    from flax.core.spmd import logical_axis_rules
+
+    table, _ = layout.rules.for_role("activations")
+    plain = []
+    for dim, (_, value) in table.items():
+        axes = value.options[0] if isinstance(value, FirstOf) else value
+        live = tuple(axis for axis in axes if layout.sizes.get(axis, 1) > 1)
+        plain.append((dim, live if len(live) > 1 else live[0] if live else None))
+    with logical_axis_rules(plain):
+        yield
