@@ -16,6 +16,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxpar import errors as errors
+    from jaxpar.inspect.explain import check as check
+    from jaxpar.inspect.explain import explain as explain
     from jaxpar.layout import Layout as Layout
     from jaxpar.layout import constrain as constrain
     from jaxpar.layout import current_layout as current_layout
@@ -38,8 +40,10 @@ _HOMES = {
     "Rules": "rules",
     "TrainState": "state",
     "abstract_state": "state",
+    "check": "inspect.explain",
     "constrain": "layout",
     "current_layout": "layout",
+    "explain": "inspect.explain",
     "first_of": "rules",
     "hint": "layout",
     "init": "state",

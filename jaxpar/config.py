@@ -45,8 +45,8 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
-def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file.
+def load_yaml(path: str | os.PathLike[str], *, _extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in a YAML file; a key ``extends: other.yaml`` lays it over that file (see :func:`merge`).
 
     Raises:
       ConfigError: the file is missing, is not valid YAML, holds a tag that would build an object, repeats a key, or is
@@ -56,7 +56,30 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not file.is_file():
         beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
         raise ConfigError(f"{file}: no such file.{did_you_mean(file.name, beside)}")
-    return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    data = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    parent = data.pop("extends", None)
+    if parent is None:
+        return data
+    if not isinstance(parent, str):
+        raise ConfigError(f"{file}: extends is {_name(parent)}, but the name of a YAML file beside it is wanted.")
+    chain = (*_extending, file.resolve())
+    source = (file.parent / parent).resolve()
+    if source in chain:
+        raise ConfigError(f"{file}: extends {parent}, which extends it in turn. Remedy: break the circle.")
+    return merge(load_yaml(file.parent / parent, _extending=chain), data)
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` laid over it: mappings are merged key by key, anything else is replaced.
+
+    >>> merge({"mesh": {"data": -1}, "rules": {"mlp": None}}, {"rules": {"mlp": "model"}})
+    {'mesh': {'data': -1}, 'rules': {'mlp': 'model'}}
+    """
+    both = {
+        key: merge(base[key], value) if isinstance(value, Mapping) and isinstance(base.get(key), Mapping) else value
+        for key, value in changes.items()
+    }
+    return {**base, **both}
 
 
 def parse_yaml(text: str, name: str = "yaml") -> dict[str, Any]:

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.config import load_yaml
-from jaxpar.errors import LayoutError, NoLayoutError, did_you_mean, listing
+from jaxpar.config import build, load_yaml
+from jaxpar.errors import LayoutError, MeshError, NoLayoutError, RulesError, did_you_mean, listing
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.rules import Resolved, Rules, resolve
 
@@ -31,11 +31,19 @@ _observer: ContextVar[Callable[..., None] | None] = ContextVar("jaxpar_observer"
 
 
 @dataclass(frozen=True)
+class _Data:
+    """A layout as YAML holds it."""
+
+    mesh: dict[str, Any] | None
+    rules: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Layout:
     """A mesh (concrete or abstract) and the rules that place tensors on it. Frozen and hashable.
 
     Raises:
-      LayoutError: the rules name an axis that neither the mesh nor jaxpar knows, or the mesh mixes axis types.
+      LayoutError: not a mesh and rules, an axis in the rules that neither the mesh nor jaxpar knows, mixed axis types.
 
     >>> from jaxpar import MeshSpec, Rules
     >>> layout = Layout(MeshSpec(data=4, model=2).abstract(), Rules(batch="data", mlp="model", embed=None))
@@ -47,10 +55,15 @@ class Layout:
     rules: Rules
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
+            raise LayoutError(
+                f"Layout() got a {type(self.mesh).__name__} and a {type(self.rules).__name__}, but a jax Mesh and a Rules "
+                f"are wanted. Remedy: Layout(MeshSpec(...).build(), Rules(...))."
+            )
         known = tuple(dict.fromkeys([*self.mesh.axis_names, *AXES]))
         problems = [
-            f"rule {where} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} The mesh has "
-            f"{listing(self.mesh.axis_names)}. Remedy: correct the rule, or build a mesh with that axis."
+            f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} The "
+            f"mesh has {listing(self.mesh.axis_names)}. Remedy: correct the rule, or build a mesh with that axis."
             for where, axis in self.rules.axes()
             if axis not in known
         ]
@@ -58,8 +71,8 @@ class Layout:
         if len(kinds) > 1 or AxisType.Manual in kinds:
             shown = ", ".join(f"{a}={t.name}" for a, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
             problems.append(
-                f"the mesh mixes axis types or is manual ({shown}); a layout wants all Auto or all Explicit. Remedy: build "
-                f"it with MeshSpec(...).build()."
+                f"the mesh has the axis types {shown}, but all Auto or all Explicit is wanted. Remedy: build it with "
+                f"MeshSpec(...).build()."
             )
         if problems:
             raise LayoutError(problems)
@@ -67,20 +80,22 @@ class Layout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, devices: Sequence[Any] | int | None = None) -> Layout:
         """A layout from ``{"mesh": {...}, "rules": {...}}``; an integer ``devices`` makes the mesh abstract."""
-        unknown = [key for key in data if key not in ("mesh", "rules")]
-        missing = [key for key in ("mesh", "rules") if key not in data]
-        if unknown or missing:
-            raise LayoutError(
-                f"a layout is {{mesh: ..., rules: ...}}; unknown keys: {listing(unknown)}, missing keys: {listing(missing)}."
-            )
-        spec = MeshSpec.from_dict(data["mesh"] or {})
-        mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
-        return cls(mesh, Rules.from_dict(data["rules"] or {}))
+        return cls._from_data(data, "layout", devices)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], *, devices: Sequence[Any] | int | None = None) -> Layout:
         """A layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
-        return cls.from_dict(load_yaml(path), devices=devices)
+        try:
+            return cls._from_data(load_yaml(path), os.fspath(path), devices)
+        except (MeshError, RulesError, LayoutError) as error:
+            raise type(error)(f"{os.fspath(path)}: {error}") from error
+
+    @classmethod
+    def _from_data(cls, data: Mapping[str, Any], where: str, devices: Sequence[Any] | int | None) -> Layout:
+        parts = build(_Data, data, where)
+        spec = MeshSpec.from_dict(parts.mesh or {})
+        mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
+        return cls(mesh, Rules.from_dict(parts.rules or {}))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -143,8 +158,8 @@ def current_layout() -> Layout:
     layout: Layout | None = _ambient.value
     if layout is None:
         raise NoLayoutError(
-            "no active layout: constrain() and hint() need one. Remedy: run inside 'with layout:', or call the model "
-            "through jp.train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+            "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the model "
+            "through jp.train_step(layout, ...); on one device with Layout(MeshSpec().build(jax.devices()[:1]), rules)."
         )
     return layout
 
@@ -159,8 +174,9 @@ def tracing_under(layout: Layout) -> Iterator[None]:
     outer = _ambient.value
     if outer is not None and outer != layout:
         raise LayoutError(
-            f"this step was made for the mesh {dict(layout.sizes)} but runs under a 'with' of another layout, mesh "
-            f"{dict(outer.sizes)}. Remedy: make the step with the layout it runs under, or leave the 'with'."
+            f"this step was made for one layout (mesh {layout.sizes}) but runs inside a 'with' of another (mesh "
+            f"{outer.sizes}{', other rules' if layout.rules != outer.rules else ''}). Remedy: make the step with the "
+            f"layout it runs under, or leave the 'with'."
         )
     mesh = layout.mesh if isinstance(layout.mesh, AbstractMesh) else layout.mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh), _ambient(layout):
@@ -197,17 +213,18 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
     layout = current_layout()
     verb = "hint" if lenient else "constrain"
     context = jax.sharding.get_abstract_mesh()
-    manual = set(context.manual_axes)
-    sizes = {axis: 1 if lenient and axis in manual else size for axis, size in layout.sizes.items()}
+    manual = context.manual_axes
+    sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
     resolved = resolve(layout.rules, sizes, dims, x.shape, itemsize=_itemsize(x.dtype), path=f"{verb}()")
     problems = list(resolved.problems)
-    for dim in resolved.dims:
-        inside = [axis for axis in dim.axes if axis in manual]
-        if inside:
-            problems.append(
-                f"constrain() {list(x.shape)} ({', '.join(map(str, dims))}): dim {dim.name!r} goes to the axis {inside[0]!r}, "
-                f"which is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
-            )
+    # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
+    for dim in () if lenient or not manual else layout.resolve(dims).dims:
+        problems += [
+            f"constrain() {list(x.shape)} ({', '.join(map(str, dims))}): the dim {dim.name!r} goes to the axis {axis!r}, "
+            f"which is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
+            for axis in dim.axes
+            if axis in manual
+        ]
     observer = _observer.get()
     if observer is not None:
         observer(dims, x, resolved)
@@ -215,7 +232,8 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
             return x
     if problems:
         raise LayoutError(problems)
-    mesh = layout.mesh if context.empty else context
+    # Only the context knows which axes are manual; only the layout's own mesh holds devices, which an eager call needs.
+    mesh = context if manual else layout.mesh
     sharding = NamedSharding(mesh, to_spec(resolved))
     # Under Explicit axes with_sharding_constraint only asserts; under Auto axes reshard raises.
     explicit = AxisType.Explicit in mesh.axis_types
@@ -223,7 +241,8 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
 
 
 def _itemsize(dtype: Any) -> int:
-    return dtype.itemsize if hasattr(dtype, "itemsize") else np.dtype(dtype).itemsize
+    size = getattr(dtype, "itemsize", None)  # of a PRNG key's dtype an integer, of the class np.float32 a descriptor
+    return size if isinstance(size, int) else np.dtype(dtype).itemsize
 
 
 def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:

@@ -1,7 +1,7 @@
 """``MeshSpec``: how many devices along each mesh axis, in one canonical order, checked before any device is touched.
 
 The order is outermost first: neighbours along ``model`` sit on the fastest links, stages of ``pipeline`` on the
-slowest, so an axis crosses hosts or slices only when every axis outside it already does.
+slowest. Axes that fit into one slice (or host), counted from the innermost, never leave it.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis, size in self._asked().items():
             if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-                raise MeshError(f"mesh axis {axis!r} has size {size!r}. Remedy: a positive integer, or -1 once.")
+                raise MeshError(f"mesh axis {axis!r} has size {size!r}, but a positive integer or -1 is wanted.")
         free = [axis for axis, size in self._asked().items() if size == -1]
         if len(free) > 1:
             raise MeshError(
-                f"mesh axes {listing(free)} are both -1 in {self._equation(self._asked())}; only one can take what is "
-                f"left. Remedy: give a size to all but one of them."
+                f"the mesh axes {listing(free)} are -1, but only one can take what is left. Remedy: give all but one of "
+                f"them a size."
             )
 
     @classmethod
     def from_dict(cls, sizes: Mapping[str, Any]) -> MeshSpec:
         """A spec from a mapping, as YAML gives it; an unknown axis is a ``MeshError`` with a did-you-mean."""
+        if not isinstance(sizes, Mapping):
+            raise MeshError(f"a mesh is written as a mapping of axes to sizes, as {{data: -1}}, not as {sizes!r}.")
         for axis in sizes:
             if axis not in AXES:
                 raise MeshError(
@@ -72,12 +74,10 @@ class MeshSpec:
         """
         asked = self._asked()
         fixed = math.prod(size for size in asked.values() if size != -1)
-        free = next((axis for axis, size in asked.items() if size == -1), None)
-        if free is not None and devices % fixed == 0 and devices >= fixed:
-            return {**asked, free: devices // fixed}
-        if free is None and fixed == devices:
-            return asked
-        raise MeshError(self._misfit(asked, devices))
+        filled = {axis: devices // fixed if size == -1 else size for axis, size in asked.items()}
+        if devices < 1 or math.prod(filled.values()) != devices:
+            raise MeshError(_misfit(asked, fixed, devices))
+        return filled
 
     def build(self, devices: Sequence[Any] | None = None, *, axis_type: AxisType | None = None) -> Mesh:
         """A ``jax.sharding.Mesh`` over ``devices`` (default: all of ``jax.devices()``), with Auto axes by default.
@@ -98,7 +98,9 @@ class MeshSpec:
         import jax
 
         asked = self._asked()
-        sizes = self.sizes(math.prod(asked.values()) if devices is None and -1 not in asked.values() else devices or 0)
+        if devices is None and -1 in asked.values():
+            raise MeshError(f"abstract() of the mesh {_product(asked)} needs a number of devices, as abstract(4096).")
+        sizes = self.sizes(math.prod(asked.values()) if devices is None else devices)
         kind = jax.sharding.AxisType.Auto if axis_type is None else axis_type
         return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=(kind,) * len(AXES))
 
@@ -109,28 +111,6 @@ class MeshSpec:
     def _asked(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
 
-    @staticmethod
-    def _equation(sizes: Mapping[str, int]) -> str:
-        return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
-
-    def _misfit(self, asked: Mapping[str, int], devices: int) -> str:
-        fixed = math.prod(size for size in asked.values() if size != -1)
-        text = f"the mesh does not fit the devices: {self._equation(asked)}"
-        if -1 in asked.values():
-            free = next(axis for axis, size in asked.items() if size == -1)
-            text += f" needs a multiple of {fixed} devices, but there are {devices}."
-            free_fits = f"{free}=-1 with sizes of the others that multiply to one of {_divisors(devices)}"
-            return f"{text} What fits: {free_fits}."
-        text += f" = {fixed}, but there are {devices} devices."
-        fits = [
-            f"{axis}={devices * size // fixed}"
-            for axis, size in asked.items()
-            if (devices * size) % fixed == 0 and devices * size != fixed * size and (size > 1 or devices > fixed)
-        ]
-        if fixed < devices:
-            fits.append(f"build(jax.devices()[:{fixed}])")
-        return f"{text} What fits: {', '.join(fits) or 'no change of one axis; change two, or set one to -1'}."
-
 
 AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshSpec))
 """The canonical mesh axes, outermost (slowest link) first."""
@@ -140,36 +120,58 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
     """``devices`` as an array of shape ``tuple(sizes.values())``, slow links outermost.
 
     Raises:
-      MeshError: the slices (or hosts) hold different numbers of devices, or the axes cannot be split over them.
+      MeshError: the slices (or processes) hold different numbers of devices, or axes smaller than one would cross it.
     """
     from jax.experimental import mesh_utils
 
     shape = tuple(sizes.values())
     by_slice = getattr(devices[0], "slice_index", None) is not None
-    granule = "slice_index" if by_slice else "process_index"
-    # Hosts of one TPU slice share its interconnect; only elsewhere is a host boundary a slow link.
-    if not by_slice and devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(shape, devices)
+    granule, plural = ("slice_index", "slices") if by_slice else ("process_index", "processes")
     counts = Counter(getattr(device, granule) for device in devices)
-    if len(counts) == 1:
-        return mesh_utils.create_device_mesh(shape, devices)
+    # Hosts of one TPU slice share its interconnect; only elsewhere is a host boundary a slow link.
+    if len(counts) == 1 or (not by_slice and devices[0].platform == "tpu"):
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     if len(set(counts.values())) > 1:
         raise MeshError(
-            f"the {'slices' if by_slice else 'hosts'} hold different numbers of devices ({dict(sorted(counts.items()))}); "
-            f"a mesh needs equal ones. Remedy: pass build() the devices of equal {'slices' if by_slice else 'hosts'}."
+            f"the {plural} hold different numbers of devices ({', '.join(f'{i}: {n}' for i, n in sorted(counts.items()))}). "
+            f"Remedy: pass build() equally many devices of each."
         )
+    whole = len(devices) // len(counts)
+    for i in range(len(shape)):
+        inner = math.prod(shape[i:])
+        if inner <= whole and whole % inner:
+            raise MeshError(
+                f"the mesh {_product(sizes)} does not fit {len(counts)} {plural} of {whole} devices: a block of {inner} "
+                f"({_product(dict(list(sizes.items())[i:]))}) would lie across {plural}. Remedy: choose sizes of the inner "
+                f"axes that multiply to a divisor of {whole}."
+            )
+    # The devices are granules × whole, so the outermost axes together always hold the factors of the granules.
     dcn, left = [], len(counts)
     for size in shape:
         dcn.append(math.gcd(size, left))
         left //= dcn[-1]
-    if left > 1:
-        raise MeshError(
-            f"{MeshSpec._equation(sizes)} cannot be split over {len(counts)} {'slices' if by_slice else 'hosts'}: a "
-            f"factor of {left} is left. Remedy: make an outer axis (pipeline, replica, data) a multiple of {len(counts)}."
-        )
     ici = [size // outer for size, outer in zip(shape, dcn, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=not by_slice)
+    return mesh_utils.create_hybrid_device_mesh(
+        ici, dcn, devices, process_is_granule=not by_slice, allow_split_physical_axes=True
+    )
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+def _misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
+    """Why the sizes do not multiply to the number of devices, and every change of one axis after which they do."""
+    if devices < 1:
+        return f"a mesh needs at least one device, but the number of devices is {devices}."
+    free = [axis for axis, size in asked.items() if size == -1]
+    text = f"the mesh {_product(asked)}{'' if free else f' = {fixed}'} does not fit the number of devices, {devices}"
+    if free:
+        divisors = ", ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
+        return f"{text}, which is no multiple of {fixed}. What fits: other sizes that multiply to one of {divisors}."
+    fits = [
+        f"{axis}={devices * size // fixed}"
+        for axis, size in asked.items()
+        if devices * size % fixed == 0 and (size > 1 or axis == "data")
+    ]
+    return f"{text}. What fits: {' or '.join(fits) or f'sizes that multiply to {devices}'}."
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"

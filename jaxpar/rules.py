@@ -45,14 +45,16 @@ class Over:
 
 
 def first_of(*options: str | Sequence[str] | None) -> FirstOf:
-    """The first option whose axes divide the dim and are free in that tensor; ``None`` as the last one replicates.
+    """The first option with an axis larger than 1 whose axes divide the dim and are free in that tensor.
+
+    ``None`` as the last option leaves the dim whole where no other fits; without it that is an error.
 
     >>> str(Rules(kv_heads=first_of("model", None)).table["kv_heads"])
     'first_of(model, None)'
     """
-    if not options:
-        raise RulesError("first_of() needs at least one option.")
-    return FirstOf(tuple(_axes(option, "first_of") for option in options))
+    if not options or None in options[:-1]:
+        raise RulesError(f"first_of{options}: one option or more is wanted, and None only as the last one.")
+    return FirstOf(tuple(_axes(option, "an option of first_of") for option in options))
 
 
 def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
@@ -65,8 +67,14 @@ def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
     """
     found = re.fullmatch(r"(\d+) *(|B|KiB|MiB|GiB)", str(min_bytes))
     if isinstance(min_bytes, bool) or found is None:
-        raise RulesError(f"over({axis!r}, min_bytes={min_bytes!r}): a number of bytes is wanted, as 65536 or '64KiB'.")
-    return Over(_axes(axis, "over"), int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1))
+        raise RulesError(
+            f"over({axis!r}, min_bytes={min_bytes!r}): min_bytes is a number of bytes, as 65536 or '64KiB'."
+        )
+    if not axis:
+        raise RulesError("over() needs an axis, as over('data').")
+    return Over(
+        _axes(axis, "the axis of over"), int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1)
+    )
 
 
 @dataclass(frozen=True, init=False)
@@ -93,25 +101,19 @@ class Rules:
     indivisible: tuple[str, ...]
     unannotated: str
 
-    def __init__(self, **rules: Any):
+    def __init__(self, /, **rules: Any):
         roles = {role: rules.pop(role) for role in ROLES if role in rules}
         indivisible = rules.pop("indivisible", None) or {}
         unannotated = rules.pop("unannotated", "error")
         base = {dim: _value(value, dim) for dim, value in rules.items()}
         if unannotated not in ("error", "replicate"):
             raise RulesError(f"unannotated={unannotated!r}: it is 'error' (the default) or 'replicate'.")
-        if not isinstance(indivisible, Mapping):
-            raise RulesError(f"indivisible={indivisible!r}: a mapping is wanted, as {{'vocab': 'replicate'}}.")
-        for dim, what in indivisible.items():
-            _known(dim, base, "indivisible")
-            if what != "replicate":
-                raise RulesError(f"indivisible[{dim!r}] is {what!r}: the only choice is 'replicate'.")
+        if not isinstance(indivisible, Mapping) or set(indivisible.values()) - {"replicate"}:
+            raise RulesError(f"indivisible={indivisible!r}: it is written as {{'vocab': 'replicate'}}.")
+        _known(indivisible, base, "indivisible")
         overlays = {role: _overlay(role, value, base) for role, value in roles.items()}
-        for name, content in (
-            ("base", base.items()),
-            ("overlays", overlays.items()),
-        ):
-            object.__setattr__(self, name, tuple(sorted(content, key=lambda item: item[0])))
+        object.__setattr__(self, "base", _frozen(base))
+        object.__setattr__(self, "overlays", _frozen(overlays))
         object.__setattr__(self, "indivisible", tuple(sorted(indivisible)))
         object.__setattr__(self, "unannotated", unannotated)
 
@@ -131,9 +133,13 @@ class Rules:
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Rules:
         """Rules from plain data, as YAML gives it: ``{first_of: [a, null]}`` and ``{over: data, min_bytes: 65536}``."""
+        if not isinstance(table, Mapping):
+            raise RulesError(
+                f"rules are written as a mapping of logical dims to axes, as {{batch: data}}, not as {table!r}."
+            )
         for name in table:
             if not isinstance(name, str):
-                raise RulesError(f"a rule is named {name!r}: a logical dim is a string.")
+                raise RulesError(f"a rule is named {name!r}, but a logical dim is a string.")
         return cls(**{name: _from_data(value, name) for name, value in table.items()})
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,40 +231,36 @@ def resolve(
       path: the tensor's name in problem texts.
     """
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
-    where = f"{path} {list(shape) if shape is not None else ''} ({', '.join(str(n) for n in names)})".replace("  ", " ")
+    where = f"{path}{'' if shape is None else f' {list(shape)}'} ({', '.join(map(str, names))})"
     if len(sizes) != len(names):
         text = (
-            f"{where}: {len(sizes)} dims but {len(names)} names. Remedy: give one name (or None) to each dim; a dim that "
-            f"stacking adds is named by jaxpar.nnx.stacked('layers') or nn.scan(metadata_params=...)."
+            f"{where}: the number of dims is {len(sizes)}, of names {len(names)}. Remedy: give each dim a name, or None"
         )
-        return Resolved(tuple(Dim(None, size) for size in sizes), (text,))
+        if role != "activations":
+            text += "; a dim that stacking layers adds gets its name from jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME"
+        return Resolved(tuple(Dim(None, size, why="the names do not match the dims") for size in sizes), (f"{text}.",))
     table, spread = rules.for_role(role)
     problems: list[str] = []
     used: set[tuple[str, str]] = set()
-    dims: list[Dim | None] = [None] * len(names)
+    dims = [Dim(None, size, why="the dim has no name") for size in sizes]
     claimed: dict[str, str] = {}
-    # Plain rules claim their axes before any first_of chooses, so the outcome does not depend on the order of dims.
-    plain_first = sorted(range(len(names)), key=lambda i: isinstance(table.get(names[i] or "", ("", ()))[1], FirstOf))
-    for i in plain_first:
-        name, size = names[i], sizes[i]
-        if name is None:
-            dims[i] = Dim(None, size, why="the dim has no name")
-            continue
+    named = [(i, name) for i, name in enumerate(names) if name is not None]
+    # Plain rules claim their axes before any first_of chooses, so that a first_of gives way wherever it stands.
+    for i, name in sorted(named, key=lambda item: isinstance(table.get(item[1], ("", ()))[1], FirstOf)):
         if name not in table:
             problems.append(f"{where}: {_unknown(name, table)}")
-            dims[i] = Dim(name, size, why="no rule")
+            dims[i] = Dim(name, sizes[i], why="no rule")
             continue
         source, value = table[name]
         used.add((source, name))
-        dims[i], trouble = _place(name, size, value, source, axis_sizes, claimed, rules.indivisible)
-        problems += [f"{where}: {text}" for text in trouble]
-        claimed |= dict.fromkeys(dims[i].axes, name)  # type: ignore[union-attr]
-    laid = [dim for dim in dims if dim is not None]
+        dims[i], problem = _place(name, sizes[i], value, source, axis_sizes, claimed, rules.indivisible)
+        problems += [f"{where}: {problem}"] if problem else []
+        claimed |= dict.fromkeys(dims[i].axes, name)
     note = ""
     if spread is not None and shape is not None:
         used.add((role if dict(rules.overlays).get(role) == spread else "params", "over"))
-        laid, note = _spread(laid, spread, axis_sizes, claimed, math.prod(shape) * itemsize)
-    return Resolved(tuple(laid), tuple(problems), frozenset(used), note)
+        dims, note = _spread(dims, spread, axis_sizes, claimed, math.prod(shape) * itemsize)
+    return Resolved(tuple(dims), tuple(problems), frozenset(used), note)
 
 
 def _place(
@@ -269,109 +271,124 @@ def _place(
     axis_sizes: Mapping[str, int],
     claimed: Mapping[str, str],
     indivisible: Sequence[str],
-) -> tuple[Dim, list[str]]:
-    """One named dim under its rule: where it goes, and what is wrong with that."""
+) -> tuple[Dim, str]:
+    """One named dim under its rule: where it goes, and what is wrong with that (an empty text when nothing is)."""
     rule = f"{source + ': ' if source else ''}{name} = {_show(value)}"
     misfits: list[str] = []
-    options = value.options if isinstance(value, FirstOf) else (value,)
-    for option in options:
+    rivals: list[str] = []
+    for option in value.options if isinstance(value, FirstOf) else (value,):
+        if not option:
+            return Dim(name, size, (), rule, "; ".join([*misfits, "the rule says None"])), ""
         axes = tuple(axis for axis in option if axis_sizes.get(axis, 1) > 1)
         ways = math.prod(axis_sizes[axis] for axis in axes)
-        if not axes:
-            if isinstance(value, FirstOf) and option:
-                continue
-            why = f"{' and '.join(option)} of size 1" if option else "the rule says None"
-            return Dim(name, size, rule=rule, why="; ".join([*misfits, why])), []
-        clash = [axis for axis in axes if axis in claimed]
-        product = " × ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
-        if clash:
-            misfits.append(f"axis {clash[0]!r} is claimed by {claimed[clash[0]]!r} and by {name!r}")
+        taken = [axis for axis in axes if axis in claimed]
+        if taken:
+            rivals.append(claimed[taken[0]])
+            misfits.append(f"the axis {taken[0]!r} is claimed twice, by {rivals[-1]!r} and by {name!r}")
         elif size is not None and size % ways:
-            misfits.append(f"dim {name!r} has size {size}, not a multiple of {ways} ({product})")
-        else:
-            return Dim(name, size, axes, rule), []
-    if not misfits:  # every option of a first_of vanished with size-1 axes
-        return Dim(name, size, rule=rule, why="every axis has size 1"), []
+            product = " × ".join(f"{axis}={axis_sizes[axis]}" for axis in axes) + (
+                f" = {ways}" if len(axes) > 1 else ""
+            )
+            misfits.append(f"the dim {name!r} has size {size}, which is no multiple of {product}")
+        elif axes:
+            return Dim(name, size, axes, rule, "; ".join(misfits)), ""
+    why = "; ".join(misfits)
+    if not misfits:
+        return Dim(name, size, (), rule, "the axes of the rule have size 1"), ""
+    if name in indivisible and not rivals:
+        return Dim(name, size, (), rule, f"{why}: indivisible says replicate"), ""
     if isinstance(value, FirstOf):
-        text = f"no option of {rule} fits: {'; '.join(misfits)}. Remedy: add None as the last option."
-    elif clash:
-        text = f"{misfits[0]} (rule {rule}). Remedy: give one of the two dims another axis, or None, for this role."
-    elif name in indivisible:
-        return Dim(name, size, rule=rule, why=f"{misfits[0]}: indivisible[{name!r}] says replicate"), []
-    else:
-        text = (
-            f"{misfits[0]} (rule {rule}). Remedy: change the size or the axis, or allow it with "
-            f"indivisible={{{name!r}: 'replicate'}}."
+        problem = (
+            f"no option of the rule {rule} fits: {why}. Remedy: add None as the last option, to leave the dim whole."
         )
-    return Dim(name, size, rule=rule, why=misfits[0]), [text]
+    elif name in rivals:
+        problem = f"{why} (rule {rule}). Remedy: give one of the two dims another name, with a rule of its own."
+    elif rivals:
+        problem = (
+            f"{why} (rule {rule}). Remedy: give one of the two another axis, or None; a role (activations, params, ...) "
+            f"can have a rule of its own."
+        )
+    else:
+        problem = (
+            f"{why} (rule {rule}). Remedy: change the size, the rule or the mesh, or let the dim stay whole with "
+            f"indivisible={{{name!r}: 'replicate'}} in the rules."
+        )
+    return Dim(name, size, (), rule, why), problem
 
 
 def _spread(
     dims: list[Dim], spread: Over, axis_sizes: Mapping[str, int], claimed: Mapping[str, str], nbytes: int
 ) -> tuple[list[Dim], str]:
     """``over``: the largest free dim that divides takes the axes; a dim already sharded is split further as the last choice."""
-    axes = tuple(axis for axis in spread.axes if axis_sizes.get(axis, 1) > 1 and axis not in claimed)
-    if not axes:
-        return dims, f"{spread}: {_show(spread.axes)} of size 1 or already used by this tensor"
-    if nbytes < spread.min_bytes:
-        return dims, f"kept whole: {nbytes} bytes < min_bytes {spread.min_bytes} of {spread}"
+    live = [axis for axis in spread.axes if axis_sizes.get(axis, 1) > 1]
+    axes = tuple(axis for axis in live if axis not in claimed)
     ways = math.prod(axis_sizes[axis] for axis in axes)
-    local = [(d.size or 0) // math.prod(axis_sizes[axis] for axis in d.axes) for d in dims]
+    local = [(dim.size or 0) // math.prod(axis_sizes[axis] for axis in dim.axes) for dim in dims]
     fits = [i for i, size in enumerate(local) if size and size % ways == 0]
-    if not fits:
-        return dims, f"kept whole: no dim is a multiple of {ways} ({spread})"
-    best = max(fits, key=lambda i: (not dims[i].axes, local[i], -i))
-    old = dims[best]
-    rule = f"{old.rule} + {spread}" if old.axes else str(spread)
-    return [*dims[:best], Dim(old.name, old.size, (*old.axes, *axes), rule), *dims[best + 1 :]], ""
+    if not live:
+        note = "its axes have size 1"
+    elif not axes:
+        note = f"the tensor already uses {listing(live)}"
+    elif nbytes < spread.min_bytes:
+        note = f"the tensor has {nbytes} bytes"
+    elif not fits:
+        note = f"no dim of a shard is a multiple of {ways}"
+    else:
+        best = max(fits, key=lambda i: (not dims[i].axes, local[i], -i))
+        old = dims[best]
+        rule = f"{old.rule} + {spread}" if old.axes else str(spread)
+        return [*dims[:best], Dim(old.name, old.size, (*old.axes, *axes), rule), *dims[best + 1 :]], ""
+    return dims, f"{spread} does not apply: {note}"
 
 
 def _unknown(name: str, table: Mapping[str, Any]) -> str:
     if not table:
-        return f"the model is annotated with {name!r} but the rules table is empty. Remedy: give Rules a rule for {name!r}."
+        return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
     return (
-        f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules name {listing(sorted(table))}. Remedy: correct "
+        f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules know {listing(sorted(table))}. Remedy: correct "
         f"the annotation, or add {name!r} to the rules (None where it is not to be sharded)."
     )
 
 
-def _known(dim: str, base: Mapping[str, Any], where: str) -> None:
-    if dim not in base:
+def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
+    for dim in dims:
+        if dim not in base:
+            raise RulesError(
+                f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: correct the "
+                f"name, or add {dim!r} to the base table (None where it is not to be sharded)."
+            )
+
+
+def _axes(value: Any, where: str, hint: str = "") -> Axes:
+    axes = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
         raise RulesError(
-            f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: add {dim!r} to "
-            f"the base table (None where it is not to be sharded)."
+            f"{where} = {value!r} is not a rule.{hint} Remedy: name an axis, or a tuple of axes (major to minor), or write "
+            f"None."
         )
-
-
-def _axes(value: Any, where: str) -> Axes:
-    axes = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(axis, str) and axis for axis in axes):
-        raise RulesError(f"{where} = {value!r}: an axis is a non-empty string.")
     if len(set(axes)) < len(axes):
         raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")
-    return axes
+    return tuple(axes)
 
 
 def _value(value: Any, dim: str) -> Axes | FirstOf:
+    hint = did_you_mean(dim, _RESERVED) if isinstance(value, Mapping | Over) else ""
     if isinstance(value, Over):
-        raise RulesError(f"{dim} = {value}: over() applies to a role ({', '.join(ROLES)}), not to a dim.")
-    if isinstance(value, FirstOf):
-        return value
-    if value is not None and not isinstance(value, str | list | tuple):
-        kinds = "an axis, a tuple of axes, None or first_of(...)"
-        hint = did_you_mean(dim, _RESERVED) if isinstance(value, Mapping) else ""
-        raise RulesError(f"{dim} = {value!r} is not a rule.{hint} A rule is {kinds}.")
-    return _axes(value, dim)
+        raise RulesError(f"{dim} = {value}: over() is for a role ({', '.join(ROLES)}), not for a dim.{hint}")
+    return value if isinstance(value, FirstOf) else _axes(value, dim, hint)
 
 
 def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str, Axes | FirstOf], ...] | Over:
     if isinstance(value, Over):
         return value
     if not isinstance(value, Mapping):
-        raise RulesError(f"{role} = {value!r}: a role takes a dict of rules, or over(axis).")
-    for dim in value:
-        _known(dim, base, role)
-    return tuple(sorted((dim, _value(rule, f"{role}: {dim}")) for dim, rule in value.items()))
+        raise RulesError(f"{role} = {value!r}: a role takes a mapping of dims to rules, or over(axis).")
+    _known(value, base, role)
+    return _frozen({dim: _value(rule, f"{role}: {dim}") for dim, rule in value.items()})
+
+
+def _frozen(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(table.items(), key=lambda item: item[0]))
 
 
 def _from_data(value: Any, name: str) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout, to_spec, tracing_under
 from jaxpar.model import show, to_path
-from jaxpar.rules import FirstOf
 from jaxpar.state import TrainState, place
 
 Metrics = dict[str, Any]
@@ -43,7 +41,7 @@ def train_step(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        with tracing_under(layout), flax_rules(layout):
+        with tracing_under(layout):
             value, grads = jax.value_and_grad(loss_of(loss_fn, state, batch), has_aux=True)(state.params)
             loss, (aux, rest) = value
             grads = place_gradients(layout, state, grads)
@@ -125,18 +123,3 @@ def _constrain(layout: Layout, x: jax.Array, spec: jax.sharding.PartitionSpec) -
     sharding = NamedSharding(layout.mesh if context.empty else context, spec)
     explicit = AxisType.Explicit in layout.mesh.axis_types
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
-
-
-@contextmanager
-def flax_rules(layout: Layout) -> Iterator[None]:
-    """Let Flax's own ``nn.with_logical_constraint`` inside a model read the layout's activation rules."""
-    from flax.core.spmd import logical_axis_rules
-
-    table, _ = layout.rules.for_role("activations")
-    plain = []
-    for dim, (_, value) in table.items():
-        axes = value.options[0] if isinstance(value, FirstOf) else value
-        live = tuple(axis for axis in axes if layout.sizes.get(axis, 1) > 1)
-        plain.append((dim, live if len(live) > 1 else live[0] if live else None))
-    with logical_axis_rules(plain):
-        yield

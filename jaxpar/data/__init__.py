@@ -1,0 +1,26 @@
+"""Text in, batches out: sources of bytes, the resumable pipeline over them, and what a trivial model scores.
+
+Importing this package imports numpy only. ``grain`` is imported by the first call of :func:`batches`.
+
+>>> from jaxpar.data import eval_batches, load_text
+>>> text = load_text("synthetic")
+>>> evaluation = eval_batches(text.heldout, batch=4, seq=32, max_batches=2)
+>>> [(b["tokens"].shape, b["targets"].shape) for b in evaluation]
+[((4, 32), (4, 32)), ((4, 32), (4, 32))]
+"""
+
+from jaxpar.data.entropy import bigram_entropy, unigram_entropy
+from jaxpar.data.pipeline import Batches, batches, eval_batches
+from jaxpar.data.sources import Text, load_text
+from jaxpar.data.windows import Batch
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "Text",
+    "batches",
+    "bigram_entropy",
+    "eval_batches",
+    "load_text",
+    "unigram_entropy",
+]

@@ -1,0 +1,238 @@
+"""Batches of token windows: shuffled and resumable for training, in order for evaluation.
+
+Every process draws the same global batch of window numbers and reads only its own block of rows. The global batch at
+a step, row order included, therefore does not depend on how many processes there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpar.data.windows import Batch, Plan, as_integer, plan_windows
+from jaxpar.errors import DataError, need
+
+STATE_VERSION = 1
+
+# Reading a batch is one numpy gather from memory, so one thread a few batches ahead hides it behind a training step;
+# grain's defaults (16 threads, 500 batches) are for slow storage.
+_THREADS = 1
+_BATCHES_AHEAD = 4
+
+
+def batches(
+    tokens: npt.ArrayLike,
+    *,
+    batch: int,
+    seq: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Batches:
+    """An iterator over training batches whose position can be saved and restored.
+
+    Each epoch visits the windows in another order, fixed by ``seed``, and drops the ones left over after its last full
+    global batch. Process ``p`` gets rows ``p * rows`` to ``(p + 1) * rows`` of the global batch, where
+    ``rows = batch // process_count``.
+
+    Args:
+        tokens: the text's token ids, integers of shape ``[n]``; kept, not copied.
+        batch: rows of the global batch, over all processes.
+        seq: tokens per row.
+        seed: the order of the windows; any integer.
+        shuffle: False takes the windows in the order of the text, every epoch.
+        epochs: passes over the text, or None for no end.
+        process_index: this process, ``0 <= process_index < process_count``.
+        process_count: number of processes that share a global batch.
+
+    Returns:
+        A :class:`Batches` that yields :data:`Batch` dicts of ``rows`` rows.
+
+    Raises:
+        DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, ``tokens`` is not
+            a vector of int32-sized integers, or the text is too short for one global batch.
+        MissingExtraError: grain is not installed.
+
+    >>> import numpy as np
+    >>> stream = batches(np.arange(9), batch=2, seq=2, shuffle=False, epochs=1)
+    >>> first = next(stream)
+    >>> first["tokens"].tolist(), first["targets"].tolist()
+    ([[0, 1], [2, 3]], [[1, 2], [3, 4]])
+    """
+    plan = plan_windows(tokens, batch, seq, process_index, process_count)
+    epochs = None if epochs is None else as_integer("epochs", epochs, least=1)
+    return Batches(plan, seed=as_integer("seed", seed), shuffle=bool(shuffle), epochs=epochs)
+
+
+def eval_batches(
+    tokens: npt.ArrayLike,
+    *,
+    batch: int,
+    seq: int,
+    max_batches: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> list[Batch]:
+    """The first full batches of a text, in its order, the same at every call. Does not need grain.
+
+    Args:
+        tokens: the text's token ids, integers of shape ``[n]``.
+        batch: rows of the global batch, over all processes.
+        seq: tokens per row.
+        max_batches: most batches to return; there are fewer when the text ends first.
+        process_index: this process, ``0 <= process_index < process_count``.
+        process_count: number of processes that share a global batch.
+
+    Returns:
+        Between 1 and ``max_batches`` :data:`Batch` dicts of ``batch // process_count`` rows.
+
+    Raises:
+        DataError: as :func:`batches`.
+
+    >>> import numpy as np
+    >>> [b["targets"].tolist() for b in eval_batches(np.arange(6), batch=2, seq=1, max_batches=9)]
+    [[[1], [2]], [[3], [4]]]
+    """
+    plan = plan_windows(tokens, batch, seq, process_index, process_count)
+    steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
+    return [plan.read(np.arange(k * plan.batch, (k + 1) * plan.batch)) for k in range(steps)]
+
+
+class Batches(Iterator[Batch]):
+    """The training batches of one process. Made by :func:`batches`.
+
+    >>> import json
+    >>> import numpy as np
+    >>> def stream():
+    ...     return batches(np.arange(100), batch=4, seq=3, seed=1)
+    >>> one, two = stream(), stream()
+    >>> _ = next(one)
+    >>> two.set_state(json.loads(json.dumps(one.get_state())))
+    >>> bool((next(one)["tokens"] == next(two)["tokens"]).all())
+    True
+    """
+
+    def __init__(self, plan: Plan, *, seed: int, shuffle: bool, epochs: int | None):
+        self._plan = plan
+        self._seed = seed
+        self._shuffle = shuffle
+        self._iterator = _grain_iterator(plan, seed, shuffle, epochs)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in one pass over the text."""
+        return self._plan.steps
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        result: Batch = next(self._iterator)
+        return result
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch taken, JSON-able, with a fingerprint of what it is a position in."""
+        return {"fingerprint": dict(self._fingerprint), "position": self._iterator.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to a saved position: the next batch is the one that followed ``get_state``.
+
+        ``epochs`` may differ from the run that saved the position, so that a finished run can be continued.
+
+        Args:
+            state: what ``get_state`` returned, possibly after a round trip through JSON.
+
+        Raises:
+            DataError: the position is of other data, sizes, seed or process; each difference is named. Or ``state`` is
+                not a position, or lies beyond the last epoch. The iterator stays where it was.
+        """
+        try:
+            saved, position = dict(state["fingerprint"]), state["position"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"this is not a saved data position: {state!r:.200}. Remedy: pass what get_state() returned."
+            ) from error
+        self._check_fingerprint(saved)
+        before = self._iterator.get_state()
+        try:
+            self._iterator.set_state(position)
+        except (IndexError, KeyError, TypeError) as error:
+            # grain moves first and checks afterwards, so a refused position has already been taken.
+            self._iterator.set_state(before)
+            raise DataError(
+                f"data position {position!r:.200} does not exist in this stream of {self._plan.steps} global batches "
+                f"per epoch ({error}). Remedy: raise epochs, or start from the beginning."
+            ) from error
+
+    def close(self) -> None:
+        """Stops reading ahead. No batch can be taken afterwards; closing twice is harmless."""
+        self._iterator.close()
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, int | str | bool]:
+        """What must be equal for a position to mean the same batches. Hashes the whole text, hence cached."""
+        return {
+            "version": STATE_VERSION,
+            "tokens": self._plan.tokens.size,
+            "content": self._plan.content_hash(),
+            "batch": self._plan.batch,
+            "seq": self._plan.seq,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "process_count": self._plan.process_count,
+            "process_index": self._plan.process_index,
+        }
+
+    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
+        """DataError naming every differing field. grain would take a position of any other stream without a word."""
+        here = self._fingerprint
+        fields = [*here, *(f for f in saved if f not in here)]
+        different = [
+            f"{f} was {saved.get(f, 'absent')!r}, is {here.get(f, 'absent')!r}"
+            for f in fields
+            if f not in saved or f not in here or saved[f] != here[f]
+        ]
+        if different:
+            raise DataError(
+                f"this data position belongs to another run: {'; '.join(different)}. "
+                "Remedy: rebuild the stream with the saved values, or start this one from the beginning."
+            )
+
+
+def _grain_iterator(plan: Plan, seed: int, shuffle: bool, epochs: int | None) -> Any:
+    """The grain iterator over one process's batches. Batching window numbers before reading keeps every process on
+    the same global batch while it touches only its own tokens; batching before repeating keeps epochs apart."""
+    grain = _import_grain()
+    numbers = grain.MapDataset.range(plan.windows)
+    if shuffle:
+        numbers = numbers.shuffle(seed=_spread(seed))
+    dataset = numbers.batch(plan.batch, drop_remainder=True).repeat(epochs).map(plan.read)
+    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
+    return iter(dataset.to_iter_dataset(options))
+
+
+def _spread(seed: int) -> int:
+    """A 32-bit seed unrelated to that of ``seed + 1``.
+
+    grain shuffles epoch ``e`` with ``seed + e``: taken as it is, seed 1 would repeat the order of seed 0 one epoch
+    ahead, and runs with neighbouring seeds would not be independent.
+    """
+    return int.from_bytes(hashlib.sha256(f"jaxpar shuffle {seed}".encode()).digest()[:4], "big")
+
+
+def _import_grain() -> Any:
+    """grain, imported at first use: it is an optional extra, and it takes seconds to import."""
+    try:
+        return importlib.import_module("grain")
+    except ModuleNotFoundError as error:
+        if error.name != "grain":  # grain is there and something it needs is not: its own words say what
+            raise
+        raise need("grain", "train", "the data pipeline") from error

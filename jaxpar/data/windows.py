@@ -1,0 +1,136 @@
+"""Windows of a token vector: how many there are, which rows one process reads, and the checks on the sizes.
+
+A text of ``n`` tokens holds ``(n - 1) // seq`` windows that share no target: window ``i`` reads tokens ``i * seq`` to
+``i * seq + seq``, the first ``seq`` as input and the last ``seq`` as targets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpar.errors import DataError
+
+type Batch = dict[str, npt.NDArray[np.int32]]
+"""``{"tokens": int32 [rows, seq], "targets": int32 [rows, seq]}``: the targets are the tokens one place on."""
+
+_HASH_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Checked sizes over a text, and how to read rows of it. Made by :func:`plan_windows`.
+
+    Attributes:
+        tokens: the text's token ids, integers ``[n]``.
+        batch: rows of the global batch, over all processes.
+        seq: tokens per row.
+        process_index: this process.
+        process_count: number of processes that share a global batch.
+    """
+
+    tokens: np.ndarray
+    batch: int
+    seq: int
+    process_index: int
+    process_count: int
+
+    @property
+    def windows(self) -> int:
+        """Whole windows in the text."""
+        return max(0, self.tokens.size - 1) // self.seq
+
+    @property
+    def steps(self) -> int:
+        """Full global batches in one pass over the text."""
+        return self.windows // self.batch
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """This process's rows of the global batch made of the windows with these numbers [batch]."""
+        rows = self.batch // self.process_count
+        mine = numbers[self.process_index * rows : (self.process_index + 1) * rows]
+        span = self.tokens[mine[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
+        # Contiguous, because copying to a device would otherwise make the copy anyway, on the training thread.
+        return {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
+
+    def content_hash(self) -> str:
+        """A hash of the token ids that is the same for every integer type and byte order that holds them."""
+        digest = hashlib.sha256()
+        for start in range(0, self.tokens.size, _HASH_CHUNK):
+            digest.update(np.ascontiguousarray(self.tokens[start : start + _HASH_CHUNK], "<i4"))
+        return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def plan_windows(tokens: npt.ArrayLike, batch: int, seq: int, process_index: int, process_count: int) -> Plan:
+    """The plan for these sizes, checked together.
+
+    Args:
+        tokens: the text's token ids, integers of shape ``[n]``; kept, not copied.
+        batch: rows of the global batch, over all processes.
+        seq: tokens per row.
+        process_index: this process, ``0 <= process_index < process_count``.
+        process_count: number of processes that share a global batch.
+
+    Raises:
+        DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, ``tokens`` is not
+            a vector of int32-sized integers, or the text is too short for one global batch.
+
+    >>> plan = plan_windows(range(100), batch=4, seq=8, process_index=0, process_count=2)
+    >>> plan.windows, plan.steps
+    (12, 3)
+    """
+    plan = Plan(
+        tokens=_token_vector(tokens),
+        batch=as_integer("batch", batch, least=1),
+        seq=as_integer("seq", seq, least=1),
+        process_index=as_integer("process_index", process_index, least=0),
+        process_count=as_integer("process_count", process_count, least=1),
+    )
+    if plan.process_index >= plan.process_count:
+        raise DataError(
+            f"process_index={plan.process_index} does not exist with process_count={plan.process_count}: "
+            "it counts from 0. Remedy: pass jax.process_index() and jax.process_count()."
+        )
+    if plan.batch % plan.process_count:
+        raise DataError(
+            f"batch={plan.batch} (global rows) cannot be divided evenly over process_count={plan.process_count}. "
+            f"Remedy: use a multiple of {plan.process_count}, such as "
+            f"{-(-plan.batch // plan.process_count) * plan.process_count}."
+        )
+    if plan.windows < plan.batch:
+        raise DataError(
+            f"the text is too short for one global batch: {plan.tokens.size} tokens hold {plan.windows} windows of "
+            f"seq={plan.seq}, and batch={plan.batch} needs {plan.batch} windows, "
+            f"{plan.batch * plan.seq + 1} tokens. Remedy: a smaller batch or seq, or more text."
+        )
+    return plan
+
+
+def _token_vector(tokens: npt.ArrayLike) -> np.ndarray:
+    """``tokens`` as an array [n] whose values fit int32, or a DataError."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"tokens must be integers of shape [n], got dtype {array.dtype} and shape {array.shape}.")
+    # Only wider types are scanned: a byte text may be a large memory map that need not be read in full here.
+    if array.size and not np.can_cast(array.dtype, np.int32):
+        low, high = int(array.min()), int(array.max())
+        if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
+            raise DataError(f"tokens must fit int32, got {array.dtype} values from {low} to {high}.")
+    return array
+
+
+def as_integer(name: str, value: Any, least: int | None = None) -> int:
+    """``value`` as a plain int (JSON knows no numpy integers) that is at least ``least``, or a DataError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        wanted = "an integer" if least is None else "a positive integer" if least == 1 else f"an integer >= {least}"
+        raise DataError(f"{name} must be {wanted}, got {value!r}.")
+    return number

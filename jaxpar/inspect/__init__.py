@@ -1,0 +1,1 @@
+"""Looking at a layout before and while it runs: explanations, checks, drawings."""

@@ -1,0 +1,196 @@
+"""``explain`` says where every tensor lies and why; ``check`` raises when that is not as it should be.
+
+Neither needs devices: both work from shapes, on a concrete or an abstract mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar.errors import LayoutError
+from jaxpar.inspect.report import Report, Row, device_bytes
+from jaxpar.layout import Layout, observing, tracing_under
+from jaxpar.model import MakeModel, Tagged, show, to_path
+from jaxpar.rules import Over, Resolved
+from jaxpar.state import Tensor, place, shape_state
+from jaxpar.step import loss_of
+
+
+def explain(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    *,
+    batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Report:
+    """Where every parameter, optimizer array, batch array and activation lies, with the rule and the reason.
+
+    Args:
+      layout: the layout; an abstract mesh will do.
+      make_model: as for :func:`jaxpar.init`. Only its shapes are computed.
+      tx: any optax transform.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, global sizes.
+      loss_fn: as for :func:`jaxpar.train_step`. With it (and ``batch``) the activations that the model constrains are
+        listed too, and unused rules are certain.
+
+    Returns:
+      A :class:`Report`; problems are listed in it, not raised.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4096).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (8192, 512)), "embed", "mlp")}
+    >>> report = explain(layout, make_model, optax.adam(1e-3))
+    >>> report.total("params").device_bytes
+    4096
+    """
+    state = shape_state(layout, make_model, tx)
+    tensors = place(layout, state)
+    used: set[tuple[str, str]] = set()
+    rows = [_row(layout, t, {"step": "other", "key": "other"}.get(t.role, t.role)) for t in tensors]
+    problems = [text for tensor in tensors for text in tensor.problems]
+    for tensor in tensors:
+        used |= tensor.resolved.used
+        if tensor.role == "params" and tensor.names is not None:
+            gradient = layout.resolve(
+                tensor.names, tensor.shape, role="gradients", dtype=tensor.dtype, path=f"gradient of {tensor.path}"
+            )
+            used |= gradient.used
+            problems += [] if tensor.problems else gradient.problems
+    extra, plain_batch = _batch(layout, batch)
+    traced = loss_fn is not None and batch is not None
+    if loss_fn is not None and batch is not None:
+        extra += _activations(layout, loss_fn, state, plain_batch)
+    for tensor in extra:
+        used |= tensor.resolved.used
+        problems += tensor.problems
+        rows.append(_row(layout, tensor, tensor.role))
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    return Report(sizes, layout.mesh.size, tuple(rows), _unused(layout, used), traced, tuple(dict.fromkeys(problems)))
+
+
+def check(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    *,
+    batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    strict: bool = True,
+    max_replicated: float | None = None,
+) -> Report:
+    """The report of :func:`explain`, or one error that lists everything wrong with it.
+
+    Args:
+      layout, make_model, tx, batch, loss_fn: as for :func:`explain`.
+      strict: an unused rule is a problem too (when the activations were traced, so that it is certain).
+      max_replicated: largest share of the bytes of parameters and optimizer state that may lie whole on every device.
+
+    Raises:
+      LayoutError: with all problems.
+    """
+    report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn)
+    problems = list(report.problems)
+    if strict and report.traced:
+        problems += [
+            f"the rule {rule} is used by no tensor. Remedy: remove it, or correct the annotation it was meant for."
+            for rule in report.unused
+        ]
+    total = report.total("params", "opt_state")
+    if max_replicated is not None and total.replicated > max_replicated:
+        whole = [row for row in report.rows if row.part in ("params", "opt_state") and row.replicated]
+        worst = sorted(whole, key=lambda row: -row.bytes)[:3]
+        problems.append(
+            f"{total.replicated:.2%} of the {total.bytes} bytes of parameters and optimizer state lie whole on each of "
+            f"{report.devices} devices, more than max_replicated={max_replicated:.2%}. The largest: "
+            f"{', '.join(f'{row.path} ({row.bytes} bytes)' for row in worst)}. Remedy: give their dims an axis, or "
+            f"raise max_replicated."
+        )
+    if problems:
+        raise LayoutError(problems)
+    return report
+
+
+def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
+    itemsize = np.dtype(tensor.dtype).itemsize
+    resolved = tensor.resolved
+    dims = resolved.dims
+    ways = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
+    # Per-dim reasons repeat when nothing names the dims; the tensor's own note says it once.
+    why = [f"{dim.name or f'dim {i}'}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is not None]
+    if tensor.names is not None:
+        why += [f"dim {i}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is None]
+    why += [note for note in (tensor.note, resolved.note) if note]
+    return Row(
+        part=part,
+        path=tensor.path,
+        shape=tuple(tensor.shape),
+        dtype=str(np.dtype(tensor.dtype)),
+        dims=tuple(dim.name for dim in dims),
+        spec=resolved.axes,
+        bytes=itemsize * int(np.prod(tensor.shape, initial=1, dtype=np.int64)),
+        device_bytes=device_bytes(tensor.shape, itemsize, ways),
+        rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),
+        why=tuple(why),
+        problems=resolved.problems,
+    )
+
+
+def _batch(layout: Layout, batch: Any) -> tuple[list[Tensor], Any]:
+    """Tensors of the batch, and the batch without its tags."""
+    tensors = []
+
+    def one(keys: Any, leaf: Any) -> Any:
+        path = show(("batch", *to_path(keys)))
+        if not isinstance(leaf, Tagged):
+            raise LayoutError(
+                f"{path} carries no logical dims. Remedy: wrap it, as jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', "
+                f"'seq')."
+            )
+        x = leaf.value
+        resolved = layout.resolve(leaf.dims, x.shape, dtype=x.dtype, path=path)
+        tensors.append(Tensor("batch", path, x.shape, x.dtype, leaf.dims, resolved))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    plain = jax.tree_util.tree_map_with_path(one, batch, is_leaf=lambda x: isinstance(x, Tagged))
+    return tensors, plain
+
+
+def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any) -> list[Tensor]:
+    """Every distinct activation that the model constrains, found by tracing the loss once."""
+    found: dict[Any, Tensor] = {}
+
+    def note(dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
+        place = _caller()
+        key = (place, tuple(dims), x.shape, str(x.dtype))
+        found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
+
+    def forward(state: Any, batch: Any) -> Any:
+        return loss_of(loss_fn, state, batch)(state.params)[0]
+
+    with observing(note), tracing_under(layout):
+        jax.eval_shape(forward, state, batch)
+    return list(found.values())
+
+
+def _caller() -> str:
+    """``file.py:line`` of the model code that called ``constrain`` or ``hint``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "jaxpar.layout"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.replace('\\', '/').rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:
+    rules = layout.rules
+    every = [("", dim) for dim, _ in rules.base]
+    for role, overlay in rules.overlays:
+        every += [(role, "over")] if isinstance(overlay, Over) else [(role, dim) for dim, _ in overlay]
+    return tuple(f"{role}: {dim}" if role else dim for role, dim in every if (role, dim) not in used)

@@ -1,0 +1,1 @@
+"""Models that use jaxpar as any user's code would: public names only."""

@@ -1,0 +1,296 @@
+"""The Llama family (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783) in NNX.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU; layers stacked and scanned. Everything about parallelism is in
+the logical dims: of the parameters (``axes``) and of the activations (``hint``). The residual stream between blocks has the
+dim ``residual_seq``, inside attention and MLP it is ``seq``: a table that sends ``residual_seq`` to ``model`` too is
+Megatron's sequence parallelism (arXiv:2205.05198).
+
+Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, F mlp, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar import hint
+from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.nnx import axes, stacked
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
+
+    ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+
+    Raises:
+      ConfigError: ``heads`` is not a multiple of ``kv_heads``, or ``head_dim`` is odd.
+    """
+
+    vocab: int = 256
+    embed: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 384
+    rope_theta: float = 10_000.0
+    rope_factor: float = 1.0
+    rope_original_seq: int = 8192
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    remat: Literal["none", "full", "dots"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"llama: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}, so query heads cannot share "
+                f"key/value heads evenly. Remedy: a kv_heads that divides {self.heads}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
+            )
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that take part in a matmul for every token (all but norms and the embedding lookup)."""
+        attention = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        lookup = 0 if self.tie_embeddings else self.embed * self.vocab
+        return self.matmul_params + lookup + (2 * self.layers + 1) * self.embed
+
+    def flops_per_token(self, seq: int) -> float:
+        """Training FLOPs a token (forward + backward, no recompute), causal attention counted at half of seq²."""
+        return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * self.head_dim * seq
+
+
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(),
+    "1b": LlamaConfig(
+        vocab=32_000,
+        embed=2048,
+        layers=16,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        mlp=7168,
+        dtype="bfloat16",
+        remat="full",
+    ),
+    "llama3_1_8b": LlamaConfig(
+        vocab=128_256,
+        embed=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=14_336,
+        rope_theta=500_000.0,
+        rope_factor=8.0,
+        dtype="bfloat16",
+        remat="full",
+    ),
+    "llama3_1_70b": LlamaConfig(
+        vocab=128_256,
+        embed=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        mlp=28_672,
+        rope_theta=500_000.0,
+        rope_factor=8.0,
+        dtype="bfloat16",
+        remat="full",
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> LlamaConfig:
+    """A preset by name, with some fields changed.
+
+    >>> preset("1b").params
+    1104218112
+
+    Raises:
+      ConfigError: no preset has this name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(
+            f"llama: unknown preset {name!r}.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}."
+        )
+    return replace(PRESETS[name], **changes)
+
+
+def _kernel(
+    key: jax.Array, shape: tuple[int, ...], dims: tuple[str, ...], fan_in: int, config: LlamaConfig
+) -> nnx.Param:
+    """A weight, truncated normal with variance 1 / fan_in."""
+    init = axes(jax.nn.initializers.truncated_normal(stddev=1 / math.sqrt(fan_in)))(*dims)
+    return nnx.Param(init(key, shape, jnp.dtype(config.param_dtype)))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019), computed in at least fp32."""
+
+    def __init__(self, config: LlamaConfig):
+        ones = axes(jax.nn.initializers.ones)("norm")
+        self.scale = nnx.Param(ones(jax.random.key(0), (config.embed,), jnp.dtype(config.param_dtype)))
+        self.eps, self.dtype = config.norm_eps, jnp.dtype(config.dtype)
+
+    def __call__(self, x_BSE: jax.Array) -> jax.Array:
+        wide = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...]).astype(self.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        c = config
+        e, h, k, d = c.embed, c.heads, c.kv_heads, c.head_dim
+        self.q = _kernel(rngs.params(), (e, h, d), ("embed", "heads", "head_dim"), e, c)
+        self.k = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
+        self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
+        # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
+        self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
+        self.dtype = jnp.dtype(c.dtype)
+
+    def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q = jnp.einsum("BSE,EHD->BSHD", x_BSE, self.q[...].astype(self.dtype))
+        k = jnp.einsum("BSE,EKD->BSKD", x_BSE, self.k[...].astype(self.dtype))
+        v = jnp.einsum("BSE,EKD->BSKD", x_BSE, self.v[...].astype(self.dtype))
+        q = hint(rotate(q, rope), "batch", "seq", "heads", "head_dim")
+        k = hint(rotate(k, rope), "batch", "seq", "kv_heads", "head_dim")
+        v = hint(v, "batch", "seq", "kv_heads", "head_dim")
+        o_BSHD = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        o_BSHD = hint(o_BSHD, "batch", "seq", "heads", "head_dim")
+        return jnp.einsum("BSHD,HDE->BSE", o_BSHD, self.o[...].astype(self.dtype))
+
+
+class SwiGLU(nnx.Module):
+    """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        c = config
+        self.gate = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
+        self.up = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
+        self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
+        self.dtype = jnp.dtype(c.dtype)
+
+    def __call__(self, x_BSE: jax.Array) -> jax.Array:
+        gate = hint(x_BSE @ self.gate[...].astype(self.dtype), "batch", "seq", "mlp")
+        up = hint(x_BSE @ self.up[...].astype(self.dtype), "batch", "seq", "mlp")
+        return (jax.nn.silu(gate) * up) @ self.down[...].astype(self.dtype)
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each on the normed residual stream."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
+        x_BSE = x_BSE + hint(self.attention(h_BSE, rope), "batch", "residual_seq", "embed")
+        h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
+        return x_BSE + hint(self.mlp(h_BSE), "batch", "residual_seq", "embed")
+
+
+class Llama(nnx.Module):
+    """A Llama: tokens [batch, seq] int → logits [batch, seq, vocab] in ``config.dtype``.
+
+    >>> import jaxpar as jp
+    >>> from flax import nnx
+    >>> rules = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None, norm=None, heads=None, kv_heads=None,
+    ...                  head_dim=None, mlp=None, vocab=None, layers=None)
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), rules):
+    ...     Llama(preset("tiny", layers=1), rngs=nnx.Rngs(0))(jnp.zeros((8, 16), int)).shape
+    (8, 16, 256)
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked("layers"))
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs)
+
+        self.blocks = blocks(rngs)
+        self.norm = RMSNorm(config)
+        if not config.tie_embeddings:
+            shape = (config.embed, config.vocab)
+            self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
+
+    def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        tokens_BS = hint(tokens_BS, "batch", "seq")
+        if positions_BS is None:
+            positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
+        rope = rope_table(positions_BS, config)
+        # Gathered over the axes that only store it; the lookup itself is split over the vocabulary.
+        table_VE = hint(self.embedding[...].astype(dtype), "vocab", "embed")
+        x_BSE = hint(jnp.take(table_VE, tokens_BS, axis=0, mode="clip"), "batch", "seq", "embed")
+        # A second step: asked for a split sequence at once, the compiler gathers the whole table instead.
+        x_BSE = hint(x_BSE, "batch", "residual_seq", "embed")
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
+        @_remat(config)
+        def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
+            return block(x_BSE, rope)
+
+        x_BSE = hint(self.norm(layers(self.blocks, x_BSE)), "batch", "seq", "embed")
+        head_EV = self.embedding[...].T if config.tie_embeddings else self.head[...]
+        return hint(x_BSE @ head_EV.astype(dtype), "batch", "seq", "vocab")
+
+
+def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
+    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    if config.remat == "none":
+        return lambda f: f
+    # prevent_cse guards against a merge with the forward pass that a scan already rules out.
+    return lambda f: nnx.remat(f, prevent_cse=False, policy=policies[config.remat])
+
+
+def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021), in fp32."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    if config.rope_factor > 1:
+        # Llama 3.1: wavelengths beyond the original window are stretched, those well inside it kept, with a ramp between.
+        turns = config.rope_original_seq * frequency / (2 * math.pi)
+        keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_factor)
+    angle = positions_BS[..., None, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BSHD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn the pairs (i, i + head_dim / 2) of each head by the angles of its position."""
+    cos, sin = rope
+    low, high = jnp.split(x_BSHD, 2, axis=-1)
+    return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).astype(x_BSHD.dtype)
+
+
+def make_llama(config: LlamaConfig) -> Callable[[jax.Array], Llama]:
+    """``make_model`` for :func:`jaxpar.init`."""
+    return lambda key: Llama(config, rngs=nnx.Rngs(key))

@@ -1,0 +1,112 @@
+"""A small Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) in Linen, with mean pooling instead of a class token.
+
+It uses the same logical dims as the Llama, so every layout of ``configs/layouts`` serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxpar import hint
+from jaxpar.linen import axes
+from jaxpar.models.losses import cross_entropy
+
+_NORMAL = nn.initializers.truncated_normal(0.02)
+_ZEROS = nn.initializers.zeros
+_ONES = nn.initializers.ones
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Sizes: images [batch, image, image, channels] are cut into (image / patch)² patches."""
+
+    image: int = 16
+    patch: int = 4
+    channels: int = 3
+    classes: int = 16
+    embed: int = 64
+    layers: int = 2
+    heads: int = 4
+    mlp: int = 128
+    dtype: str = "float32"
+
+
+class Block(nn.Module):
+    """Pre-norm transformer layer, in the (carry, _) form that ``nn.scan`` wants."""
+
+    config: ViTConfig
+
+    @nn.compact
+    def __call__(self, x_BSE: jax.Array, _: None) -> tuple[jax.Array, None]:
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        h_BSE = hint(_norm(dtype)(x_BSE), "batch", "seq", "embed")
+        h_BSE = nn.MultiHeadDotProductAttention(
+            num_heads=c.heads,
+            dtype=dtype,
+            kernel_init=axes(_NORMAL)("embed", "heads", "head_dim"),
+            bias_init=axes(_ZEROS)("heads", "head_dim"),
+            out_kernel_init=axes(_NORMAL)("heads", "head_dim", "embed"),
+            out_bias_init=axes(_ZEROS)("embed"),
+        )(h_BSE)
+        x_BSE = x_BSE + hint(h_BSE, "batch", "residual_seq", "embed")
+        h_BSE = hint(_norm(dtype)(x_BSE), "batch", "seq", "embed")
+        h_BSM = hint(_dense(c.mlp, dtype, "embed", "mlp")(h_BSE), "batch", "seq", "mlp")
+        h_BSE = _dense(c.embed, dtype, "mlp", "embed")(nn.gelu(h_BSM))
+        return x_BSE + hint(h_BSE, "batch", "residual_seq", "embed"), None
+
+
+class ViT(nn.Module):
+    """images [batch, image, image, channels] → class logits [batch, classes]."""
+
+    config: ViTConfig
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        batch, side = images.shape[0], c.image // c.patch
+        patches = images.reshape(batch, side, c.patch, side, c.patch, c.channels).swapaxes(2, 3)
+        patches = hint(patches.reshape(batch, side * side, -1), "batch", "seq", None)
+        x_BSE = _dense(c.embed, dtype, None, "embed")(patches)
+        x_BSE = x_BSE + self.param("positions", axes(_NORMAL)(None, "embed"), (side * side, c.embed))
+        blocks = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=c.layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x_BSE, _ = blocks(c, name="blocks")(hint(x_BSE, "batch", "residual_seq", "embed"), None)
+        pooled_BE = hint(_norm(dtype)(x_BSE).mean(axis=1), "batch", "embed")
+        return hint(_dense(c.classes, dtype, "embed", "vocab")(pooled_BE), "batch", "vocab")
+
+
+def _norm(dtype: Any) -> nn.LayerNorm:
+    return nn.LayerNorm(dtype=dtype, scale_init=axes(_ONES)("norm"), bias_init=axes(_ZEROS)("norm"))
+
+
+def _dense(features: int, dtype: Any, *dims: str | None) -> nn.Dense:
+    bias = axes(_ZEROS)(dims[-1])
+    return nn.Dense(features, dtype=dtype, kernel_init=axes(_NORMAL)(*dims), bias_init=bias)
+
+
+def make_vit(config: ViTConfig) -> Callable[[jax.Array], Any]:
+    """``make_model`` for :func:`jaxpar.init`: the variables of a :class:`ViT`."""
+    example = jnp.zeros((1, config.image, config.image, config.channels))
+    return lambda key: ViT(config).init(key, example)
+
+
+def vit_loss(config: ViTConfig) -> Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]:
+    """``loss_fn`` on batches of ``images`` and ``labels`` [batch] int; reports ``accuracy`` beside the loss."""
+
+    def loss_fn(variables: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits_BV = ViT(config).apply(variables, batch["images"])
+        right = jnp.mean(jnp.argmax(logits_BV, axis=-1) == batch["labels"])
+        return cross_entropy(logits_BV[:, None], batch["labels"][:, None]), {"accuracy": right}
+
+    return loss_fn
