@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxpar import errors as errors
+    from jaxpar import testing as testing
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
     from jaxpar.layout import Layout as Layout
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from jaxpar.state import TrainState as TrainState
     from jaxpar.state import abstract_state as abstract_state
     from jaxpar.state import init as init
+    from jaxpar.step import eval_step as eval_step
     from jaxpar.step import train_step as train_step
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "check": "inspect.explain",
     "constrain": "layout",
     "current_layout": "layout",
+    "eval_step": "step",
     "explain": "inspect.explain",
     "first_of": "rules",
     "hint": "layout",
@@ -53,9 +56,9 @@ _HOMES = {
     "tag": "model",
     "train_step": "step",
 }
-_MODULES = ("errors",)
+_MODULES = ("errors", "testing")
 
-__all__ = ["__version__", "errors", *_HOMES]  # noqa: PLE0604 (the homes are strings)
+__all__ = ["__version__", "errors", "testing", *_HOMES]  # noqa: PLE0604 (the homes are strings)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ file, the key and what would be right.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -23,18 +24,16 @@ from jaxpar.errors import ConfigError, did_you_mean
 class _StrictLoader(yaml.SafeLoader):
     """``yaml.SafeLoader`` that refuses a key written twice, which YAML would resolve silently to the last one."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if isinstance(key, str | int | float | bool) and key in seen:
-                raise ConfigError(
-                    f"{self.name}: the key {key!r} stands twice, on lines {seen[key]} and {line}. Remedy: keep one."
-                )
-            if isinstance(key, str | int | float | bool):
-                seen[key] = line
-        return super().construct_mapping(node, deep=deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in lines:
+                    text = f"the key {key.value!r} stands twice, first on line {lines[key.tag, key.value]}"
+                    raise yaml.composer.ComposerError(None, None, text, key.start_mark)
+                lines[key.tag, key.value] = key.start_mark.line + 1
+        return node
 
 
 # YAML 1.1 reads 1e-3 as a string; people who write learning rates mean a number.
@@ -56,7 +55,7 @@ def load_yaml(path: str | os.PathLike[str], *, _extending: tuple[Path, ...] = ()
     if not file.is_file():
         beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
         raise ConfigError(f"{file}: no such file.{did_you_mean(file.name, beside)}")
-    data = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    data = parse_yaml(file.read_bytes(), str(file))
     parent = data.pop("extends", None)
     if parent is None:
         return data
@@ -82,7 +81,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return {**base, **both}
 
 
-def parse_yaml(text: str, name: str = "yaml") -> dict[str, Any]:
+def parse_yaml(text: str | bytes, name: str = "yaml") -> dict[str, Any]:
     """The mapping in a YAML text; ``name`` stands for the file in errors. Raises as :func:`load_yaml` does.
 
     >>> parse_yaml("lr: 3e-4")
@@ -92,25 +91,26 @@ def parse_yaml(text: str, name: str = "yaml") -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{name}: a mapping is wanted at the top, not {type(data).__name__}.")
+        raise ConfigError(f"{name} is {_name(data)}, but a mapping is wanted.")
     return data
 
 
-def _parse(text: str, name: str) -> Any:
-    loader = _StrictLoader(text)
-    loader.name = name
+def _parse(text: str | bytes, name: str) -> Any:
     try:
-        return loader.get_single_data()
-    except yaml.constructor.ConstructorError as error:
+        return _StrictLoader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(
-            f"{name}: line {line}: {error.problem}. Only plain YAML is read: no tag may build an object. Remedy: write "
-            f"the value as text, number, list or mapping."
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        remedy = (
+            " Remedy: write text, numbers, lists and mappings; no tag may build an object." if "tag" in problem else ""
+        )
+        raise ConfigError(f"{name}: line {line}: {problem}.{remedy}") from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        AttributeError,
+    ) as error:  # bytes that are no text, or a date such as 2024-13-45
+        raise ConfigError(f"{name}: {str(error).splitlines()[0]}.") from error
 
 
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -120,19 +120,19 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]
     {'train': {'steps': 5}, 'mesh': {'data': -1}}
 
     Raises:
-      ConfigError: a setting has no ``=``, or goes through a value that is not a mapping.
+      ConfigError: a setting is not ``key=value``, or goes through a value that is not a mapping.
     """
     result = dict(data)
     for setting in settings:
         key, eq, value = setting.partition("=")
-        if not eq or not key:
-            raise ConfigError(f"--set {setting}: written as key=value is wanted, as --set train.steps=100.")
+        *parents, last = path = key.strip().split(".")
+        if not eq or not all(path):
+            raise ConfigError(f"--set {setting!r}: key=value is wanted, as --set train.steps=100.")
         target = result
-        *parents, last = key.split(".")
         for i, part in enumerate(parents):
             child = target.get(part, {})
             if child is not None and not isinstance(child, Mapping):
-                raise ConfigError(f"--set {setting}: {'.'.join(parents[: i + 1])} is {child!r}, not a mapping.")
+                raise ConfigError(f"--set {setting!r}: {'.'.join(parents[: i + 1])} is {_name(child)}, not a mapping.")
             target[part] = dict(child or {})
             target = target[part]
         target[last] = _parse(value, f"--set {key}")
@@ -161,46 +161,50 @@ def build[T](cls: type[T], data: Mapping[str, Any], where: str) -> T:
         values[key] = _convert(hints[key], value, f"{where}: {key}")
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{where}: the key {name!r} is missing.")
+            raise ConfigError(f"{where}: the key {name!r} is missing. The keys are: {', '.join(fields)}.")
     return cls(**values)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {_name(value)}, but a mapping is wanted.")
-        return build(hint, value, where)  # type: ignore[arg-type]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return build(hint, value, where)  # type: ignore[arg-type]
     if origin in (types.UnionType, typing.Union):
-        if value is None and types.NoneType in args:
+        options = [arg for arg in args if arg is not types.NoneType]
+        if value is None and len(options) < len(args):
             return None
-        failures = []
-        for option in (arg for arg in args if arg is not types.NoneType):
-            try:
+        # What one option alone could accept is an error of that option: it names the key inside.
+        kinds = [option for option in options if dataclasses.is_dataclass(option) and isinstance(value, Mapping)]
+        if len(options) == 1 or kinds:
+            return _convert((kinds or options)[0], value, where)
+        for option in options:
+            with contextlib.suppress(ConfigError):
                 return _convert(option, value, where)
-            except ConfigError as error:
-                failures.append(error)
-        raise failures[0]
-    if origin is typing.Literal:
-        if value not in args:
-            raise ConfigError(
-                f"{where} is {value!r}.{did_you_mean(value, args)} The choices are: {', '.join(map(str, args))}."
-            )
-        return value
-    if origin in (tuple, list):
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} is {_name(value)}, but a list is wanted.")
+    elif origin is typing.Literal:
+        if any(value == arg and type(value) is type(arg) for arg in args):
+            return value
+        raise ConfigError(f"{where} is {value!r}, but {_wanted(hint)} is wanted.{did_you_mean(value, args)}")
+    elif origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    return _plain(origin or hint, value, where)
+    elif hint is Any or (hint is float and type(value) is int):
+        return value if hint is Any else float(value)
+    elif isinstance(value, origin or hint) and not (hint is int and isinstance(value, bool)):
+        return dict(value) if isinstance(value, dict) else value
+    raise ConfigError(f"{where} is {_name(value)}, but {_wanted(hint)} is wanted.")
 
 
-def _plain(kind: type, value: Any, where: str) -> Any:
-    right = isinstance(value, kind) and not (isinstance(value, bool) and kind in (int, float))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not right:
-        raise ConfigError(f"{where} is {_name(value)}, but {kind.__name__} is wanted.")
-    return dict(value) if kind is dict else value
+def _wanted(hint: Any) -> str:
+    kind = typing.get_origin(hint) or hint
+    if kind in (types.UnionType, typing.Union):
+        return " or ".join(_wanted(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
+    if kind is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if dataclasses.is_dataclass(kind) or issubclass(kind, Mapping):
+        return "a mapping"
+    return _KINDS.get(kind, kind.__name__)
+
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list", tuple: "a list"}
 
 
 def _name(value: Any) -> str:

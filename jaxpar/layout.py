@@ -1,4 +1,4 @@
-"""``Layout``: a mesh and a rules table, the one noun a user carries around; and the two verbs that apply it inside a model.
+"""``Layout``: a mesh and a rules table, the one noun a user carries; and the two verbs that apply it inside a model.
 
 ``with layout:`` makes it ambient. The ambient layout is part of jit's cache key (a jax *user context*), so the same
 function under another layout is traced again, and under the first one again it is a cache hit.
@@ -57,13 +57,13 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
             raise LayoutError(
-                f"Layout() got a {type(self.mesh).__name__} and a {type(self.rules).__name__}, but a jax Mesh and a Rules "
-                f"are wanted. Remedy: Layout(MeshSpec(...).build(), Rules(...))."
+                f"Layout() got a {type(self.mesh).__name__} and a {type(self.rules).__name__}, but a jax Mesh and a "
+                f"Rules are wanted. Remedy: Layout(MeshSpec(...).build(), Rules(...))."
             )
         known = tuple(dict.fromkeys([*self.mesh.axis_names, *AXES]))
         problems = [
-            f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} The "
-            f"mesh has {listing(self.mesh.axis_names)}. Remedy: correct the rule, or build a mesh with that axis."
+            f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} "
+            f"The mesh has {listing(self.mesh.axis_names)}. Remedy: correct the rule, or build a mesh with that axis."
             for where, axis in self.rules.axes()
             if axis not in known
         ]
@@ -129,6 +129,12 @@ class Layout:
         """The ``NamedSharding`` of a tensor with these logical dims; raises as :meth:`spec` does."""
         return NamedSharding(self.mesh, self.spec(dims, shape, **options))
 
+    def on_one_device(self) -> Layout:
+        """The same rules on a mesh of the same axes, all of size 1, over the first device: the reference for a layout."""
+        names, kinds = self.mesh.axis_names, self.mesh.axis_types
+        devices = np.asarray(jax.devices()[:1]).reshape((1,) * len(names))
+        return Layout(Mesh(devices, names, axis_types=kinds), self.rules)
+
     def __enter__(self) -> Self:
         stack = ExitStack()
         if isinstance(self.mesh, AbstractMesh):
@@ -158,8 +164,8 @@ def current_layout() -> Layout:
     layout: Layout | None = _ambient.value
     if layout is None:
         raise NoLayoutError(
-            "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the model "
-            "through jp.train_step(layout, ...); on one device with Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+            "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the "
+            "model through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
         )
     return layout
 
@@ -205,7 +211,7 @@ def constrain[T](x: T, *dims: str | None) -> T:
 
 
 def hint[T](x: T, *dims: str | None) -> T:
-    """As :func:`constrain`, but axes that an enclosing ``shard_map`` has made manual are left out. Lenient in that alone."""
+    """As :func:`constrain`, but leaves out axes that an enclosing ``shard_map`` has made manual: lenient only there."""
     return _apply(x, dims, lenient=True)
 
 
@@ -220,8 +226,8 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
     # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
     for dim in () if lenient or not manual else layout.resolve(dims).dims:
         problems += [
-            f"constrain() {list(x.shape)} ({', '.join(map(str, dims))}): the dim {dim.name!r} goes to the axis {axis!r}, "
-            f"which is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
+            f"constrain() {list(x.shape)} ({', '.join(map(str, dims))}): the dim {dim.name!r} goes to {axis!r}, which "
+            f"is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
             for axis in dim.axes
             if axis in manual
         ]
@@ -256,13 +262,15 @@ def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.A
       path: the tensor's name in errors.
 
     Raises:
-      LayoutError: the global sizes do not divide by the axes.
+      LayoutError: the global sizes do not divide by the axes, or the mesh is abstract.
 
     >>> import numpy as np, jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))
     >>> put(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
     P('data', None)
     """
+    if isinstance(layout.mesh, AbstractMesh):
+        raise LayoutError(f"{path}: put() needs devices, but the mesh is abstract. Remedy: MeshSpec(...).build().")
     local = np.asarray(x)
     resolved = layout.resolve(dims, path=path)
     ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)

@@ -31,3 +31,13 @@ def simulate_devices(count: int) -> None:
             f"jax already runs on {jax.device_count()} {jax.default_backend()} device(s), so {count} cannot be simulated. "
             f"Remedy: call simulate_devices({count}) first, or set XLA_FLAGS={flag} before jax starts."
         )
+
+
+def prefer_accelerators(count: int) -> None:
+    """Run on TPU or GPU where there is one, else on ``count`` simulated CPU devices. Call it before jax runs anything."""
+    import jax
+
+    if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return  # somebody already decided, and jax refuses to be told twice
+    with contextlib.suppress(RuntimeError):  # jax already runs; it keeps the devices it has
+        jax.config.update("jax_num_cpu_devices", count)

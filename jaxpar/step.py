@@ -20,8 +20,13 @@ Metrics = dict[str, Any]
 
 
 def train_step(
-    layout: Layout, loss_fn: Callable[..., Any], *, clip_norm: float | None = None, donate: bool = True
-) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    *,
+    clip_norm: float | None = None,
+    donate: bool = True,
+    keep_grads: bool = False,
+) -> jax.stages.Wrapped:
     """A jitted ``step(state, batch) -> (state, metrics)``; ``.lower()`` and ``.trace()`` work as on any jitted function.
 
     Args:
@@ -31,6 +36,7 @@ def train_step(
         values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
       clip_norm: scale gradients down to this global norm.
       donate: give the old state's memory to the new one.
+      keep_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
 
     Returns:
       The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32) and what ``loss_fn`` returned beside.
@@ -45,15 +51,27 @@ def train_step(
             value, grads = jax.value_and_grad(loss_of(loss_fn, state, batch), has_aux=True)(state.params)
             loss, (aux, rest) = value
             grads = place_gradients(layout, state, grads)
-            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+            kept = {"grads": grads} if keep_grads else {}
             if clip_norm is not None:
                 scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
             params, opt_state = _update(state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0])
             new = TrainState(state.step + 1, params, opt_state, rest, state.key, state.static)
-            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **aux}
+            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **aux, **kept}
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def eval_step(layout: Layout, loss_fn: Callable[..., Any]) -> jax.stages.Wrapped:
+    """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated."""
+
+    def evaluate(state: TrainState, batch: Any) -> Metrics:
+        with tracing_under(layout):
+            loss, (aux, _) = loss_of(loss_fn, state, batch)(state.params)
+            return {"loss": loss, **aux}
+
+    return jax.jit(evaluate)
 
 
 def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
@@ -80,7 +98,7 @@ def _unpack(value: Any) -> tuple[jax.Array, Metrics, Any]:
             f"wanted. Remedy: take the mean."
         )
     metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
-    taken = sorted({"loss", "grad_norm"} & set(metrics))
+    taken = sorted({"loss", "grad_norm", "grads"} & set(metrics))
     if taken:
         raise ModelError(f"loss_fn returned metrics named {taken}, which the step itself reports. Remedy: rename them.")
     return loss, metrics, updates

@@ -81,7 +81,7 @@ def eval_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> list[Batch]:
-    """The first full batches of a text, in its order, the same at every call. Does not need grain.
+    """Full batches of windows spread evenly over a text, in its order, the same at every call. Does not need grain.
 
     Args:
         tokens: the text's token ids, integers of shape ``[n]``.
@@ -103,7 +103,9 @@ def eval_batches(
     """
     plan = plan_windows(tokens, batch, seq, process_index, process_count)
     steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
-    return [plan.read(np.arange(k * plan.batch, (k + 1) * plan.batch)) for k in range(steps)]
+    # Spread, because the first windows are the first files, and neighbouring files resemble each other.
+    numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)
+    return [plan.read(rows) for rows in numbers.reshape(steps, plan.batch)]
 
 
 class Batches(Iterator[Batch]):

@@ -168,7 +168,7 @@ def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch:
     found: dict[Any, Tensor] = {}
 
     def note(dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
-        place = _caller()
+        place = caller()
         key = (place, tuple(dims), x.shape, str(x.dtype))
         found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
 
@@ -180,12 +180,18 @@ def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch:
     return list(found.values())
 
 
-def _caller() -> str:
-    """``file.py:line`` of the model code that called ``constrain`` or ``hint``."""
+def caller() -> str:
+    """``Attention.__call__ (llama.py:178)``: the model code that called ``constrain`` or ``hint``."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "jaxpar.layout"):
+    inside = False
+    while frame.f_back is not None:
+        in_layout = frame.f_globals.get("__name__") == "jaxpar.layout"
+        if inside and not in_layout:
+            break
+        inside = in_layout
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.replace('\\', '/').rsplit('/', 1)[-1]}:{frame.f_lineno}"
+    file = frame.f_code.co_filename.replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"
 
 
 def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:

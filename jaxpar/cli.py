@@ -1,0 +1,142 @@
+"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``.
+
+Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxpar.errors import JaxparError
+
+Config = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help="YAML file of the run")]
+Settings = Annotated[
+    tyro.conf.UseAppendAction[tuple[str, ...]],
+    tyro.conf.arg(name="set", metavar="KEY=VALUE", help="change one key, as train.steps=10; may be repeated"),
+]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model, with progress, metrics, held-out evaluation and a loss curve at the end."""
+
+    config: Config
+    set: Settings = ()
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        job = _job(self.config, self.set, run=True)
+        from jaxpar.train.loop import train
+
+        train(job, Console(highlight=False))
+        return 0
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Say where every tensor of a run lies, and why. Needs no devices."""
+
+    config: Config
+    set: Settings = ()
+    devices: Annotated[int | None, tyro.conf.arg(help="how many devices (default: what the config's mesh says)")] = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
+
+    def run(self) -> int:
+        return _report(self, strict=None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Raise everything that is wrong with a run's layout, in one list; exit 1 if there is anything. Needs no devices."""
+
+    config: Config
+    set: Settings = ()
+    devices: Annotated[int | None, tyro.conf.arg(help="how many devices (default: what the config's mesh says)")] = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
+    strict: Annotated[bool, tyro.conf.arg(help="an unused rule is an error")] = True
+    max_replicated: Annotated[float | None, tyro.conf.arg(help="largest share of bytes whole on every device")] = None
+
+    def run(self) -> int:
+        return _report(self, strict=self.strict, max_replicated=self.max_replicated)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Prove that a run's layout computes what one device computes: loss and gradients, step by step, in fp32."""
+
+    config: Config
+    set: Settings = ()
+    steps: Annotated[int, tyro.conf.arg(help="how many steps to compare")] = 3
+    bound: Annotated[float, tyro.conf.arg(help="largest relative difference allowed")] = 1e-5
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        job = _job(self.config, self.set, run=True)
+        from jaxpar.train.verify import verify
+
+        return 0 if verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False)).passed else 1
+
+
+def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
+    """The job of a configuration; with ``run`` jax's devices are chosen as it says."""
+    from jaxpar.train.config import load_run
+
+    loaded = load_run(config, settings)
+    from jaxpar.simulate import prefer_accelerators
+
+    if run and loaded.config.simulate is not None:
+        prefer_accelerators(loaded.config.simulate)
+    from jaxpar.train.job import make_job
+
+    return make_job(loaded)
+
+
+def _report(command: Explain | Check, *, strict: bool | None, **options: Any) -> int:
+    from rich.console import Console
+
+    import jaxpar as jp
+
+    job = _job(command.config, command.set, run=False)
+    layout = job.layout(command.devices or job.abstract_devices())
+    inputs = {"batch": job.batch_spec(), "loss_fn": job.loss_fn}
+    report = jp.explain(layout, job.make_model, job.tx, **inputs)
+    for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
+        if file is not None:
+            file.write_text(content(), encoding="utf-8")
+    console = Console(highlight=False)
+    if strict is None:
+        # A table cut to a pipe's 80 columns helps nobody.
+        console.print(report) if console.is_terminal else print(report.to_text(), end="")
+        return 0
+    jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
+    console.print(f"{report.headline()}: {len(report.rows)} tensors, no problem")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
+    chosen: Any = tyro.cli(
+        Train | Explain | Check | Verify,
+        prog="jaxpar",
+        description="Explained and proven parallelism for Flax models.",
+        args=arguments,
+    )
+    try:
+        return int(chosen.run())
+    except JaxparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Is a layout right? The same steps on one device and in the layout, compared tensor by tensor.
+
+Loss and gradients of every step are compared. When they part, the forward pass of that step is run again on both sides,
+operation by operation, and the first activation that differs is named with the module that made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar.inspect.explain import caller
+from jaxpar.layout import Layout, observing, put
+from jaxpar.model import MakeModel, show, to_path
+from jaxpar.state import init
+from jaxpar.step import loss_of, train_step
+
+FLOOR = 1e-3
+"""A tensor's differences count against its own largest entry, but at least against this part of the model's largest
+gradient: a gradient that is zero by mathematics (a key bias under softmax) holds nothing but rounding noise."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest relative differences over all steps, where they were, and where the first one beyond the bound is."""
+
+    loss: float
+    gradients: float
+    worst: str
+    bound: float
+    parameters_equal: bool
+    first: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.first is None
+
+
+def compare(
+    reference: Layout,
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    data: Sequence[Mapping[str, np.ndarray]],
+    dims: Mapping[str, Sequence[str | None]],
+    *,
+    bound: float,
+    seed: int = 0,
+    clip_norm: float | None = None,
+) -> Verdict:
+    """Train on ``data`` under two layouts, each from its own initial state, and compare loss and gradients of every step.
+
+    Args:
+      reference, layout: the two layouts; the first is taken as right.
+      make_model, tx, loss_fn, seed, clip_norm: as for :func:`jaxpar.init` and :func:`jaxpar.train_step`.
+      data: one batch per step, name → global array.
+      dims: name → logical dims of that array.
+      bound: largest relative difference allowed.
+    """
+    with jax.default_matmul_precision("highest"):
+        states = [init(place, make_model, tx, seed=seed) for place in (reference, layout)]
+        steps = [
+            train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True)
+            for place in (reference, layout)
+        ]
+        pairs = zip(*(jax.tree.leaves(jax.device_get(state.params)) for state in states), strict=True)
+        equal = all(np.array_equal(a, b) for a, b in pairs)
+        loss, worst, where = 0.0, 0.0, "none"
+        first = None if equal else "the initial parameters already differ"
+        for number, batch in enumerate(data, 1):
+            before = states
+            inputs = [
+                {name: put(place, x, *dims[name], path=f"batch/{name}") for name, x in batch.items()}
+                for place in (reference, layout)
+            ]
+            results = [step(state, x) for step, state, x in zip(steps, states, inputs, strict=True)]
+            states = [state for state, _ in results]
+            (want, got) = (jax.device_get(metrics) for _, metrics in results)
+            gap = abs(float(got["loss"]) - float(want["loss"])) / max(abs(float(want["loss"])), 1e-30)
+            apart = gradient_gaps(want["grads"], got["grads"])
+            loss = max(loss, _number(gap))
+            path = max(apart, key=lambda name: apart[name])
+            if apart[path] > worst:
+                worst, where = apart[path], f"{path}, step {number}"
+            if first is None and max(_number(gap), apart[path]) > bound:
+                found = first_divergence((reference, layout), before, inputs, loss_fn, bound)
+                first = f"{found or f'the gradient of {path}; every activation agrees'}, step {number}"
+    return Verdict(loss, worst, where, bound, equal, first)
+
+
+def gradient_gaps(want: Any, got: Any) -> dict[str, float]:
+    """Path → largest relative difference of each gradient tensor (see ``FLOOR``); infinite where one is not finite."""
+    scale = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(want))
+    least = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
+    gaps = {}
+    for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        size = max(float(np.abs(a).max(initial=0)), least)
+        gaps[show(to_path(keys))] = _number(float(np.abs(a - b).max(initial=0)) / size)
+    return gaps
+
+
+def first_divergence(
+    layouts: Sequence[Layout],
+    states: Sequence[Any],
+    batches: Sequence[Any],
+    loss_fn: Callable[..., Any],
+    bound: float,
+) -> str | None:
+    """The first activation of the forward pass that differs, as text; ``None`` if all that the model constrains agree.
+
+    The model's own ``constrain`` and ``hint`` calls are the probes. Without jit a scan runs its body once a layer, so the
+    calls come in the order in which a reader would count them.
+    """
+    traces: list[list[tuple[str, Sequence[str | None], np.ndarray]]] = []
+    for layout, state, batch in zip(layouts, states, batches, strict=True):
+        trace: list[tuple[str, Sequence[str | None], np.ndarray]] = []
+
+        def note(dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
+            trace.append((caller(), dims, np.asarray(jax.device_get(x))))
+
+        with layout, jax.disable_jit(), observing(note):
+            loss_of(loss_fn, state, batch)(state.params)
+        traces.append(trace)
+    for number, ((place, dims, a), (_, _, b)) in enumerate(zip(*traces, strict=True), 1):
+        gap = _number(float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30))
+        if gap > bound:
+            called = sum(earlier == place for earlier, _, _ in traces[0][:number])
+            named = ", ".join(map(str, dims))
+            return f"{place} ({named}), call {called}: its activation differs by {gap:.2e}"
+    return None
+
+
+def _number(x: float) -> float:
+    """NaN counts as infinitely far away: it must never pass a comparison."""
+    return math.inf if math.isnan(x) else x

@@ -1,0 +1,100 @@
+"""The configuration of a run: frozen dataclasses that YAML fills strictly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpar.config import build, load_yaml, merge, override
+from jaxpar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it is cut: ``batch`` sequences of ``seq`` tokens a step, over all devices."""
+
+    source: str = "stdlib"
+    batch: int = 32
+    seq: int = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Any optax optimizer by name, with a warmup-cosine schedule; ``options`` are its own keyword arguments."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    warmup: int = 20
+    final_fraction: float = 0.1
+    clip_norm: float | None = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation."""
+
+    steps: int = 100
+    seed: int = 0
+    eval_every: int = 50
+    eval_batches: int = 8
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run, as a YAML file describes it.
+
+    Attributes:
+      model: ``family``, ``preset``, and any field of the family's configuration.
+      layout: a layout file, relative to the run's file.
+      mesh, rules: changes to that layout, key by key.
+      simulate: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
+      output: folder for metrics, curve and summary, relative to where the command runs.
+    """
+
+    model: dict[str, Any]
+    layout: str
+    mesh: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+    simulate: int | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    output: str = "runs/default"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run's configuration and the layout it names, as plain data."""
+
+    config: RunConfig
+    layout: dict[str, Any]
+    name: str
+
+
+def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Loaded:
+    """Read a run's YAML file, apply ``a.b=c`` settings, and read the layout it names.
+
+    Raises:
+      ConfigError: anything in either file that is unknown, of the wrong type, or missing.
+    """
+    file = Path(path)
+    data = override(load_yaml(file), settings)
+    config = build(RunConfig, data, str(file))
+    positive = {
+        "data.batch": config.data.batch,
+        "data.seq": config.data.seq,
+        "train.steps": config.train.steps,
+        "train.eval_every": config.train.eval_every,
+        "train.eval_batches": config.train.eval_batches,
+        "simulate": config.simulate if config.simulate is not None else 1,
+    }
+    for key, value in positive.items():
+        if value < 1:
+            raise ConfigError(f"{file}: {key} is {value}, but at least 1 is wanted.")
+    layout = merge(load_yaml(file.parent / config.layout), {"mesh": config.mesh, "rules": config.rules})
+    return Loaded(config, layout, file.stem)

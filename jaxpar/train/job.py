@@ -1,0 +1,118 @@
+"""``Job``: a run's configuration turned into the values that the library takes. Train, explain, check and verify share it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+import jaxpar as jp
+from jaxpar.config import build
+from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.models import llama
+from jaxpar.models.losses import next_token_loss
+from jaxpar.train.config import Loaded, OptimizerConfig, RunConfig
+
+BATCH_DIMS = ("batch", "seq")
+FAMILIES = ("llama",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Model, loss, optimizer and layout of a run."""
+
+    name: str
+    config: RunConfig
+    model: llama.LlamaConfig
+    make_model: Callable[[jax.Array], Any]
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformation
+    layout_data: Mapping[str, Any]
+
+    def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
+        """The layout on these devices (default: all); an integer gives an abstract mesh."""
+        return jp.Layout.from_dict(self.layout_data, devices=devices)
+
+    def batch_spec(self) -> dict[str, Any]:
+        """The batch as tagged shapes, for ``explain`` and ``check``."""
+        shape = (self.config.data.batch, self.config.data.seq)
+        return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in ("tokens", "targets")}
+
+    def abstract_devices(self) -> int:
+        """How many devices the layout is for, where none are at hand: the mesh's product, else ``simulate``."""
+        sizes = [size for size in (self.layout_data["mesh"] or {}).values() if isinstance(size, int)]
+        if -1 not in sizes:
+            return int(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}).abstract().size)
+        if self.config.simulate is None:
+            raise ConfigError(
+                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set 'simulate'."
+            )
+        return self.config.simulate
+
+
+def make_job(loaded: Loaded) -> Job:
+    """The job that a configuration describes.
+
+    Raises:
+      ConfigError: unknown model family, preset, field or optimizer.
+    """
+    config = loaded.config
+    model = _model(config.model)
+    tx = make_optimizer(config.optimizer, config.train.steps)
+    return Job(loaded.name, config, model, llama.make_llama(model), next_token_loss, tx, loaded.layout)
+
+
+def in_fp32(job: Job) -> Job:
+    """The same job computing and storing in fp32."""
+    model = replace(job.model, dtype="float32", param_dtype="float32")
+    return replace(job, model=model, make_model=llama.make_llama(model))
+
+
+def _model(data: Mapping[str, Any]) -> llama.LlamaConfig:
+    fields = dict(data)
+    family = fields.pop("family", None)
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"model: family is {family!r}.{did_you_mean(family, FAMILIES)} The families are: {', '.join(FAMILIES)}."
+        )
+    base = llama.preset(fields.pop("preset", "tiny"))
+    return build(llama.LlamaConfig, {**asdict(base), **fields}, "model")
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The named optax optimizer with a linear warmup and a cosine decay over ``steps``.
+
+    Raises:
+      ConfigError: optax has no such optimizer, or it does not take one of ``options``.
+    """
+    known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
+    if config.name not in known:
+        raise ConfigError(
+            f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Any optax optimizer with a "
+            f"learning rate will do: {', '.join(known)}."
+        )
+    make = getattr(optax, config.name)
+    for option in config.options:
+        taken = [name for name in _parameters(make) if name != "learning_rate"]
+        if option not in taken:
+            raise ConfigError(
+                f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, taken)} Its options are: "
+                f"{', '.join(taken)}."
+            )
+    warmup = min(config.warmup, max(steps - 1, 0))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else config.learning_rate,
+        config.learning_rate,
+        warmup,
+        max(steps, warmup + 1),
+        config.learning_rate * config.final_fraction,
+    )
+    return make(learning_rate=schedule, **config.options)
+
+
+def _parameters(f: Any) -> list[str]:
+    return list(inspect.signature(f).parameters) if inspect.isfunction(f) else []

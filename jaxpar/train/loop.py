@@ -1,0 +1,217 @@
+"""The training loop: what ``jaxpar train`` runs, from the layout summary to the loss curve."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jaxpar as jp
+from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
+from jaxpar.errors import ConfigError
+from jaxpar.inspect.report import show_bytes
+from jaxpar.train.job import BATCH_DIMS, Job
+from jaxpar.train.metrics import MetricsWriter, draw_loss, peak_flops
+from jaxpar.train.progress import StepLine
+
+
+@dataclass
+class Summary:
+    """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``."""
+
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    evals: list[tuple[int, float]] = field(default_factory=list)
+    step_times: list[float] = field(default_factory=list)
+    bigram: float = math.nan
+    tokens_per_second: float = math.nan
+    mfu: float | None = None
+    compile_seconds: float = 0.0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def heldout(self) -> float:
+        """The last held-out loss."""
+        return self.evals[-1][1] if self.evals else math.nan
+
+
+def train(job: Job, console: Console) -> Summary:
+    """Run a job: print the layout, train, evaluate on held-out text, write metrics and ``loss.png``.
+
+    Args:
+      job: what to run, on all devices that jax sees.
+      console: where progress and summary go.
+
+    Returns:
+      What was printed at the end. Ctrl-C ends the run after the step it is in, and everything is written as for a full
+      run; a second Ctrl-C ends it at once.
+
+    Raises:
+      LayoutError: the layout does not fit; raised before anything is compiled.
+      ConfigError, DataError: the run's data cannot feed its model.
+    """
+    began = time.perf_counter()
+    config, layout, text = job.config, job.layout(), load_text(job.config.data.source)
+    if text.vocab > job.model.vocab:
+        raise ConfigError(
+            f"model: vocab is {job.model.vocab}, but the text has {text.vocab} different tokens. Remedy: a vocab of at "
+            f"least {text.vocab}."
+        )
+    # Held-out batches and layout are checked before the first compile.
+    held = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job))
+    _introduce(job, layout, text, console)
+    summary = Summary(bigram=bigram_entropy(text.heldout))
+    folder = Path(config.output)
+    with _stop_on_interrupt() as stopped, MetricsWriter(folder) as writer:
+        _run(job, layout, text, held, summary, writer, console, stopped)
+    summary.interrupted = stopped()
+    summary.seconds = time.perf_counter() - began
+    _conclude(summary, folder, console)
+    return summary
+
+
+def _run(
+    job: Job,
+    layout: jp.Layout,
+    text: Text,
+    held: list[dict[str, np.ndarray]],
+    summary: Summary,
+    writer: MetricsWriter,
+    console: Console,
+    stopped: Callable[[], bool],
+) -> None:
+    """Initialise, compile and step, filling ``summary`` as it goes."""
+    config, tokens_a_step = job.config, job.config.data.batch * job.config.data.seq
+    device = jax.devices()[0]
+    peak = peak_flops(device.device_kind)
+    flops_a_step = job.model.flops_per_token(config.data.seq) * tokens_a_step
+    stream = batches(text.train, seed=config.data.seed, **_cut(job))
+    heldout = [_put(layout, batch) for batch in held]
+    batch = _put(layout, next(stream))
+    with console.status("compiling the step ..."):
+        started = time.perf_counter()
+        state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed)
+        step = jp.train_step(layout, job.loss_fn, clip_norm=config.optimizer.clip_norm).lower(state, batch).compile()
+        evaluate = jp.eval_step(layout, job.loss_fn).lower(state, heldout[0]).compile()
+        summary.compile_seconds = time.perf_counter() - started
+    console.print(f"compiled in {summary.compile_seconds:.1f} s")
+
+    def look(number: int) -> None:
+        loss = float(np.mean([float(evaluate(state, b)["loss"]) for b in heldout]))
+        summary.evals.append((number, loss))
+        writer.write(number, heldout_loss=loss)
+
+    with StepLine(console, config.train.steps) as line:
+        look(0)
+        for number in range(1, config.train.steps + 1):
+            started = time.perf_counter()
+            state, metrics = step(state, batch)
+            if number < config.train.steps:
+                batch = _put(layout, next(stream))  # made while the device works
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
+            seconds = time.perf_counter() - started
+            summary.steps = number
+            summary.losses.append(loss)
+            summary.step_times.append(seconds)
+            mfu = flops_a_step / seconds / (peak * layout.mesh.size) if peak else None
+            rate = tokens_a_step / seconds
+            writer.write(
+                number, loss=loss, grad_norm=norm, step_seconds=seconds, tokens_per_second=rate, **_maybe("mfu", mfu)
+            )
+            if number % config.train.eval_every == 0 or number == config.train.steps or stopped():
+                look(number)
+            line.update(number, loss, summary.heldout, rate, seconds, mfu)
+            if stopped():
+                break
+    stream.close()
+    typical = statistics.median(summary.step_times)
+    summary.tokens_per_second = tokens_a_step / typical
+    summary.mfu = flops_a_step / typical / (peak * layout.mesh.size) if peak else None
+
+
+def _maybe(name: str, value: float | None) -> dict[str, float]:
+    return {} if value is None else {name: value}
+
+
+def _cut(job: Job) -> dict[str, Any]:
+    """How text becomes batches, in this process."""
+    data = job.config.data
+    return {
+        "batch": data.batch,
+        "seq": data.seq,
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+
+
+def _put(layout: jp.Layout, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    return {name: jp.put(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
+
+
+def _introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None:
+    """What will run and where, checked: the mesh, the bytes on each device, the text."""
+    report = jp.check(layout, job.make_model, job.tx, batch=job.batch_spec(), loss_fn=job.loss_fn, strict=False)
+    total, params = report.total(), report.total("params")
+    config = job.config
+    console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")
+    console.print(
+        f"model   {config.model['family']}, {job.model.params:,} parameters in {params.tensors} tensors, "
+        f"{job.model.dtype} compute"
+    )
+    console.print(
+        f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on each "
+        f"device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes whole on every device)"
+    )
+    console.print(
+        f"text    {text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
+        f"({text.heldout_files} of {text.files} files); batch {config.data.batch} × {config.data.seq} tokens"
+    )
+    for line in report.remarks():
+        console.print(line)
+
+
+def _conclude(summary: Summary, folder: Path, console: Console) -> None:
+    """One screen at the end, and the picture."""
+    title = f"{summary.steps} steps, {summary.tokens_per_second:,.0f} tokens/s"
+    draw_loss(folder / "loss.png", summary.losses, summary.evals, {"held-out bigram entropy": summary.bigram}, title)
+    verdict = "below" if summary.heldout < summary.bigram else "above"
+    console.print()
+    console.print("[bold]stopped by Ctrl-C[/]" if summary.interrupted else "[bold]done[/]")
+    console.print(
+        f"steps             {summary.steps} in {summary.seconds:.0f} s (compile {summary.compile_seconds:.0f} s)"
+    )
+    console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
+    if summary.mfu is not None:
+        console.print(f"MFU               {summary.mfu:.1%}")
+    if summary.losses:
+        console.print(f"training loss     {summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per token")
+    console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
+    console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: the model ends {verdict} their entropy")
+    console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard, {folder}/loss.png")
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag that the loop reads between steps; the handler then gives way, so that a second one interrupts."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)

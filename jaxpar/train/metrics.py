@@ -1,0 +1,106 @@
+"""Where a run's numbers go: JSON lines, TensorBoard, the loss curve; and what the hardware could do at best."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxpar.errors import need
+
+# Dense bf16 FLOP/s of one jax device, from the makers' data sheets; a device kind that is not here has no MFU.
+_PEAKS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 1153.5e12,  # a jax device is one of the chip's two cores
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a device kind as jax names it, or ``None`` when it is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3") == 989e12, peak_flops("cpu")
+    (True, None)
+    """
+    matches = [name for name in _PEAKS if device_kind.startswith(name)]
+    return _PEAKS[max(matches, key=len)] if matches else None
+
+
+class MetricsWriter:
+    """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
+
+    Raises:
+      MissingExtraError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, **values: float) -> None:
+        """One record: the step and its values. Numbers that are not finite are written as strings, so the line stays JSON."""
+        safe = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        self._lines.write(json.dumps({"step": step, **safe}) + "\n")
+        self._lines.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        self._board.close()
+
+
+def draw_loss(
+    path: Path,
+    losses: Sequence[float],
+    evals: Sequence[tuple[int, float]],
+    lines: dict[str, float],
+    title: str,
+) -> None:
+    """The loss curve as a picture.
+
+    Args:
+      path: of the PNG.
+      losses: training loss of step 1, 2, ...
+      evals: (step, held-out loss) pairs.
+      lines: horizontal lines to draw, label → loss.
+      title: of the picture.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise need("matplotlib", "plots", "drawing the loss curve") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    ax: Any = figure.subplots()
+    ax.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.45, linewidth=1, label="training loss")
+    if evals:
+        ax.plot(*zip(*evals, strict=True), color="tab:blue", marker="o", label="held-out loss")
+    for (label, value), color in zip(lines.items(), ("tab:red", "tab:gray", "tab:green"), strict=False):
+        ax.axhline(value, color=color, linestyle="--", linewidth=1, label=f"{label} {value:.3f}")
+    ax.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False)
+    figure.savefig(path, dpi=130)

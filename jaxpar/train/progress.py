@@ -1,0 +1,46 @@
+"""The line that shows a run moving: a live bar in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_LINES = 20
+"""How many lines a run prints where there is no terminal to draw a bar in."""
+
+
+class StepLine:
+    """Shows step, loss, held-out loss, tokens/s, step time, MFU (where the peak is known) and the time left."""
+
+    def __init__(self, console: Console, steps: int):
+        self._console, self._steps, self._began = console, steps, time.perf_counter()
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+        self._bar = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console)
+        self._task = self._bar.add_task("train", total=steps, text="")
+
+    def update(
+        self, step: int, loss: float, heldout: float, tokens_per_second: float, seconds: float, mfu: float | None
+    ) -> None:
+        """Show a step that just ended."""
+        text = f"loss {loss:.4f}  held-out {heldout:.4f}  {tokens_per_second:,.0f} tok/s  {seconds * 1e3:.0f} ms/step"
+        text += f"  MFU {mfu:.1%}" if mfu is not None else ""
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step % max(1, self._steps // _LINES) == 0 or step == self._steps:
+            left = (time.perf_counter() - self._began) / step * (self._steps - step)
+            self._console.print(f"step {step}/{self._steps}  {text}  ETA {left:.0f} s")
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()

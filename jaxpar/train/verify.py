@@ -1,0 +1,53 @@
+"""``jaxpar verify``: a run's layout against one device."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from jaxpar.data import batches, load_text
+from jaxpar.errors import ConfigError
+from jaxpar.inspect.compare import Verdict, compare
+from jaxpar.train.job import BATCH_DIMS, Job, in_fp32
+
+
+def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
+    """Run ``steps`` steps of a job on one device and in its layout, in fp32, and print how far they are apart.
+
+    Args:
+      job: the run. It is recast to fp32 with the highest matmul precision, so that the bound can be tight.
+      steps: how many steps, at least 1.
+      bound: the largest relative difference allowed, in the loss and in any gradient tensor.
+      console: where the verdict goes.
+
+    Raises:
+      ConfigError: ``steps`` is below 1.
+    """
+    if steps < 1:
+        raise ConfigError(f"verify: steps is {steps}, but at least 1 is wanted.")
+    job = in_fp32(job)
+    data = job.config.data
+    stream = batches(load_text(data.source).train, batch=data.batch, seq=data.seq, seed=data.seed)
+    layout = job.layout()
+    mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"
+    console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
+    verdict = compare(
+        layout.on_one_device(),
+        layout,
+        job.make_model,
+        job.tx,
+        job.loss_fn,
+        [next(stream) for _ in range(steps)],
+        dict.fromkeys(("tokens", "targets"), BATCH_DIMS),
+        bound=bound,
+        seed=job.config.train.seed,
+        clip_norm=job.config.optimizer.clip_norm,
+    )
+    stream.close()
+    console.print(f"initial parameters  {'bitwise equal' if verdict.parameters_equal else 'DIFFER'}")
+    console.print(f"loss                largest relative difference {verdict.loss:.2e} over {steps} steps")
+    console.print(f"gradients           largest relative difference {verdict.gradients:.2e} ({verdict.worst})")
+    if verdict.passed:
+        console.print(f"[bold]verified[/]            within {bound:.0e}")
+    else:
+        console.print(f"[bold]NOT verified[/]        beyond {bound:.0e}; first module that diverges: {verdict.first}")
+    return verdict
