@@ -35,7 +35,7 @@ class Train:
         job = _job(self.config, self.set, run=True)
         from jaxpar.train.loop import train
 
-        train(job, Console(highlight=False))
+        train(job, Console(highlight=False, soft_wrap=True))
         return 0
 
 
@@ -84,7 +84,11 @@ class Verify:
         job = _job(self.config, self.set, run=True)
         from jaxpar.train.verify import verify
 
-        return 0 if verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False)).passed else 1
+        return (
+            0
+            if verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False, soft_wrap=True)).passed
+            else 1
+        )
 
 
 def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
@@ -113,7 +117,7 @@ def _report(command: Explain | Check, *, strict: bool | None, **options: Any) ->
     for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
         if file is not None:
             file.write_text(content(), encoding="utf-8")
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     if strict is None:
         # A table cut to a pipe's 80 columns helps nobody.
         console.print(report) if console.is_terminal else print(report.to_text(), end="")

@@ -30,12 +30,19 @@ class _StrictLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in lines:
-                    text = f"the key {key.value!r} stands twice, first on line {lines[key.tag, key.value]}"
+                    first = lines[key.tag, key.value]
+                    text = f"the key {key.value!r} stands twice, first on line {first}. Remedy: keep one"
                     raise yaml.composer.ComposerError(None, None, text, key.start_mark)
                 lines[key.tag, key.value] = key.start_mark.line + 1
         return node
 
+    def refuse_tag(self, node: yaml.Node) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        text = f"the tag {tag!r} would build an object. Remedy: write plain text, numbers, lists or mappings"
+        raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
 
+
+_StrictLoader.add_constructor(None, _StrictLoader.refuse_tag)
 # YAML 1.1 reads 1e-3 as a string; people who write learning rates mean a number.
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -101,10 +108,7 @@ def _parse(text: str | bytes, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         problem = ", ".join(filter(None, (error.context, error.problem)))
-        remedy = (
-            " Remedy: write text, numbers, lists and mappings; no tag may build an object." if "tag" in problem else ""
-        )
-        raise ConfigError(f"{name}: line {line}: {problem}.{remedy}") from error
+        raise ConfigError(f"{name}: line {line}: {problem}.") from error
     except (
         yaml.YAMLError,
         ValueError,

@@ -40,7 +40,7 @@ class LayoutError(JaxparError, ValueError):
 
 
 class AnnotationError(JaxparError, ValueError):
-    """An annotation does not fit its tensor: rank differs from the number of names, or a name is malformed."""
+    """An annotation cannot be read: a name is neither a string nor ``None``, or what it tags is not one array."""
 
 
 class NoLayoutError(JaxparError, RuntimeError):

@@ -57,7 +57,7 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
             raise LayoutError(
-                f"Layout() got a {type(self.mesh).__name__} and a {type(self.rules).__name__}, but a jax Mesh and a "
+                f"Layout() got a {type(self.mesh).__name__} and a {type(self.rules).__name__}, but a jax Mesh and "
                 f"Rules are wanted. Remedy: Layout(MeshSpec(...).build(), Rules(...))."
             )
         known = tuple(dict.fromkeys([*self.mesh.axis_names, *AXES]))
@@ -270,7 +270,7 @@ def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.A
     P('data', None)
     """
     if isinstance(layout.mesh, AbstractMesh):
-        raise LayoutError(f"{path}: put() needs devices, but the mesh is abstract. Remedy: MeshSpec(...).build().")
+        raise LayoutError(f"{path}: put() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().")
     local = np.asarray(x)
     resolved = layout.resolve(dims, path=path)
     ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)

@@ -46,12 +46,12 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis, size in self._asked().items():
             if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-                raise MeshError(f"mesh axis {axis!r} has size {size!r}, but a positive integer or -1 is wanted.")
+                raise MeshError(f"the mesh axis {axis!r} has size {size!r}, but a positive integer or -1 is wanted.")
         free = [axis for axis, size in self._asked().items() if size == -1]
         if len(free) > 1:
             raise MeshError(
-                f"the mesh axes {listing(free)} are -1, but only one can take what is left. Remedy: give all but one of "
-                f"them a size."
+                f"the mesh axes {listing(free)} are -1, but only one can take what is left. Remedy: give all but one "
+                f"of them a size."
             )
 
     @classmethod
@@ -120,7 +120,8 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
     """``devices`` as an array of shape ``tuple(sizes.values())``, slow links outermost.
 
     Raises:
-      MeshError: the slices (or processes) hold different numbers of devices, or axes smaller than one would cross it.
+      MeshError: the slices (or processes) hold different numbers of devices, or axes that fit into one
+        would lie across several.
     """
     from jax.experimental import mesh_utils
 
@@ -132,18 +133,18 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
     if len(counts) == 1 or (not by_slice and devices[0].platform == "tpu"):
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{i}: {count}" for i, count in sorted(counts.items()))
         raise MeshError(
-            f"the {plural} hold different numbers of devices ({', '.join(f'{i}: {n}' for i, n in sorted(counts.items()))}). "
-            f"Remedy: pass build() equally many devices of each."
+            f"the {plural} hold different numbers of devices ({shown}). Remedy: pass build() equally many of each."
         )
     whole = len(devices) // len(counts)
     for i in range(len(shape)):
         inner = math.prod(shape[i:])
         if inner <= whole and whole % inner:
+            block = _product(dict(list(sizes.items())[i:]))
             raise MeshError(
-                f"the mesh {_product(sizes)} does not fit {len(counts)} {plural} of {whole} devices: a block of {inner} "
-                f"({_product(dict(list(sizes.items())[i:]))}) would lie across {plural}. Remedy: choose sizes of the inner "
-                f"axes that multiply to a divisor of {whole}."
+                f"the mesh {_product(sizes)} does not fit {len(counts)} {plural} of {whole} devices: {block} would lie "
+                f"across several. Remedy: let these sizes multiply to a divisor of {whole}."
             )
     # The devices are granules × whole, so the outermost axes together always hold the factors of the granules.
     dcn, left = [], len(counts)
@@ -161,10 +162,13 @@ def _misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
     if devices < 1:
         return f"a mesh needs at least one device, but the number of devices is {devices}."
     free = [axis for axis, size in asked.items() if size == -1]
-    text = f"the mesh {_product(asked)}{'' if free else f' = {fixed}'} does not fit the number of devices, {devices}"
+    shown = _product(asked)
+    if "×" in shown and not free:
+        shown += f" = {fixed}"
+    text = f"the mesh {shown} does not fit the number of devices, which is {devices}"
     if free:
-        divisors = ", ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
-        return f"{text}, which is no multiple of {fixed}. What fits: other sizes that multiply to one of {divisors}."
+        fits = [str(d) for d in range(1, devices + 1) if devices % d == 0]
+        return f"{text} and no multiple of {fixed}. What fits: other sizes that multiply to {' or '.join(fits)}."
     fits = [
         f"{axis}={devices * size // fixed}"
         for axis, size in asked.items()
@@ -174,4 +178,4 @@ def _misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
+    return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpar.errors import AnnotationError, ModelError
+from jaxpar.errors import AnnotationError, ModelError, listing
 
 Path = tuple[str, ...]
 Names = tuple[str | None, ...]
@@ -76,11 +76,11 @@ class TreeKind:
     def carried(self, model: Any, rest: Any, updates: Any) -> Any:
         if updates is None:
             return rest
-        unknown = sorted(set(updates) - set(rest)) if isinstance(updates, Mapping) else ["not a dict"]
-        if unknown:
+        if not isinstance(updates, Mapping) or not set(updates) <= set(rest):
+            what = type(updates).__name__ if not isinstance(updates, Mapping) else f"a dict of {listing(updates)}"
             raise ModelError(
-                f"loss_fn returned updates for {unknown}, but the carried collections are {sorted(rest)}. Remedy: return "
-                f"the mutated collections of apply(..., mutable=[...]) as the third value."
+                f"the third value of loss_fn is {what}, but a dict of the carried collections ({listing(rest)}) is "
+                f"wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
             )
         return {**rest, **updates}
 
@@ -90,7 +90,7 @@ def read(model: Any) -> Parts:
 
     Args:
       model: an ``nnx.Module``; a mapping with the key ``params`` (Linen variables: other collections are carried, not
-        trained); or any other pytree of arrays, with ``tag`` or Flax's ``nn.Partitioned`` boxes around annotated leaves.
+        trained); or any other pytree of arrays, with ``tag`` or Flax's ``nn.Partitioned`` boxes on annotated leaves.
 
     Raises:
       ModelError: no parameters, or a Linen module instead of its variables.
@@ -119,8 +119,8 @@ def read(model: Any) -> Parts:
     }
     if not jax.tree.leaves(plain["params"]):
         raise ModelError(
-            f"make_model returned {type(model).__name__} with no parameters. Remedy: return an nnx.Module, Linen variables "
-            f"or a pytree of arrays."
+            f"make_model returned {type(model).__name__} with no parameters. Remedy: return an nnx.Module, Linen "
+            f"variables or a pytree of arrays."
         )
     return Parts(plain["params"], plain["rest"], tuple(names), TreeKind(collections))
 
@@ -149,7 +149,7 @@ def check_names(dims: Any, where: str) -> Names:
     """``dims`` as a tuple of strings and Nones, or an ``AnnotationError``."""
     if not isinstance(dims, tuple | list) or not all(d is None or isinstance(d, str) for d in dims):
         raise AnnotationError(
-            f"{where}: the logical dims are {dims!r}; one string or None for each dim is wanted, as ('embed', 'mlp')."
+            f"{where}: the logical dims are {dims!r}, but a string or None for each dim is wanted, as ('embed', 'mlp')."
         )
     return tuple(dims)
 

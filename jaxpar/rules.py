@@ -1,7 +1,7 @@
 """``Rules``: logical dim → mesh axes, per role, as one frozen value; and the one resolver that reads it.
 
 Nothing here imports jax. A table is *closed* (a name it does not hold is an error), *unordered* (no rule shadows
-another) and *strict* (the only ways for a dim to degrade are ``first_of`` and ``indivisible``, both written at the rule).
+another) and *strict* (a dim degrades only by ``first_of`` or ``indivisible``, both written in the table).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from jaxpar.errors import RulesError, did_you_mean, listing
 
 ROLES = ("activations", "params", "gradients", "optimizer")
-"""Where a rule applies. ``gradients`` and ``optimizer`` start from ``params``; every role starts from the base table."""
+"""Where a rule applies. ``gradients`` and ``optimizer`` start from ``params``, and every role from the base table."""
 
 _CHAIN = {role: (role,) if role in ("activations", "params") else ("params", role) for role in ROLES}
 _RESERVED = (*ROLES, "indivisible", "unannotated")
@@ -52,7 +52,7 @@ def first_of(*options: str | Sequence[str] | None) -> FirstOf:
     >>> str(Rules(kv_heads=first_of("model", None)).table["kv_heads"])
     'first_of(model, None)'
     """
-    if not options or None in options[:-1]:
+    if not options or not all(options[:-1]):
         raise RulesError(f"first_of{options}: one option or more is wanted, and None only as the last one.")
     return FirstOf(tuple(_axes(option, "an option of first_of") for option in options))
 
@@ -60,7 +60,7 @@ def first_of(*options: str | Sequence[str] | None) -> FirstOf:
 def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
     """Shard every tensor of a role over ``axis``, along whichever dim divides; tensors below ``min_bytes`` stay whole.
 
-    ``optimizer=over("data")`` is ZeRO stage 1. A tensor with no dim that divides stays as it is, and ``explain`` says so.
+    ``optimizer=over("data")`` is ZeRO stage 1. A tensor with no dim that divides stays as it is; ``explain`` says so.
 
     >>> over("data", min_bytes="64KiB").min_bytes
     65536
@@ -108,7 +108,7 @@ class Rules:
         base = {dim: _value(value, dim) for dim, value in rules.items()}
         if unannotated not in ("error", "replicate"):
             raise RulesError(f"unannotated={unannotated!r}: it is 'error' (the default) or 'replicate'.")
-        if not isinstance(indivisible, Mapping) or set(indivisible.values()) - {"replicate"}:
+        if not isinstance(indivisible, Mapping) or any(how != "replicate" for how in indivisible.values()):
             raise RulesError(f"indivisible={indivisible!r}: it is written as {{'vocab': 'replicate'}}.")
         _known(indivisible, base, "indivisible")
         overlays = {role: _overlay(role, value, base) for role, value in roles.items()}
@@ -124,8 +124,8 @@ class Rules:
         for dim, value in pairs:
             if dim in table:
                 raise RulesError(
-                    f"two rules for {dim!r}: {_show(table[dim])} and {_show(value)}. Remedy: keep one; where the second "
-                    f"was a fallback, write {dim}=first_of(...)."
+                    f"two rules for {dim!r}: {_show(table[dim])} and {_show(value)}. Remedy: keep one; where the "
+                    f"second was a fallback, write {dim}=first_of(...)."
                 )
             table[dim] = value
         return cls(**table)
@@ -161,7 +161,7 @@ class Rules:
         return dict(self.base)
 
     def for_role(self, role: str) -> tuple[dict[str, tuple[str, Axes | FirstOf]], Over | None]:
-        """For each dim the name of the table its rule comes from (a role, or ``""``) and the rule; and the role's ``over``."""
+        """For each dim the table its rule comes from (a role, or ``""``) and the rule; and the role's ``over``."""
         if role not in ROLES:
             raise RulesError(f"unknown role {role!r}.{did_you_mean(role, ROLES)} The roles are: {', '.join(ROLES)}.")
         table: dict[str, tuple[str, Axes | FirstOf]] = {dim: ("", value) for dim, value in self.base}
@@ -233,12 +233,12 @@ def resolve(
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
     where = f"{path}{'' if shape is None else f' {list(shape)}'} ({', '.join(map(str, names))})"
     if len(sizes) != len(names):
+        stacked = "; a dim added by stacking layers is named by jaxpar.nnx.stacked() or, in Linen, by nn.PARTITION_NAME"
         text = (
-            f"{where}: the number of dims is {len(sizes)}, of names {len(names)}. Remedy: give each dim a name, or None"
+            f"{where}: the rank is {len(sizes)}, but the names are for rank {len(names)}. Remedy: give each dim a name "
+            f"or None{'' if role == 'activations' else stacked}."
         )
-        if role != "activations":
-            text += "; a dim that stacking layers adds gets its name from jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME"
-        return Resolved(tuple(Dim(None, size, why="the names do not match the dims") for size in sizes), (f"{text}.",))
+        return Resolved(tuple(Dim(None, size, why="the names do not match the dims") for size in sizes), (text,))
     table, spread = rules.for_role(role)
     problems: list[str] = []
     used: set[tuple[str, str]] = set()
@@ -284,12 +284,12 @@ def _place(
         taken = [axis for axis in axes if axis in claimed]
         if taken:
             rivals.append(claimed[taken[0]])
-            misfits.append(f"the axis {taken[0]!r} is claimed twice, by {rivals[-1]!r} and by {name!r}")
+            both = f"two dims named {name!r}" if rivals[-1] == name else f"{rivals[-1]!r} and by {name!r}"
+            misfits.append(f"the axis {taken[0]!r} is claimed twice, by {both}")
         elif size is not None and size % ways:
-            product = " × ".join(f"{axis}={axis_sizes[axis]}" for axis in axes) + (
-                f" = {ways}" if len(axes) > 1 else ""
-            )
-            misfits.append(f"the dim {name!r} has size {size}, which is no multiple of {product}")
+            product = " × ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
+            total = f" = {ways}" if len(axes) > 1 else ""
+            misfits.append(f"the dim {name!r} has size {size}, which is no multiple of {product}{total}")
         elif axes:
             return Dim(name, size, axes, rule, "; ".join(misfits)), ""
     why = "; ".join(misfits)
@@ -302,11 +302,11 @@ def _place(
             f"no option of the rule {rule} fits: {why}. Remedy: add None as the last option, to leave the dim whole."
         )
     elif name in rivals:
-        problem = f"{why} (rule {rule}). Remedy: give one of the two dims another name, with a rule of its own."
+        problem = f"{why} (rule {rule}). Remedy: give one of the two another name, with a rule of its own."
     elif rivals:
         problem = (
-            f"{why} (rule {rule}). Remedy: give one of the two another axis, or None; a role (activations, params, ...) "
-            f"can have a rule of its own."
+            f"{why} (rule {rule}). Remedy: give one of the two another axis, or None; a role (activations, params, "
+            f"...) can have a rule of its own."
         )
     else:
         problem = (
@@ -319,7 +319,7 @@ def _place(
 def _spread(
     dims: list[Dim], spread: Over, axis_sizes: Mapping[str, int], claimed: Mapping[str, str], nbytes: int
 ) -> tuple[list[Dim], str]:
-    """``over``: the largest free dim that divides takes the axes; a dim already sharded is split further as the last choice."""
+    """``over``: the largest free dim that divides takes the axes; a dim already sharded is the last choice."""
     live = [axis for axis in spread.axes if axis_sizes.get(axis, 1) > 1]
     axes = tuple(axis for axis in live if axis not in claimed)
     ways = math.prod(axis_sizes[axis] for axis in axes)
@@ -345,8 +345,8 @@ def _unknown(name: str, table: Mapping[str, Any]) -> str:
     if not table:
         return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
     return (
-        f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules know {listing(sorted(table))}. Remedy: correct "
-        f"the annotation, or add {name!r} to the rules (None where it is not to be sharded)."
+        f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules know {listing(sorted(table))}. Remedy: "
+        f"correct the annotation, or add {name!r} to the rules (None where it is not to be sharded)."
     )
 
 
@@ -354,8 +354,8 @@ def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
     for dim in dims:
         if dim not in base:
             raise RulesError(
-                f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: correct the "
-                f"name, or add {dim!r} to the base table (None where it is not to be sharded)."
+                f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: correct "
+                f"the name, or add {dim!r} to the base table (None where it is not to be sharded)."
             )
 
 
@@ -363,8 +363,8 @@ def _axes(value: Any, where: str, hint: str = "") -> Axes:
     axes = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
         raise RulesError(
-            f"{where} = {value!r} is not a rule.{hint} Remedy: name an axis, or a tuple of axes (major to minor), or write "
-            f"None."
+            f"{where} = {value!r} is not a rule.{hint} Remedy: name an axis, or a tuple of axes (major to minor), or "
+            f"write None."
         )
     if len(set(axes)) < len(axes):
         raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")

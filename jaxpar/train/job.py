@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -89,7 +90,9 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     Raises:
       ConfigError: optax has no such optimizer, or it does not take one of ``options``.
     """
-    known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # looking at every name touches the deprecated ones too
+        known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
     if config.name not in known:
         raise ConfigError(
             f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Any optax optimizer with a "

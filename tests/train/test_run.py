@@ -1,0 +1,127 @@
+"""``jaxpar train`` end to end, on a model small enough for a test: files, numbers, Ctrl-C, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxpar.cli import main
+from jaxpar.train.metrics import MetricsWriter, peak_flops
+
+LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
+RUN = {
+    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 32, "heads": 2, "head_dim": 16, "mlp": 48},
+    "layout": str(LAYOUTS / "fsdp_tp.yaml"),
+    "simulate": 8,
+    "data": {"source": "synthetic", "batch": 16, "seq": 32},
+    "optimizer": {"learning_rate": 1e-2, "warmup": 2},
+    "train": {"steps": 12, "eval_every": 5, "eval_batches": 2},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The configuration of a quick run that writes below ``tmp_path / "out"``."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / "out")}))
+    return file
+
+
+def records(config: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (config.parent / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_writes_its_metrics_and_draws_its_curve(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config)]) == 0
+    screen, lines = capsys.readouterr().out, records(config)
+    steps = [line for line in lines if "loss" in line]
+    evals = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [step for step, _ in evals] == [0, 5, 10, 12]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1 and evals[-1][1] < evals[0][1] - 1
+    assert all(math.isfinite(line["grad_norm"]) and line["tokens_per_second"] > 0 for line in steps)
+    assert "mesh: data 4 × model 2 = 8 devices" in screen and "step 12/12" in screen and "ETA" in screen
+    assert f"held-out loss     {evals[-1][1]:.4f}" in screen and "held-out bigrams  2.2230" in screen
+    out = config.parent / "out"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list((out / "tensorboard").glob("events.*"))
+
+
+def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = MetricsWriter.write
+
+    def interrupt_at_three(self: MetricsWriter, step: int, **values: float) -> None:
+        write(self, step, **values)
+        if step == 3 and "loss" in values:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(MetricsWriter, "write", interrupt_at_three)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["train", str(config)]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    assert max(line["step"] for line in records(config)) == 3 and "heldout_loss" in records(config)[-1]
+    assert "stopped by Ctrl-C" in capsys.readouterr().out and (config.parent / "out" / "loss.png").is_file()
+
+
+def test_the_same_run_twice_is_the_same_run(config: Path) -> None:
+    losses = []
+    for _ in range(2):
+        assert main(["train", str(config), "--set", "train.steps=3"]) == 0
+        losses.append([line["loss"] for line in records(config) if "loss" in line])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            "model.vocab=100",
+            "ConfigError: model: vocab is 100, but the text has 256 different tokens. Remedy: a vocab of at least 256.",
+        ),
+        (
+            "optimizer.name=adamww",
+            "ConfigError: optimizer: unknown name 'adamww'. Did you mean 'adamw'? Any optax optimizer with a learning",
+        ),
+        (
+            "optimizer.options.weight_decy=0.1",
+            "ConfigError: optimizer: adamw has no option 'weight_decy'. Did you mean 'weight_decay'? Its options are: b1, b2, eps, ",
+        ),
+        ("model.family=lama", "ConfigError: model: family is 'lama'. Did you mean 'llama'? The families are: llama."),
+        ("model.preset=8b", "ConfigError: llama: unknown preset '8b'. Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."),
+        ("model.embd=8", "ConfigError: model: unknown key 'embd'. Did you mean 'embed'? The keys are: vocab, embed, "),
+        (
+            "model.kv_heads=3",
+            "ConfigError: llama: heads=2 is not a multiple of kv_heads=3, so query heads cannot share key/value heads",
+        ),
+        (
+            "model.head_dim=5",
+            "ConfigError: llama: head_dim=5 is odd; rotary positions turn pairs. Remedy: make it even.",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_1(
+    config: Path, setting: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--set", setting]) == 1
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_a_size_below_one_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--set", "train.steps=0"]) == 1
+    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps is 0, but at least 1 is wanted.\n"
+
+
+def test_a_non_finite_value_keeps_the_metrics_file_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, loss=math.nan)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": "nan"}
+
+
+def test_the_longest_matching_device_name_gives_the_peak() -> None:
+    assert peak_flops("TPU v5 lite") == 197e12 and peak_flops("TPU v5") == 459e12 and peak_flops("cpu") is None
