@@ -63,6 +63,10 @@ class MissingExtraError(JaxparError, ImportError):
     """An optional dependency is not installed. The text names the extra that brings it."""
 
 
+class AuditError(JaxparError, ValueError):
+    """A compiled program cannot be read: no HLO text, text cut short, or a form the auditor does not know."""
+
+
 class VerificationError(JaxparError, AssertionError):
     """A layout does not compute what one device computes."""
 

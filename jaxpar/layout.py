@@ -10,8 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,10 +23,11 @@ from jaxpar.errors import LayoutError, MeshError, NoLayoutError, RulesError, did
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.rules import Resolved, Rules, resolve
 
+Devices = Sequence[Any] | int | None
+# Both contexts are part of jit's cache key: what was traced under another layout or an observer is not found again.
 _ambient = jax.make_user_context(None)
+_observer = jax.make_user_context(None)
 _entered = threading.local()
-# Called with (dims, shape, dtype, resolved) by every constrain and hint while `observing` is active.
-_observer: ContextVar[Callable[..., None] | None] = ContextVar("jaxpar_observer", default=None)
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
+            got = f"{type(self.mesh).__name__} and {type(self.rules).__name__}"
             raise LayoutError(
-                f"Layout() got a {type(self.mesh).__name__} and a {type(self.rules).__name__}, but a jax Mesh and "
-                f"Rules are wanted. Remedy: Layout(MeshSpec(...).build(), Rules(...))."
+                f"Layout() takes a Mesh and Rules, not {got}. Remedy: Layout(MeshSpec(...).build(), rules)."
             )
         known = tuple(dict.fromkeys([*self.mesh.axis_names, *AXES]))
         problems = [
@@ -71,31 +71,29 @@ class Layout:
         if len(kinds) > 1 or AxisType.Manual in kinds:
             shown = ", ".join(f"{a}={t.name}" for a, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
             problems.append(
-                f"the mesh has the axis types {shown}, but all Auto or all Explicit is wanted. Remedy: build it with "
-                f"MeshSpec(...).build()."
+                f"the mesh has the axis types {shown}. Remedy: use MeshSpec(...).build(): all Auto or all Explicit."
             )
         if problems:
             raise LayoutError(problems)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, devices: Sequence[Any] | int | None = None) -> Layout:
-        """A layout from ``{"mesh": {...}, "rules": {...}}``; an integer ``devices`` makes the mesh abstract."""
-        return cls._from_data(data, "layout", devices)
+    def from_dict(cls, data: Mapping[str, Any], *, devices: Devices = None, where: str = "layout") -> Layout:
+        """A layout from ``{"mesh": {...}, "rules": {...}}``; an integer ``devices`` makes the mesh abstract.
 
-    @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str], *, devices: Sequence[Any] | int | None = None) -> Layout:
-        """A layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
-        try:
-            return cls._from_data(load_yaml(path), os.fspath(path), devices)
-        except (MeshError, RulesError, LayoutError) as error:
-            raise type(error)(f"{os.fspath(path)}: {error}") from error
-
-    @classmethod
-    def _from_data(cls, data: Mapping[str, Any], where: str, devices: Sequence[Any] | int | None) -> Layout:
+        Errors begin with ``where``.
+        """
         parts = build(_Data, data, where)
-        spec = MeshSpec.from_dict(parts.mesh or {})
-        mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
-        return cls(mesh, Rules.from_dict(parts.rules or {}))
+        try:
+            spec = MeshSpec.from_dict(parts.mesh or {})
+            mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
+            return cls(mesh, Rules.from_dict(parts.rules or {}))
+        except (MeshError, RulesError, LayoutError) as error:
+            raise type(error)(f"{where}: {error}") from error
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], *, devices: Devices = None) -> Layout:
+        """A layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
+        return cls.from_dict(load_yaml(path), devices=devices, where=os.fspath(path))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -137,10 +135,8 @@ class Layout:
 
     def __enter__(self) -> Self:
         stack = ExitStack()
-        if isinstance(self.mesh, AbstractMesh):
-            stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
-        else:
-            stack.enter_context(jax.set_mesh(self.mesh))
+        enter: Any = jax.sharding.use_abstract_mesh if isinstance(self.mesh, AbstractMesh) else jax.set_mesh
+        stack.enter_context(enter(self.mesh))
         stack.enter_context(_ambient(self))
         _entered.stacks = [*getattr(_entered, "stacks", []), stack]
         return self
@@ -179,24 +175,19 @@ def tracing_under(layout: Layout) -> Iterator[None]:
     """
     outer = _ambient.value
     if outer is not None and outer != layout:
+        rules = " and other rules" if layout.rules != outer.rules else ""
         raise LayoutError(
-            f"this step was made for one layout (mesh {layout.sizes}) but runs inside a 'with' of another (mesh "
-            f"{outer.sizes}{', other rules' if layout.rules != outer.rules else ''}). Remedy: make the step with the "
-            f"layout it runs under, or leave the 'with'."
+            f"a step made for the mesh {layout.sizes} runs inside a 'with' of the mesh {outer.sizes}{rules}. Remedy: "
+            f"make the step with the layout it runs under, or leave the 'with'."
         )
     mesh = layout.mesh if isinstance(layout.mesh, AbstractMesh) else layout.mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh), _ambient(layout):
         yield
 
 
-@contextmanager
-def observing(callback: Callable[[Sequence[str | None], Any, Resolved], None]) -> Iterator[None]:
+def observing(callback: Callable[[Sequence[str | None], Any, Resolved], None]) -> AbstractContextManager[None]:
     """While active, ``callback(dims, x, resolved)`` replaces the raising of problems in ``constrain`` and ``hint``."""
-    token = _observer.set(callback)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return _observer(callback)
 
 
 def constrain[T](x: T, *dims: str | None) -> T:
@@ -231,9 +222,8 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
             for axis in dim.axes
             if axis in manual
         ]
-    observer = _observer.get()
-    if observer is not None:
-        observer(dims, x, resolved)
+    if _observer.value is not None:
+        _observer.value(dims, x, resolved)
         if problems:
             return x
     if problems:

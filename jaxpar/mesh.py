@@ -50,8 +50,7 @@ class MeshSpec:
         free = [axis for axis, size in self._asked().items() if size == -1]
         if len(free) > 1:
             raise MeshError(
-                f"the mesh axes {listing(free)} are -1, but only one can take what is left. Remedy: give all but one "
-                f"of them a size."
+                f"the mesh axes {listing(free)} are -1, but only one can be. Remedy: give the others a size."
             )
 
     @classmethod
@@ -61,9 +60,8 @@ class MeshSpec:
             raise MeshError(f"a mesh is written as a mapping of axes to sizes, as {{data: -1}}, not as {sizes!r}.")
         for axis in sizes:
             if axis not in AXES:
-                raise MeshError(
-                    f"unknown mesh axis {axis!r}.{did_you_mean(axis, AXES)} The axes are: {', '.join(AXES)}."
-                )
+                hint = did_you_mean(axis, AXES)
+                raise MeshError(f"unknown mesh axis {axis!r}.{hint} The axes are: {', '.join(AXES)}.")
         return cls(**sizes)
 
     def sizes(self, devices: int) -> dict[str, int]:
@@ -90,8 +88,8 @@ class MeshSpec:
 
         chosen = list(jax.devices() if devices is None else devices)
         sizes = self.sizes(len(chosen))
-        kind = jax.sharding.AxisType.Auto if axis_type is None else axis_type
-        return jax.sharding.Mesh(arrange(chosen, sizes), AXES, axis_types=(kind,) * len(AXES))
+        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
+        return jax.sharding.Mesh(arrange(chosen, sizes), AXES, axis_types=kinds)
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """The same mesh with no devices behind it, of ``devices`` devices (default: the product of the sizes)."""
@@ -101,8 +99,8 @@ class MeshSpec:
         if devices is None and -1 in asked.values():
             raise MeshError(f"abstract() of the mesh {_product(asked)} needs a number of devices, as abstract(4096).")
         sizes = self.sizes(math.prod(asked.values()) if devices is None else devices)
-        kind = jax.sharding.AxisType.Auto if axis_type is None else axis_type
-        return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=(kind,) * len(AXES))
+        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
+        return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
 
     def to_dict(self) -> dict[str, int]:
         """The axes that are not 1, as YAML wants them."""
@@ -135,46 +133,36 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{i}: {count}" for i, count in sorted(counts.items()))
         raise MeshError(
-            f"the {plural} hold different numbers of devices ({shown}). Remedy: pass build() equally many of each."
+            f"the {plural} hold different numbers of devices ({shown}). Remedy: pass build() as many of each."
         )
     whole = len(devices) // len(counts)
     for i in range(len(shape)):
         inner = math.prod(shape[i:])
         if inner <= whole and whole % inner:
+            text = f"the mesh {_product(sizes)} does not fit {len(counts)} {plural} of {whole} devices"
             block = _product(dict(list(sizes.items())[i:]))
-            raise MeshError(
-                f"the mesh {_product(sizes)} does not fit {len(counts)} {plural} of {whole} devices: {block} would lie "
-                f"across several. Remedy: let these sizes multiply to a divisor of {whole}."
-            )
+            raise MeshError(f"{text}: {block} would lie across several. Remedy: make it divide {whole}.")
     # The devices are granules × whole, so the outermost axes together always hold the factors of the granules.
     dcn, left = [], len(counts)
     for size in shape:
         dcn.append(math.gcd(size, left))
         left //= dcn[-1]
     ici = [size // outer for size, outer in zip(shape, dcn, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(
-        ici, dcn, devices, process_is_granule=not by_slice, allow_split_physical_axes=True
-    )
+    options = {"process_is_granule": not by_slice, "allow_split_physical_axes": True}
+    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **options)
 
 
 def _misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
     """Why the sizes do not multiply to the number of devices, and every change of one axis after which they do."""
     if devices < 1:
         return f"a mesh needs at least one device, but the number of devices is {devices}."
-    free = [axis for axis, size in asked.items() if size == -1]
-    shown = _product(asked)
-    if "×" in shown and not free:
-        shown += f" = {fixed}"
-    text = f"the mesh {shown} does not fit the number of devices, which is {devices}"
-    if free:
+    text = f"the mesh {_product(asked)} does not fit the number of devices, which is {devices}"
+    if -1 in asked.values():
         fits = [str(d) for d in range(1, devices + 1) if devices % d == 0]
         return f"{text} and no multiple of {fixed}. What fits: other sizes that multiply to {' or '.join(fits)}."
-    fits = [
-        f"{axis}={devices * size // fixed}"
-        for axis, size in asked.items()
-        if devices * size % fixed == 0 and (size > 1 or axis == "data")
-    ]
-    return f"{text}. What fits: {' or '.join(fits) or f'sizes that multiply to {devices}'}."
+    named = [axis for axis, size in asked.items() if size > 1 or axis == "data"]
+    fits = [f"{axis}={devices * asked[axis] // fixed}" for axis in named if devices * asked[axis] % fixed == 0]
+    return f"{text}, not {fixed}. What fits: {' or '.join(fits) or f'sizes that multiply to {devices}'}."
 
 
 def _product(sizes: Mapping[str, int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar.errors import RulesError, did_you_mean, listing
@@ -21,27 +21,31 @@ _CHAIN = {role: (role,) if role in ("activations", "params") else ("params", rol
 _RESERVED = (*ROLES, "indivisible", "unannotated")
 
 Axes = tuple[str, ...]
+Sizes = Mapping[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FirstOf:
     """Alternatives for one dim, tried in order; see :func:`first_of`."""
 
     options: tuple[Axes, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"first_of({', '.join(_show(option) for option in self.options)})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Over:
     """Shard whole tensors of a role over an axis; see :func:`over`."""
 
     axes: Axes
     min_bytes: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"over({_show(self.axes)}, min_bytes={self.min_bytes})"
+
+
+Rule = Axes | FirstOf
 
 
 def first_of(*options: str | Sequence[str] | None) -> FirstOf:
@@ -66,15 +70,10 @@ def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
     65536
     """
     found = re.fullmatch(r"(\d+) *(|B|KiB|MiB|GiB)", str(min_bytes))
-    if isinstance(min_bytes, bool) or found is None:
-        raise RulesError(
-            f"over({axis!r}, min_bytes={min_bytes!r}): min_bytes is a number of bytes, as 65536 or '64KiB'."
-        )
-    if not axis:
-        raise RulesError("over() needs an axis, as over('data').")
-    return Over(
-        _axes(axis, "the axis of over"), int(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1)
-    )
+    if found is None or not axis:
+        raise RulesError(f"over({axis!r}, {min_bytes!r}): an axis and a size are wanted, as over('data', '64KiB').")
+    unit = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1)
+    return Over(_axes(axis, "the axis of over"), int(found[1]) * unit)
 
 
 @dataclass(frozen=True, init=False)
@@ -96,8 +95,8 @@ class Rules:
     (('data',), ('model',))
     """
 
-    base: tuple[tuple[str, Axes | FirstOf], ...]
-    overlays: tuple[tuple[str, tuple[tuple[str, Axes | FirstOf], ...] | Over], ...]
+    base: tuple[tuple[str, Rule], ...]
+    overlays: tuple[tuple[str, tuple[tuple[str, Rule], ...] | Over], ...]
     indivisible: tuple[str, ...]
     unannotated: str
 
@@ -105,7 +104,7 @@ class Rules:
         roles = {role: rules.pop(role) for role in ROLES if role in rules}
         indivisible = rules.pop("indivisible", None) or {}
         unannotated = rules.pop("unannotated", "error")
-        base = {dim: _value(value, dim) for dim, value in rules.items()}
+        base = {dim: _rule(value, dim) for dim, value in rules.items()}
         if unannotated not in ("error", "replicate"):
             raise RulesError(f"unannotated={unannotated!r}: it is 'error' (the default) or 'replicate'.")
         if not isinstance(indivisible, Mapping) or any(how != "replicate" for how in indivisible.values()):
@@ -123,32 +122,23 @@ class Rules:
         table: dict[str, Any] = {}
         for dim, value in pairs:
             if dim in table:
-                raise RulesError(
-                    f"two rules for {dim!r}: {_show(table[dim])} and {_show(value)}. Remedy: keep one; where the "
-                    f"second was a fallback, write {dim}=first_of(...)."
-                )
+                two = f"two rules for {dim!r}: {_show(table[dim])} and {_show(value)}"
+                raise RulesError(f"{two}. Remedy: keep one, or write a fallback as {dim}=first_of(...).")
             table[dim] = value
         return cls(**table)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Rules:
         """Rules from plain data, as YAML gives it: ``{first_of: [a, null]}`` and ``{over: data, min_bytes: 65536}``."""
-        if not isinstance(table, Mapping):
-            raise RulesError(
-                f"rules are written as a mapping of logical dims to axes, as {{batch: data}}, not as {table!r}."
-            )
-        for name in table:
-            if not isinstance(name, str):
-                raise RulesError(f"a rule is named {name!r}, but a logical dim is a string.")
+        if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
+            raise RulesError(f"rules are written as a mapping of names to axes, as {{batch: data}}, not as {table!r}.")
         return cls(**{name: _from_data(value, name) for name, value in table.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that :meth:`from_dict` reads back to an equal table."""
         table: dict[str, Any] = {dim: _to_data(value) for dim, value in self.base}
-        for role, overlay in self.overlays:
-            table[role] = (
-                _to_data(overlay) if isinstance(overlay, Over) else {dim: _to_data(value) for dim, value in overlay}
-            )
+        for role, own in self.overlays:
+            table[role] = _to_data(own) if isinstance(own, Over) else {dim: _to_data(value) for dim, value in own}
         if self.indivisible:
             table["indivisible"] = dict.fromkeys(self.indivisible, "replicate")
         if self.unannotated != "error":
@@ -156,15 +146,15 @@ class Rules:
         return table
 
     @property
-    def table(self) -> dict[str, Axes | FirstOf]:
+    def table(self) -> dict[str, Rule]:
         """The base table."""
         return dict(self.base)
 
-    def for_role(self, role: str) -> tuple[dict[str, tuple[str, Axes | FirstOf]], Over | None]:
+    def for_role(self, role: str) -> tuple[dict[str, tuple[str, Rule]], Over | None]:
         """For each dim the table its rule comes from (a role, or ``""``) and the rule; and the role's ``over``."""
         if role not in ROLES:
             raise RulesError(f"unknown role {role!r}.{did_you_mean(role, ROLES)} The roles are: {', '.join(ROLES)}.")
-        table: dict[str, tuple[str, Axes | FirstOf]] = {dim: ("", value) for dim, value in self.base}
+        table: dict[str, tuple[str, Rule]] = {dim: ("", value) for dim, value in self.base}
         spread = None
         for name in _CHAIN[role]:
             overlay = dict(self.overlays).get(name, ())
@@ -176,11 +166,9 @@ class Rules:
 
     def axes(self) -> Iterator[tuple[str, str]]:
         """Every (where, axis) pair that the table names."""
-        sources = [("", self.base), *self.overlays]
-        for role, entries in sources:
-            pairs = (("over", entries),) if isinstance(entries, Over) else entries
-            for dim, value in pairs:
-                for option in value.options if isinstance(value, FirstOf) else (_plain(value),):
+        for role, own in (("", self.base), *self.overlays):
+            for dim, value in (("over", own.axes),) if isinstance(own, Over) else own:
+                for option in value.options if isinstance(value, FirstOf) else (value,):
                     yield from ((f"{role}: {dim}" if role else dim, axis) for axis in option)
 
 
@@ -201,7 +189,7 @@ class Resolved:
 
     dims: tuple[Dim, ...]
     problems: tuple[str, ...] = ()
-    used: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+    used: frozenset[tuple[str, str]] = frozenset()
     note: str = ""
 
     @property
@@ -211,7 +199,7 @@ class Resolved:
 
 def resolve(
     rules: Rules,
-    axis_sizes: Mapping[str, int],
+    axis_sizes: Sizes,
     names: Sequence[str | None],
     shape: Sequence[int] | None = None,
     *,
@@ -233,10 +221,13 @@ def resolve(
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
     where = f"{path}{'' if shape is None else f' {list(shape)}'} ({', '.join(map(str, names))})"
     if len(sizes) != len(names):
-        stacked = "; a dim added by stacking layers is named by jaxpar.nnx.stacked() or, in Linen, by nn.PARTITION_NAME"
+        hint = (
+            " Stacked layers: see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
+            if role != "activations"
+            else ""
+        )
         text = (
-            f"{where}: the rank is {len(sizes)}, but the names are for rank {len(names)}. Remedy: give each dim a name "
-            f"or None{'' if role == 'activations' else stacked}."
+            f"{where}: rank {len(sizes)}, but names for rank {len(names)}. Remedy: give each dim a name or None.{hint}"
         )
         return Resolved(tuple(Dim(None, size, why="the names do not match the dims") for size in sizes), (text,))
     table, spread = rules.for_role(role)
@@ -253,82 +244,60 @@ def resolve(
             continue
         source, value = table[name]
         used.add((source, name))
-        dims[i], problem = _place(name, sizes[i], value, source, axis_sizes, claimed, rules.indivisible)
-        problems += [f"{where}: {problem}"] if problem else []
+        dim = Dim(name, sizes[i], rule=f"{source + ': ' if source else ''}{name} = {_show(value)}")
+        dims[i], remedy = _place(dim, name, value, axis_sizes, claimed, name in rules.indivisible)
+        problems += [f"{where}: {dims[i].why} (rule {dim.rule}). Remedy: {remedy}."] if remedy else []
         claimed |= dict.fromkeys(dims[i].axes, name)
     note = ""
     if spread is not None and shape is not None:
         used.add((role if dict(rules.overlays).get(role) == spread else "params", "over"))
-        dims, note = _spread(dims, spread, axis_sizes, claimed, math.prod(shape) * itemsize)
+        note = _spread(dims, spread, axis_sizes, claimed, math.prod(shape) * itemsize)
     return Resolved(tuple(dims), tuple(problems), frozenset(used), note)
 
 
-def _place(
-    name: str,
-    size: int | None,
-    value: Axes | FirstOf,
-    source: str,
-    axis_sizes: Mapping[str, int],
-    claimed: Mapping[str, str],
-    indivisible: Sequence[str],
-) -> tuple[Dim, str]:
-    """One named dim under its rule: where it goes, and what is wrong with that (an empty text when nothing is)."""
-    rule = f"{source + ': ' if source else ''}{name} = {_show(value)}"
+def _place(dim: Dim, name: str, rule: Rule, sizes: Sizes, claimed: Mapping[str, str], whole: bool) -> tuple[Dim, str]:
+    """One named dim under its rule, and what to do about it where it does not fit (else an empty text)."""
     misfits: list[str] = []
     rivals: list[str] = []
-    for option in value.options if isinstance(value, FirstOf) else (value,):
-        if not option:
-            return Dim(name, size, (), rule, "; ".join([*misfits, "the rule says None"])), ""
-        axes = tuple(axis for axis in option if axis_sizes.get(axis, 1) > 1)
-        ways = math.prod(axis_sizes[axis] for axis in axes)
+    for option in rule.options if isinstance(rule, FirstOf) else (rule,):
+        axes = tuple(axis for axis in option if sizes.get(axis, 1) > 1)
+        ways = math.prod(sizes[axis] for axis in axes)
         taken = [axis for axis in axes if axis in claimed]
         if taken:
             rivals.append(claimed[taken[0]])
-            both = f"two dims named {name!r}" if rivals[-1] == name else f"{rivals[-1]!r} and by {name!r}"
-            misfits.append(f"the axis {taken[0]!r} is claimed twice, by {both}")
-        elif size is not None and size % ways:
-            product = " × ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
-            total = f" = {ways}" if len(axes) > 1 else ""
-            misfits.append(f"the dim {name!r} has size {size}, which is no multiple of {product}{total}")
-        elif axes:
-            return Dim(name, size, axes, rule, "; ".join(misfits)), ""
+            misfits.append(f"the axis {taken[0]!r} is claimed by the dims {rivals[-1]!r} and {name!r}")
+        elif dim.size is not None and dim.size % ways:
+            product = " × ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {ways}" if len(axes) > 1 else "")
+            misfits.append(f"the dim {name!r} has size {dim.size}, which is no multiple of {product}")
+        elif axes or not option:
+            return replace(dim, axes=axes, why="; ".join([*misfits, *([] if option else ["the rule says None"])])), ""
     why = "; ".join(misfits)
     if not misfits:
-        return Dim(name, size, (), rule, "the axes of the rule have size 1"), ""
-    if name in indivisible and not rivals:
-        return Dim(name, size, (), rule, f"{why}: indivisible says replicate"), ""
-    if isinstance(value, FirstOf):
-        problem = (
-            f"no option of the rule {rule} fits: {why}. Remedy: add None as the last option, to leave the dim whole."
-        )
+        return replace(dim, why="the axes of the rule have size 1"), ""
+    if whole and not rivals:
+        return replace(dim, why=f"{why}: indivisible says replicate"), ""
+    if isinstance(rule, FirstOf):
+        remedy = "add None as the last option, to leave the dim whole"
     elif name in rivals:
-        problem = f"{why} (rule {rule}). Remedy: give one of the two another name, with a rule of its own."
+        remedy = "give one of the two another name, with a rule of its own"
     elif rivals:
-        problem = (
-            f"{why} (rule {rule}). Remedy: give one of the two another axis, or None; a role (activations, params, "
-            f"...) can have a rule of its own."
-        )
+        remedy = "give one of the two another axis or None, if need be in one role only (activations, params, ...)"
     else:
-        problem = (
-            f"{why} (rule {rule}). Remedy: change the size, the rule or the mesh, or let the dim stay whole with "
-            f"indivisible={{{name!r}: 'replicate'}} in the rules."
+        remedy = (
+            f"change the size, the rule or the mesh, or leave such dims whole: indivisible={{{name!r}: 'replicate'}}"
         )
-    return Dim(name, size, (), rule, why), problem
+    return replace(dim, why=why), remedy
 
 
-def _spread(
-    dims: list[Dim], spread: Over, axis_sizes: Mapping[str, int], claimed: Mapping[str, str], nbytes: int
-) -> tuple[list[Dim], str]:
-    """``over``: the largest free dim that divides takes the axes; a dim already sharded is the last choice."""
-    live = [axis for axis in spread.axes if axis_sizes.get(axis, 1) > 1]
+def _spread(dims: list[Dim], spread: Over, sizes: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
+    """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not."""
+    live = [axis for axis in spread.axes if sizes.get(axis, 1) > 1]
     axes = tuple(axis for axis in live if axis not in claimed)
-    ways = math.prod(axis_sizes[axis] for axis in axes)
-    local = [(dim.size or 0) // math.prod(axis_sizes[axis] for axis in dim.axes) for dim in dims]
+    ways = math.prod(sizes[axis] for axis in axes)
+    local = [(dim.size or 0) // math.prod(sizes[axis] for axis in dim.axes) for dim in dims]
     fits = [i for i, size in enumerate(local) if size and size % ways == 0]
-    if not live:
-        note = "its axes have size 1"
-    elif not axes:
-        note = f"the tensor already uses {listing(live)}"
+    if not axes:
+        note = f"the tensor already uses {listing(live)}" if live else "its axes have size 1"
     elif nbytes < spread.min_bytes:
         note = f"the tensor has {nbytes} bytes"
     elif not fits:
@@ -337,54 +306,47 @@ def _spread(
         best = max(fits, key=lambda i: (not dims[i].axes, local[i], -i))
         old = dims[best]
         rule = f"{old.rule} + {spread}" if old.axes else str(spread)
-        return [*dims[:best], Dim(old.name, old.size, (*old.axes, *axes), rule), *dims[best + 1 :]], ""
-    return dims, f"{spread} does not apply: {note}"
+        dims[best] = Dim(old.name, old.size, (*old.axes, *axes), rule)
+        return ""
+    return f"{spread} does not apply: {note}"
 
 
 def _unknown(name: str, table: Mapping[str, Any]) -> str:
     if not table:
         return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
-    return (
-        f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules know {listing(sorted(table))}. Remedy: "
-        f"correct the annotation, or add {name!r} to the rules (None where it is not to be sharded)."
-    )
+    known = f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules know {listing(sorted(table))}."
+    return f"{known} Remedy: correct the annotation, or add {name!r} to the rules (as None, if not to be sharded)."
 
 
 def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
     for dim in dims:
         if dim not in base:
-            raise RulesError(
-                f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: correct "
-                f"the name, or add {dim!r} to the base table (None where it is not to be sharded)."
-            )
+            hint = f"{did_you_mean(dim, base)} Remedy: correct the name, or add it to the base table."
+            raise RulesError(f"{where} names {dim!r}, which the base table does not hold.{hint}")
 
 
-def _axes(value: Any, where: str, hint: str = "") -> Axes:
+def _axes(value: Any, where: str) -> Axes:
     axes = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise RulesError(
-            f"{where} = {value!r} is not a rule.{hint} Remedy: name an axis, or a tuple of axes (major to minor), or "
-            f"write None."
-        )
+        hint = did_you_mean(where, _RESERVED) if isinstance(value, Mapping | Over) else ""
+        kinds = "an axis, a tuple of axes (major to minor) or None"
+        raise RulesError(f"{where} = {value!r}, but {kinds} is wanted.{hint}")
     if len(set(axes)) < len(axes):
         raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")
     return tuple(axes)
 
 
-def _value(value: Any, dim: str) -> Axes | FirstOf:
-    hint = did_you_mean(dim, _RESERVED) if isinstance(value, Mapping | Over) else ""
-    if isinstance(value, Over):
-        raise RulesError(f"{dim} = {value}: over() is for a role ({', '.join(ROLES)}), not for a dim.{hint}")
-    return value if isinstance(value, FirstOf) else _axes(value, dim, hint)
+def _rule(value: Any, where: str) -> Rule:
+    return value if isinstance(value, FirstOf) else _axes(value, where)
 
 
-def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str, Axes | FirstOf], ...] | Over:
+def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str, Rule], ...] | Over:
     if isinstance(value, Over):
         return value
     if not isinstance(value, Mapping):
         raise RulesError(f"{role} = {value!r}: a role takes a mapping of dims to rules, or over(axis).")
     _known(value, base, role)
-    return _frozen({dim: _value(rule, f"{role}: {dim}") for dim, rule in value.items()})
+    return _frozen({dim: _rule(rule, f"{role}: {dim}") for dim, rule in value.items()})
 
 
 def _frozen(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -395,27 +357,22 @@ def _from_data(value: Any, name: str) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "first_of" in value:
-        if set(value) != {"first_of"} or not isinstance(value["first_of"], list):
-            raise RulesError(f"{name} = {value!r}: write {{first_of: [axis, ..., null]}}.")
+        if len(value) > 1 or not isinstance(value["first_of"], list):
+            raise RulesError(f"{name} = {value!r}: it is written as {{first_of: [axis, ..., null]}}.")
         return first_of(*value["first_of"])
     if name in ROLES and "over" in value:
-        extra = set(value) - {"over", "min_bytes"}
-        if extra:
-            raise RulesError(f"{name}: over takes min_bytes beside it, not {listing(sorted(extra))}.")
-        return over(value["over"], **({"min_bytes": value["min_bytes"]} if "min_bytes" in value else {}))
+        if set(value) - {"over", "min_bytes"}:
+            raise RulesError(f"{name} = {value!r}: it is written as {{over: axis, min_bytes: 64KiB}}.")
+        return over(value["over"], value.get("min_bytes", 64 * 1024))
     return {key: _from_data(item, f"{name}: {key}") for key, item in value.items()}
 
 
-def _to_data(value: Axes | FirstOf | Over) -> Any:
+def _to_data(value: Rule | Over) -> Any:
     if isinstance(value, FirstOf):
         return {"first_of": [_to_data(option) for option in value.options]}
     if isinstance(value, Over):
         return {"over": _to_data(value.axes), "min_bytes": value.min_bytes}
     return None if not value else value[0] if len(value) == 1 else list(value)
-
-
-def _plain(value: Axes | Over) -> Axes:
-    return value.axes if isinstance(value, Over) else value
 
 
 def _show(value: Any) -> str:
