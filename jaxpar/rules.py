@@ -145,6 +145,20 @@ class Rules:
             table["unannotated"] = self.unannotated
         return table
 
+    def replace(self, **changes: Any) -> Rules:
+        """The same table with some entries changed; a role's dict is changed rule by rule.
+
+        >>> Rules(embed=None, mlp="model").replace(params={"embed": "data"}).to_dict()
+        {'embed': None, 'mlp': 'model', 'params': {'embed': 'data'}}
+        """
+        old = self.to_dict()
+        both = {
+            k: {**old[k], **v}
+            for k, v in changes.items()
+            if isinstance(v, Mapping) and "over" not in old.get(k, "over")
+        }
+        return Rules(**{**{name: _from_data(value, name) for name, value in old.items()}, **changes, **both})
+
     @property
     def table(self) -> dict[str, Rule]:
         """The base table."""

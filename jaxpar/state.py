@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpar.errors import LayoutError, ModelError
@@ -103,6 +104,11 @@ def init(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation
     >>> init(layout, make_model, optax.adam(1e-3)).params["w"].sharding.spec
     P('data', None)
     """
+    return init_program(layout, make_model, tx)(jax.random.key(seed))
+
+
+def init_program(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> jax.stages.Wrapped:
+    """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
     abstract = abstract_state(layout, make_model, tx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     build = functools.partial(_build, layout, make_model, tx)
@@ -110,7 +116,7 @@ def init(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation
     # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    return jax.jit(build, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
+    return jax.jit(build, out_shardings=shardings, compiler_options=options)
 
 
 def abstract_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> TrainState:
@@ -140,7 +146,7 @@ def shape_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransfo
 def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     model_key, step_key = jax.random.split(key)
     # A Linen init runs the model on an example, often with a batch of one: its constraints place nothing that is kept.
-    with tracing_under(layout), observing(lambda *_: None), _flax_places_nothing():
+    with tracing_under(layout), observing(_ignore), _flax_places_nothing():
         model = _call(make_model, model_key)
         parts = read(model)
         _check_trainable(parts.params)
@@ -149,19 +155,26 @@ def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformati
     return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static)
 
 
+def _ignore(*_: Any) -> None:
+    """An observer that lets every problem pass. One function for all calls: it is part of jit's cache key."""
+
+
 @contextmanager
 def _flax_places_nothing() -> Iterator[None]:
     """Keep NNX from reading annotations as mesh axes while variables are created; the layout places them."""
-    from flax import nnx
-
     with nnx.use_eager_sharding(False):
         yield
 
 
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
-    if not callable(make_model):
+    linen = sys.modules.get("flax.linen")
+    if (
+        not callable(make_model)
+        or isinstance(make_model, nnx.Module)
+        or (linen and isinstance(make_model, linen.Module))
+    ):
         raise ModelError(
-            f"make_model is a {type(make_model).__name__}; a function of a PRNG key is wanted, so that the model can be "
+            f"make_model is a {type(make_model).__name__}, but a function of a PRNG key is wanted, so that the model can be "
             f"built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
         )
     return make_model(key)
@@ -169,10 +182,15 @@ def _call(make_model: MakeModel, key: jax.Array) -> Any:
 
 def _check_trainable(params: Any) -> None:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        path = show(("params", *to_path(keys)))
+        try:
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        except TypeError:
+            raise ModelError(f"{path} is a {type(leaf).__name__}, but an array is wanted.") from None
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ModelError(
-                f"params/{show(to_path(keys))} has dtype {leaf.dtype}, which has no gradient. Remedy: keep it out of the "
-                f"parameters (another nnx.Variable type, another Linen collection, or a closure)."
+                f"{path} has dtype {dtype}, which has no gradient. Remedy: keep it out of the parameters (another "
+                f"nnx.Variable type, another Linen collection, or a closure)."
             )
 
 
@@ -198,8 +216,7 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
 
 def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any) -> Tensor:
     """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
-    part, full, shape = path[0], show(path), leaf.shape
-    dtype = np.dtype(np.uint64) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype
+    part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
     if names is not None:
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
         return Tensor(part, full, shape, dtype, names, resolved)

@@ -116,7 +116,7 @@ draw(dp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kern
 # This is fully sharded data parallelism. Activations keep the base rule, `embed=None`.
 
 # %%
-fsdp = jp.Layout(mesh, jp.Rules(batch="data", embed=None, mlp=None, params={"embed": "data"}))
+fsdp = jp.Layout(mesh, dp.rules.replace(params={"embed": "data"}))
 jp.explain(fsdp, make_model, tx)
 
 # %% [markdown]

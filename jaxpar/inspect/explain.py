@@ -5,7 +5,6 @@ Neither needs devices: both work from shapes, on a concrete or an abstract mesh.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import optax
 
 from jaxpar.errors import LayoutError
 from jaxpar.inspect.report import Report, Row, device_bytes
-from jaxpar.layout import Layout, observing, tracing_under
+from jaxpar.layout import Layout, call_site, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.rules import Over, Resolved
 from jaxpar.state import Tensor, place, shape_state
@@ -119,7 +118,7 @@ def check(
 
 
 def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
-    itemsize = np.dtype(tensor.dtype).itemsize
+    itemsize = tensor.dtype.itemsize  # a PRNG key has one too, though numpy knows no such dtype
     resolved = tensor.resolved
     dims = resolved.dims
     ways = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
@@ -132,7 +131,7 @@ def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
         part=part,
         path=tensor.path,
         shape=tuple(tensor.shape),
-        dtype=str(np.dtype(tensor.dtype)),
+        dtype=str(tensor.dtype),
         dims=tuple(dim.name for dim in dims),
         spec=resolved.axes,
         bytes=itemsize * int(np.prod(tensor.shape, initial=1, dtype=np.int64)),
@@ -168,7 +167,7 @@ def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch:
     found: dict[Any, Tensor] = {}
 
     def note(dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
-        place = caller()
+        place = call_site()
         key = (place, tuple(dims), x.shape, str(x.dtype))
         found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
 
@@ -178,20 +177,6 @@ def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch:
     with observing(note), tracing_under(layout):
         jax.eval_shape(forward, state, batch)
     return list(found.values())
-
-
-def caller() -> str:
-    """``Attention.__call__ (llama.py:178)``: the model code that called ``constrain`` or ``hint``."""
-    frame = sys._getframe()
-    inside = False
-    while frame.f_back is not None:
-        in_layout = frame.f_globals.get("__name__") == "jaxpar.layout"
-        if inside and not in_layout:
-            break
-        inside = in_layout
-        frame = frame.f_back
-    file = frame.f_code.co_filename.replace("\\", "/").rsplit("/", 1)[-1]
-    return f"{frame.f_code.co_qualname} ({file}:{frame.f_lineno})"
 
 
 def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:
