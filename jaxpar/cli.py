@@ -54,14 +54,9 @@ class Explain:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Explain):
     """Raise everything that is wrong with a run's layout, in one list; exit 1 if there is anything. Needs no devices."""
 
-    config: Config
-    set: Settings = ()
-    devices: Annotated[int | None, tyro.conf.arg(help="how many devices (default: what the config's mesh says)")] = None
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
     strict: Annotated[bool, tyro.conf.arg(help="an unused rule is an error")] = True
     max_replicated: Annotated[float | None, tyro.conf.arg(help="largest share of bytes whole on every device")] = None
 
@@ -105,7 +100,7 @@ def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
     return make_job(loaded)
 
 
-def _report(command: Explain | Check, *, strict: bool | None, **options: Any) -> int:
+def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
     from rich.console import Console
 
     import jaxpar as jp

@@ -6,14 +6,14 @@ soon as a mesh is active. A model that carries only Flax's key works as well: it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxpar.errors import AnnotationError, ModelError
+from jaxpar.errors import AnnotationError, ModelError, listing
 from jaxpar.model import Names, Parts, Path, check_names, show
 
 DIMS = "logical_dims"
@@ -59,17 +59,24 @@ class NNXKind:
     def carried(self, model: Any, rest: Any, updates: Any) -> Any:
         if updates is not None:
             raise ModelError(
-                "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: assign to the "
-                "module's variables instead."
+                "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: return "
+                "(loss, aux), and assign to the module's variables instead."
             )
-        state = nnx.split(model, nnx.Param, ...)[2]
-        if jax.tree.structure(state) != self.rest:
+        _, *now = nnx.split(model, nnx.Param, ...)
+        before = _paths(jax.tree.unflatten(d, range(d.num_leaves)) for d in (self.params, self.rest))
+        after = _paths(now)
+        changes = {"added": after - before, "removed": before - after}
+        if before != after:
+            text = " and ".join(f"{verb} {listing(sorted(paths))}" for verb, paths in changes.items() if paths)
             raise ModelError(
-                "loss_fn added or removed variables of the NNX module: the carried state had "
-                f"{self.rest.num_leaves} arrays and now has {len(jax.tree.leaves(state))}. Remedy: create every variable "
-                f"in the constructor; return intermediate values from loss_fn."
+                f"loss_fn {text}, but the variables of an NNX module stay those that its constructor made. Remedy: create "
+                f"every variable there; return intermediate values from loss_fn."
             )
-        return nnx.to_pure_dict(state)
+        return nnx.to_pure_dict(now[1])
+
+
+def _paths(states: Iterable[Any]) -> set[str]:
+    return {show(tuple(map(str, keys))) for state in states for keys, _ in nnx.to_flat_state(state)}
 
 
 def read(module: Any) -> Parts:
@@ -85,7 +92,9 @@ def read(module: Any) -> Parts:
     kind = NNXKind(graphdef, jax.tree.structure(params), jax.tree.structure(rest))
     pure = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
     if not jax.tree.leaves(pure[0]):
-        raise ModelError(f"{type(module).__name__} has no nnx.Param. Remedy: make_model must return the whole module.")
+        raise ModelError(
+            f"make_model returned {type(module).__name__}, which holds no nnx.Param. Remedy: return the whole module."
+        )
     return Parts(*pure, tuple(names), kind)
 
 
@@ -98,7 +107,7 @@ def _names(metadata: dict[str, Any], where: str) -> Names | None:
         return None
     if not isinstance(sharding, tuple | list | jax.sharding.PartitionSpec):
         raise AnnotationError(
-            f"{where}: out_sharding is a {type(sharding).__name__}; jaxpar reads a tuple of logical dims. Remedy: annotate "
-            f"with jaxpar.nnx.axes, or with nnx.with_partitioning(init, (names...))."
+            f"{where}: out_sharding is {sharding!r}, but a tuple of logical dims is wanted, as ('embed', 'mlp'). Remedy: "
+            f"annotate with jaxpar.nnx.axes or nnx.with_partitioning."
         )
     return check_names(tuple(sharding), where)

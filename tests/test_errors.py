@@ -31,7 +31,7 @@ class Train:
     rate: float = 1.0
 
 
-def says(error: type[Exception], text: str, act: Callable[[], Any]) -> None:
+def assert_says(error: type[Exception], text: str, act: Callable[[], Any]) -> None:
     """``act`` raises exactly this error with exactly this text."""
     with pytest.raises(error) as caught:
         act()
@@ -116,7 +116,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("act", "text"), MESHES)
 def test_mesh(act: Callable[[], Any], text: str) -> None:
-    says(MeshError, text, act)
+    assert_says(MeshError, text, act)
 
 
 RULE_TABLES = [
@@ -219,7 +219,7 @@ RULE_TABLES = [
 
 @pytest.mark.parametrize(("act", "text"), RULE_TABLES)
 def test_rules(act: Callable[[], Any], text: str) -> None:
-    says(RulesError, text, act)
+    assert_says(RulesError, text, act)
 
 
 LAYOUTS = [
@@ -324,7 +324,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("act", "text"), LAYOUTS)
 def test_layout(act: Callable[[], Any], text: str) -> None:
-    says(LayoutError, text, act)
+    assert_says(LayoutError, text, act)
 
 
 def test_no_active_layout() -> None:
@@ -332,7 +332,7 @@ def test_no_active_layout() -> None:
         "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the model "
         "through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
     )
-    says(NoLayoutError, text, lambda: constrain(jnp.ones(8), "batch"))
+    assert_says(NoLayoutError, text, lambda: constrain(jnp.ones(8), "batch"))
 
 
 CONFIGS = [
@@ -391,7 +391,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("act", "text"), CONFIGS)
 def test_config(act: Callable[[], Any], text: str) -> None:
-    says(ConfigError, text, act)
+    assert_says(ConfigError, text, act)
 
 
 def test_a_tag_builds_no_object(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_a_tag_builds_no_object(tmp_path: Path) -> None:
         "numbers, lists or mappings."
     )
     source = f"a: 1\nb: !!python/object/apply:os.system ['touch {tmp_path}/executed']"
-    says(ConfigError, text, lambda: parse_yaml(source, "c.yaml"))
+    assert_says(ConfigError, text, lambda: parse_yaml(source, "c.yaml"))
     assert not list(tmp_path.iterdir())
 
 
@@ -434,7 +434,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("act", "text"), MODELS)
 def test_model(act: Callable[[], Any], text: str) -> None:
-    says(ModelError, text, act)
+    assert_says(ModelError, text, act)
 
 
 ANNOTATIONS = [
@@ -453,4 +453,4 @@ ANNOTATIONS = [
 
 @pytest.mark.parametrize(("act", "text"), ANNOTATIONS)
 def test_annotation(act: Callable[[], Any], text: str) -> None:
-    says(AnnotationError, text, act)
+    assert_says(AnnotationError, text, act)
