@@ -186,8 +186,8 @@ def tracing_under(layout: Layout) -> Iterator[None]:
         yield
 
 
-def observing(callback: Callable[[Sequence[str | None], Any, Resolved], None]) -> AbstractContextManager[None]:
-    """While active, ``callback(dims, x, resolved)`` replaces the raising of problems in ``constrain`` and ``hint``."""
+def observing(callback: Callable[[str, Sequence[str | None], Any, Resolved], None]) -> AbstractContextManager[None]:
+    """While active, ``callback(call_site, dims, x, resolved)`` replaces raising problems in ``constrain`` and ``hint``."""
     return _observer(callback)
 
 
@@ -214,17 +214,17 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
     manual = context.manual_axes
     sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
     resolved = resolve(layout.rules, sizes, dims, x.shape, itemsize=_itemsize(x.dtype), path=f"{verb}()")
-    problems = [text.replace(f"{verb}()", f"{verb}() in {call_site()}", 1) for text in resolved.problems]
+    problems = [text.replace(f"{verb}()", f"{verb}() in {_call_site()}", 1) for text in resolved.problems]
     # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
     for dim in () if lenient or not manual else layout.resolve(dims).dims:
         problems += [
-            f"constrain() in {call_site()} {list(x.shape)} ({', '.join(map(str, dims))}): the dim {dim.name!r} goes to {axis!r}, which "
+            f"constrain() in {_call_site()} {list(x.shape)} ({', '.join(map(str, dims))}): the dim {dim.name!r} goes to {axis!r}, which "
             f"is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
             for axis in dim.axes
             if axis in manual
         ]
     if _observer.value is not None:
-        _observer.value(dims, x, replace(resolved, problems=tuple(problems)))
+        _observer.value(_call_site(), dims, x, replace(resolved, problems=tuple(problems)))
         if problems:
             return x
     if problems:
@@ -237,15 +237,10 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def call_site() -> str:
+def _call_site() -> str:
     """``Attention.__call__ (llama.py:178)``: the model code that called ``constrain`` or ``hint``."""
     frame = sys._getframe()
-    inside = False
-    while frame.f_back is not None:
-        in_layout = frame.f_globals.get("__name__") == __name__
-        if inside and not in_layout:
-            break
-        inside = in_layout
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
     return f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 

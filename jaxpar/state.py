@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
@@ -145,8 +144,10 @@ def shape_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransfo
 
 def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     model_key, step_key = jax.random.split(key)
-    # A Linen init runs the model on an example, often with a batch of one: its constraints place nothing that is kept.
-    with tracing_under(layout), observing(_ignore), _flax_places_nothing():
+    # Flax would take the names in its metadata for mesh axes, Linen when it sees a mesh and NNX always: the jit around this
+    # places what comes out. A Linen init runs the model on an example, often with a batch of one, which need not fit.
+    no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), observing(_ignore):
         model = _call(make_model, model_key)
         parts = read(model)
         _check_trainable(parts.params)
@@ -157,13 +158,6 @@ def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformati
 
 def _ignore(*_: Any) -> None:
     """An observer that lets every problem pass. One function for all calls: it is part of jit's cache key."""
-
-
-@contextmanager
-def _flax_places_nothing() -> Iterator[None]:
-    """Keep NNX from reading annotations as mesh axes while variables are created; the layout places them."""
-    with nnx.use_eager_sharding(False):
-        yield
 
 
 def _call(make_model: MakeModel, key: jax.Array) -> Any:

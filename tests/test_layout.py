@@ -139,7 +139,7 @@ def test_hint_leaves_manual_axes_out_and_keeps_the_others(
     def shard(x: jax.Array) -> jax.Array:
         return 2 * hint(x, "batch", "mlp")
 
-    with ours, observing(lambda dims, x, resolved: places.append(resolved.axes)):
+    with ours, observing(lambda site, dims, x, resolved: places.append(resolved.axes)):
         x = jax.device_put(square(), NamedSharding(ours.mesh, part))
         f = jax.jit(jax.shard_map(shard, in_specs=part, out_specs=part, axis_names=manual))
         assert f(x).sharding.is_equivalent_to(NamedSharding(ours.mesh, outside), x.ndim)
@@ -164,10 +164,16 @@ def test_constrain_refuses_a_manual_axis_and_accepts_the_others(axis_type: AxisT
 
 def test_an_observer_sees_problems_instead_of_an_error() -> None:
     seen = []
-    with layout(), observing(lambda dims, x, resolved: seen.append((dims, x.shape, len(resolved.problems)))):
+    with (
+        layout(),
+        observing(
+            lambda site, dims, x, resolved: seen.append((site.split(" ")[0], dims, x.shape, len(resolved.problems)))
+        ),
+    ):
         assert constrain(jnp.ones((3, 8)), "batch", "mlp").shape == (3, 8)
         hint(jnp.ones((4, 8)), "batch", "embed")
-    assert seen == [(("batch", "mlp"), (3, 8), 1), (("batch", "embed"), (4, 8), 0)]
+    name = "test_an_observer_sees_problems_instead_of_an_error"
+    assert seen == [(name, ("batch", "mlp"), (3, 8), 1), (name, ("batch", "embed"), (4, 8), 0)]
 
 
 def test_what_was_traced_under_an_observer_is_not_found_again() -> None:
@@ -179,7 +185,7 @@ def test_what_was_traced_under_an_observer_is_not_found_again() -> None:
     seen: list[int] = []
     with layout():
         for _ in range(2):
-            with observing(lambda dims, x, resolved: seen.append(len(resolved.problems))):
+            with observing(lambda site, dims, x, resolved: seen.append(len(resolved.problems))):
                 jax.eval_shape(lambda x: inner(x), x)
         assert seen == [1, 1]
         with pytest.raises(LayoutError):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.layout import Layout, call_site, observing, put
+from jaxpar.layout import Layout, observing, put
 from jaxpar.model import MakeModel, show, to_path
 from jaxpar.state import init
 from jaxpar.step import loss_of, train_step
@@ -121,8 +121,8 @@ def first_divergence(
     for layout, state, batch in zip(layouts, states, batches, strict=True):
         trace: list[tuple[str, Sequence[str | None], np.ndarray]] = []
 
-        def note(dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
-            trace.append((call_site(), dims, np.asarray(jax.device_get(x))))
+        def note(site: str, dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
+            trace.append((site, dims, np.asarray(jax.device_get(x))))
 
         with layout, jax.disable_jit(), observing(note):
             loss_of(loss_fn, state, batch)(state.params)

@@ -14,7 +14,7 @@ import optax
 
 from jaxpar.errors import LayoutError
 from jaxpar.inspect.report import Report, Row, device_bytes
-from jaxpar.layout import Layout, call_site, observing, tracing_under
+from jaxpar.layout import Layout, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.rules import Over, Resolved
 from jaxpar.state import Tensor, place, shape_state
@@ -166,8 +166,7 @@ def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch:
     """Every distinct activation that the model constrains, found by tracing the loss once."""
     found: dict[Any, Tensor] = {}
 
-    def note(dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
-        place = call_site()
+    def note(place: str, dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
         key = (place, tuple(dims), x.shape, str(x.dtype))
         found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
 

@@ -78,6 +78,7 @@ def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.Captur
     assert main([*arguments, *settings("data.batch=16")]) == 0
     text, report = capsys.readouterr().out, json.loads(files[0].read_text())
     assert text.startswith("mesh: data 16 × model 2 = 32 devices") and "params/blocks/mlp/gate" in text
+    assert "Attention.__call__ (llama.py:" in text and "SwiGLU.__call__ (llama.py:" in text
     assert report["devices"] == 32 and report["traced"] and report["problems"] == []
     assert "<table>" in files[1].read_text()
 
