@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxpar.layout import put as put
     from jaxpar.mesh import MeshSpec as MeshSpec
     from jaxpar.model import tag as tag
+    from jaxpar.plan.aot import compile_for as compile_for
     from jaxpar.rules import Rules as Rules
     from jaxpar.rules import first_of as first_of
     from jaxpar.rules import over as over
@@ -43,6 +44,7 @@ _HOMES = {
     "TrainState": "state",
     "abstract_state": "state",
     "check": "inspect.explain",
+    "compile_for": "plan.aot",
     "constrain": "layout",
     "current_layout": "layout",
     "eval_step": "step",

@@ -5,6 +5,8 @@ Everything that needs jax is imported inside a command, so that ``jaxpar --help`
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxpar.errors import JaxparError
+from jaxpar.errors import ConfigError, JaxparError
 
 Config = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help="YAML file of the run")]
 Settings = Annotated[
@@ -59,8 +61,16 @@ class Check(Explain):
 
     strict: Annotated[bool, tyro.conf.arg(help="an unused rule is an error")] = True
     max_replicated: Annotated[float | None, tyro.conf.arg(help="largest share of bytes whole on every device")] = None
+    topology: Annotated[
+        str | None, tyro.conf.arg(help="also compile for it, as v5e:4x4 (extra tpu), and audit that")
+    ] = None
+    hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: write the compiled program")] = (
+        None
+    )
 
     def run(self) -> int:
+        if self.topology is not None:
+            return _compiled(self, self.topology)
         return _report(self, strict=self.strict, max_replicated=self.max_replicated)
 
 
@@ -119,6 +129,40 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
         return 0
     jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
     console.print(f"{report.headline()}: {len(report.rows)} tensors, no problem")
+    return 0
+
+
+def _compiled(command: Check, topology: str) -> int:
+    """Check a run's layout, compile its step for a topology, and print where memory and bytes on the wire go."""
+    from jaxpar.plan.topology import Topology
+
+    devices = Topology.parse(topology).devices
+    if command.devices not in (None, devices):
+        raise ConfigError(f"--devices {command.devices}, but {topology} has {devices}. Remedy: leave --devices out.")
+    plain = dataclasses.replace(command, devices=devices, json=None)
+    _report(plain, strict=command.strict, max_replicated=command.max_replicated)
+
+    from jaxpar.inspect.audit import audit
+    from jaxpar.inspect.report import show_bytes
+    from jaxpar.plan.aot import compile_for
+
+    job = _job(command.config, command.set, run=False)
+    layout = job.layout(devices)
+    clip = job.config.optimizer.clip_norm
+    step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), clip_norm=clip)
+    report = audit(step, mesh=layout.mesh)
+    memory = ", ".join(f"{name} {show_bytes(size)}" for name, size in step.memory.items())
+    print(f"compiled for {topology} ({step.device_kind}) in {step.compile_cpu_seconds:.0f} CPU s: {memory}")
+    print(report, end="")
+    if command.json is not None:
+        facts = {"topology": topology, "compile_cpu_seconds": step.compile_cpu_seconds, "versions": step.versions}
+        facts |= {**json.loads(report.to_json()), "memory": step.memory}
+        command.json.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    if command.html is not None:  # after the layout's own report, which is there already
+        with command.html.open("a", encoding="utf-8") as file:
+            file.write(report._repr_html_())
+    if command.hlo is not None:
+        command.hlo.write_text(step.text, encoding="utf-8")
     return 0
 
 

@@ -67,6 +67,10 @@ class AuditError(JaxparError, ValueError):
     """A compiled program cannot be read: no HLO text, text cut short, or a form the auditor does not know."""
 
 
+class CompileError(JaxparError, RuntimeError):
+    """A program cannot be compiled ahead of time; the text holds the compiler's own words."""
+
+
 class VerificationError(JaxparError, AssertionError):
     """A layout does not compute what one device computes."""
 

@@ -21,6 +21,7 @@ FLOORS = (
     ("state",),
     ("step",),
     ("inspect",),
+    ("plan",),
     ("testing",),
     ("data", "models"),
     ("train",),

@@ -1,0 +1,1 @@
+"""Planning: real topologies and the real compiler, without the hardware."""

@@ -1,0 +1,236 @@
+"""``compile_for``: the real compiler on the real topology, on a machine that has neither.
+
+The program is lowered here, for abstract devices, and exported; a process with its own environment compiles it with libtpu.
+So the model's code runs only here, and the compiler's environment disturbs nobody. Results are kept on disk by program,
+topology and versions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import optax
+
+import jaxpar
+from jaxpar.errors import CompileError, MeshError, MissingExtraError, need
+from jaxpar.layout import Layout
+from jaxpar.model import MakeModel, Tagged
+from jaxpar.plan.topology import Topology
+from jaxpar.state import abstract_state
+from jaxpar.step import train_step
+
+PYTHON = "JAXPAR_TPU_PYTHON"
+"""Environment variable: an interpreter with ``jax[tpu]``, where the one that runs is to stay without it."""
+
+
+@dataclass(frozen=True)
+class AheadOfTime:
+    """A program compiled for a topology that is not here: it can be read, not run.
+
+    Attributes:
+      topology: as asked for.
+      text: the optimised HLO.
+      memory: bytes on one device: ``argument``, ``output``, ``temp``, ``alias``, ``peak``, ``host``.
+      compile_cpu_seconds: what the compiler took.
+      versions: of jax and libtpu.
+      cached: whether it was found on disk.
+    """
+
+    topology: str
+    text: str
+    memory: dict[str, int]
+    compile_cpu_seconds: float
+    device_kind: str
+    versions: dict[str, str]
+    cached: bool
+
+    def as_text(self) -> str:
+        """The optimised HLO, as ``jax.stages.Compiled.as_text``."""
+        return self.text
+
+    def memory_analysis(self) -> SimpleNamespace:
+        """The figures under the names of ``jax.stages.Compiled.memory_analysis``."""
+        names = {"argument": "argument_size", "output": "output_size", "temp": "temp_size", "alias": "alias_size"}
+        names |= {"peak": "peak_memory"}
+        return SimpleNamespace(**{f"{long}_in_bytes": self.memory[short] for short, long in names.items()})
+
+
+def compile_for(
+    topology: str,
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    **options: Any,
+) -> AheadOfTime:
+    """Compile the train step of a run for a topology.
+
+    Args:
+      topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices.
+      layout: a layout on an abstract mesh of as many devices.
+      make_model, tx: as for :func:`jaxpar.init`.
+      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
+
+    Raises:
+      MeshError: unknown topology, or a mesh of another size.
+      LayoutError: the layout does not fit the model or the batch.
+      MissingExtraError: no libtpu.
+      CompileError: the compiler refused, with its words (for example that the program does not fit the memory).
+    """
+    parsed = Topology.parse(topology)
+    if layout.mesh.size != parsed.devices:
+        raise MeshError(
+            f"the mesh has {layout.mesh.size} devices ({layout.sizes}), but {topology} has {parsed.devices}. Remedy: "
+            f"MeshSpec(...).abstract({parsed.devices})."
+        )
+    state = abstract_state(layout, make_model, tx)
+    inputs = jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
+    step = train_step(layout, loss_fn, **options)
+    return compile_program(parsed, layout, step, (state, inputs), donated=len(jax.tree.leaves(state)))
+
+
+def _placed(layout: Layout, leaf: Tagged) -> jax.ShapeDtypeStruct:
+    x = leaf.value
+    sharding = layout.sharding(leaf.dims, x.shape, dtype=x.dtype, path="batch")
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def compile_program(
+    topology: Topology, layout: Layout, function: Callable[..., Any], inputs: Sequence[Any], *, donated: int = 0
+) -> AheadOfTime:
+    """Compile ``function(*inputs)`` for a topology; ``inputs`` are placed shapes, the first ``donated`` leaves donated."""
+    leaves, treedef = jax.tree.flatten(tuple(inputs))
+
+    def flat(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(treedef, arrays)))
+
+    try:
+        import flatbuffers  # type: ignore[import-not-found]  # noqa: F401 (jax serialises with it)
+    except ImportError as error:
+        raise need("flatbuffers", "tpu", "compiling ahead of time") from error
+    program = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
+    request = {
+        "topology": topology.slice_name,
+        "slices": topology.slices,
+        "mesh": layout.sizes,
+        "specs": [_spec(leaf) for leaf in leaves],
+        "donated": list(range(donated)),
+    }
+    return _run(topology, program, request)
+
+
+def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
+    spec = tuple(leaf.sharding.spec)
+    full = (*spec, *[None] * (len(leaf.shape) - len(spec)))
+    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in full]
+
+
+def _run(topology: Topology, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
+    python = os.environ.get(PYTHON, sys.executable)
+    versions = _versions(python)
+    # With its source locations, which an audit reports: a moved line is compiled again rather than misattributed.
+    asked = json.dumps([program.mlir_module(), request, versions], sort_keys=True)
+    key = hashlib.sha256(asked.encode()).hexdigest()[:24]
+    kept = cache_folder() / key
+    with _one_at_a_time(cache_folder()):
+        cached = (kept / "result.json").is_file()
+        if not cached:
+            _compile(python, bytes(program.serialize()), request, kept)
+    result = json.loads((kept / "result.json").read_text())
+    memory = result["memory"]
+    sizes = {name: memory[f"{name}_size"] for name in ("argument", "output", "temp", "alias")}
+    sizes |= {"peak": memory["peak_memory"], "host": memory["host_argument_size"] + memory["host_temp_size"]}
+    return AheadOfTime(
+        topology=str(topology),
+        text=(kept / "program.hlo").read_text(),
+        memory=sizes,
+        compile_cpu_seconds=result["compile_cpu_seconds"],
+        device_kind=result["device_kind"],
+        versions=result["versions"],
+        cached=cached,
+    )
+
+
+def _versions(python: str) -> dict[str, str]:
+    """Versions in the compiling interpreter, where libtpu must be and jax must be this one.
+
+    Raises:
+      MissingExtraError: no libtpu there.
+      CompileError: another jax there, or no interpreter.
+    """
+    code = (
+        "import json\nfrom importlib.metadata import version, PackageNotFoundError\n"
+        "def v(n):\n    try: return version(n)\n    except PackageNotFoundError: return None\n"
+        "print(json.dumps({n: v(n) for n in ('jax', 'libtpu')}))"
+    )
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(f"the interpreter {python!r} does not run ({error}). Remedy: correct {PYTHON}.") from error
+    versions: dict[str, str | None] = json.loads(found)
+    if versions["libtpu"] is None:
+        raise MissingExtraError(
+            f"compiling for a TPU needs libtpu, which {python} does not have. Remedy: pip install 'jaxpar[tpu]', or point "
+            f"{PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
+        )
+    if versions["jax"] != jax.__version__:
+        raise CompileError(
+            f"{python} has jax {versions['jax']}, but this is jax {jax.__version__}: a program is compiled by the version that "
+            f"lowered it. Remedy: pip install 'jax[tpu]=={jax.__version__}' there."
+        )
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def _compile(python: str, program: bytes, request: dict[str, Any], kept: Path) -> None:
+    """Compile in a folder of its own, moved to its place only when it is whole."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")},
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": str(Path(jaxpar.__file__).parents[1]),
+    }
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        here = Path(folder)
+        (here / "program.export").write_bytes(program)
+        (here / "request.json").write_text(json.dumps(request))
+        command = [python, "-m", "jaxpar.plan.worker", folder]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not (here / "result.json").is_file():
+            raise CompileError(f"the compiler died with status {run.returncode}: {run.stderr[-2000:]}")
+        result = json.loads((here / "result.json").read_text())
+        if "error" in result:  # not kept: another process may have held the library
+            raise CompileError(f"the compiler refused the program for {request['topology']}: {result['error']}")
+        (here / "program.export").unlink()
+        shutil.copytree(here, kept, dirs_exist_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept: ``$JAXPAR_CACHE``, else ``~/.cache/jaxpar``."""
+    folder = Path(os.environ.get("JAXPAR_CACHE", Path.home() / ".cache" / "jaxpar")) / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """A lock over all processes of this machine: one such compile takes a core and a gigabyte."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

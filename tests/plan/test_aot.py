@@ -1,0 +1,125 @@
+"""Compiling for a TPU that is not here, with the real compiler in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.cli import main
+from jaxpar.inspect.audit import audit
+from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.losses import next_token_loss
+from jaxpar.plan.aot import PYTHON, compile_for
+
+ROOT = Path(__file__).parents[2]
+FSDP = ROOT / "configs" / "layouts" / "fsdp.yaml"
+MODEL = LlamaConfig(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
+SHAPE = (8, 128)
+
+
+def batch(rows: int = SHAPE[0]) -> dict[str, object]:
+    return {k: jp.tag(jax.ShapeDtypeStruct((rows, SHAPE[1]), "int32"), "batch", "seq") for k in ("tokens", "targets")}
+
+
+def compiled(topology: str, layout: jp.Layout, model: LlamaConfig = MODEL, rows: int = SHAPE[0]) -> object:
+    return compile_for(topology, layout, make_llama(model), optax.adamw(1e-3), next_token_loss, batch(rows))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled programs."""
+    monkeypatch.setenv("JAXPAR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def tpu_python(folder: Path) -> str:
+    """An interpreter with ``jax[tpu]``: the suite's own stays without it, as a plain import of jax would look for a TPU."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv is not None, "the suite runs under uv"
+    python = str(folder / "bin" / "python")
+    requirements = (f"jax[tpu]=={jax.__version__}", "flatbuffers")
+    for command in (
+        ("venv", "--python", sys.executable, str(folder)),
+        ("pip", "install", "--python", python, *requirements),
+    ):
+        subprocess.run([uv, "-q", *command], check=True)
+    return python
+
+
+@pytest.mark.slow
+def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PYTHON, tpu_python(tmp_path / "tpu"))
+    layout = jp.Layout.from_yaml(FSDP, devices=8)
+    first, again = (compiled("v5e:2x4", layout) for _ in range(2))
+    assert not first.cached and again.cached and again.text == first.text  # type: ignore[attr-defined]
+    report = audit(first, mesh=layout.mesh)
+    total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
+        "params", "opt_state", "rest", "batch", "other"
+    )
+    # Arrays are tiled on a TPU, so small ones take a little more there than their elements.
+    assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
+    assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
+    _too_large(layout)
+    _from_the_command_line(tmp_path, capsys)
+
+
+def _too_large(layout: jp.Layout) -> None:
+    huge = LlamaConfig(vocab=512, embed=16_384, layers=48, heads=128, kv_heads=128, head_dim=128, mlp=65_536)
+    with pytest.raises(
+        jp.errors.CompileError, match=r"the compiler refused the program for v5e:2x4: (?s:.*)(hbm|memory)"
+    ):
+        compiled("v5e:2x4", layout, huge)
+
+
+def _from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: folder / f"check.{name}" for name in ("json", "html", "hlo")}
+    options = [word for name, file in files.items() for word in (f"--{name}", str(file))]
+    assert main(["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:2x4", *options]) == 0
+    screen = capsys.readouterr().out
+    assert "no problem" in screen and "compiled for v5e:2x4 (TPU v5 lite)" in screen and "all-gather" in screen
+    facts = json.loads(files["json"].read_text())
+    assert facts["matmul_flops"] > 0 and facts["memory"]["argument"] > 0 and facts["wire_bytes"]["total"] > 0
+    assert files["hlo"].read_text().startswith("HloModule") and files["html"].read_text().count("<table>") > 5
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(jp.errors.MeshError) as caught:
+        compiled("v5e:4x4", jp.Layout.from_yaml(FSDP, devices=8))
+    assert str(caught.value).startswith("the mesh has 8 devices (") and str(caught.value).endswith(
+        "but v5e:4x4 has 16. Remedy: MeshSpec(...).abstract(16)."
+    )
+
+
+def test_without_libtpu_the_extra_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON, sys.executable)
+    with pytest.raises(jp.errors.MissingExtraError) as caught:
+        compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
+    assert str(caught.value) == (
+        f"compiling for a TPU needs libtpu, which {sys.executable} does not have. Remedy: pip install 'jaxpar[tpu]', or point "
+        f"{PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
+    )
+
+
+def test_an_interpreter_that_does_not_run_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON, "/no/such/python")
+    with pytest.raises(
+        jp.errors.CompileError, match="the interpreter '/no/such/python' does not run .* Remedy: correct"
+    ):
+        compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
+
+
+def test_topology_and_devices_must_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:4x4", "--devices", "8"]
+    assert main(arguments) == 1
+    assert capsys.readouterr().err == "ConfigError: --devices 8, but v5e:4x4 has 16. Remedy: leave --devices out.\n"
