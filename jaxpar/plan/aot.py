@@ -121,7 +121,7 @@ def compile_program(
         return jax.tree.leaves(function(*jax.tree.unflatten(treedef, arrays)))
 
     try:
-        import flatbuffers  # type: ignore[import-not-found]  # noqa: F401 (jax serialises with it)
+        import flatbuffers  # noqa: F401 (jax serialises with it)
     except ImportError as error:
         raise need("flatbuffers", "tpu", "compiling ahead of time") from error
     program = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
