@@ -1,5 +1,11 @@
 """Eight simulated devices for every test; the one place in the suite that sets them up, before jax is imported."""
 
+import pytest
+
 from jaxpar.simulate import simulate_devices
 
 simulate_devices(8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code prints now")

@@ -92,7 +92,7 @@ def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Calla
     return compute
 
 
-def _unpack(value: Any) -> tuple[jax.Array, Metrics, Any]:
+def _unpack(value: Any) -> tuple[Any, Metrics, Any]:
     if isinstance(value, tuple) and len(value) not in (2, 3):
         raise ModelError(
             f"loss_fn returned a tuple of {len(value)}, but loss, (loss, aux) or (loss, aux, updates) is wanted."

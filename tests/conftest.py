@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpar as jp
 
@@ -25,6 +26,12 @@ def layout_of() -> Callable[..., jp.Layout]:
         return jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml", devices=devices)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def spec_of() -> Callable[[jax.Array], PartitionSpec]:
+    """An array's ``PartitionSpec`` with an entry for each dim; what comes out of a step may lack the last ``None``s."""
+    return lambda x: PartitionSpec(*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
 
 
 @dataclass(frozen=True)

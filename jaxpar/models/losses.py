@@ -26,7 +26,7 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     # A comparison with iota instead of take_along_axis: each shard of the vocabulary looks at its own slice.
-    vocab = jax.lax.broadcasted_iota(targets_BS.dtype, logits_BSV.shape, logits_BSV.ndim - 1)
+    vocab = jax.lax.broadcasted_iota(jnp.int32, logits_BSV.shape, logits_BSV.ndim - 1)
     right_BS = jnp.sum(jnp.where(vocab == targets_BS[..., None], logits_BSV, 0), axis=-1)
     loss_BS = lse_BS - right_BS
     if mask_BS is None:

@@ -1,0 +1,213 @@
+"""The Linen adapter: Flax's own boxes unchanged, collections that a step carries, Flax's own constraints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import struct
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.errors import AnnotationError, ModelError, NoLayoutError
+from jaxpar.linen import axes, flax_rules
+
+TX = optax.sgd(0.1)
+RULES = jp.Rules(batch="data", embed=None, mlp="model", layers=None, params={"embed": "data"})
+NORMAL = nn.initializers.normal(0.5)
+EXAMPLE = jnp.zeros((1, 8))
+
+
+@pytest.fixture(scope="module")
+def layout() -> jp.Layout:
+    return jp.Layout(jp.MeshSpec(data=4, model=2).build(), RULES)
+
+
+def dense(features: int, init: Any) -> nn.Dense:
+    return nn.Dense(features, use_bias=False, kernel_init=init)
+
+
+def trained(layout: jp.Layout, module: nn.Module, steps: int = 1) -> tuple[Any, list[float]]:
+    """The state after some steps on the mean square of the output, and the losses."""
+    state = jp.init(layout, lambda key: module.init(key, EXAMPLE), TX)
+    step = jp.train_step(layout, lambda variables, batch: jnp.mean(module.apply(variables, batch) ** 2))
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def batch() -> np.ndarray:
+    return np.random.default_rng(0).normal(3.0, 2.0, (8, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("annotate", [nn.with_partitioning, nn.with_logical_partitioning])
+def test_boxes_of_flax_itself_work_unchanged(annotate: Any, layout: jp.Layout) -> None:
+    state, _ = trained(layout, dense(6, annotate(NORMAL, ("embed", "mlp"))))
+    assert state.params["kernel"].sharding.spec == P("data", "model")
+
+
+def test_axes_writes_the_box_that_flax_would() -> None:
+    ours, theirs = axes(NORMAL)("embed", "mlp"), nn.with_logical_partitioning(NORMAL, ("embed", "mlp"))
+    a, b = (init(jax.random.key(0), (8, 6)) for init in (ours, theirs))
+    assert type(a) is type(b)
+    assert a.names == b.names
+    np.testing.assert_array_equal(a.unbox(), b.unbox())
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        h = dense(6, nn.with_logical_partitioning(NORMAL, ("embed", "mlp")))(x)
+        return dense(8, nn.with_logical_partitioning(NORMAL, ("mlp", "embed")))(h), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+        return nn.scan(Layer, **options, metadata_params={nn.PARTITION_NAME: "layers"})()(x, None)[0]
+
+
+def test_a_scan_of_flax_itself_names_the_stacking_dim(layout: jp.Layout) -> None:
+    state, losses = trained(layout, Stack(), steps=2)
+    (up, down) = (state.params["ScanLayer_0"][name]["kernel"] for name in ("Dense_0", "Dense_1"))
+    assert (up.shape, up.sharding.spec) == ((3, 8, 6), P(None, "data", "model"))
+    assert (down.shape, down.sharding.spec) == ((3, 6, 8), P(None, "model", "data"))
+    np.testing.assert_allclose(losses, trained(layout.on_one_device(), Stack(), steps=2)[1], rtol=1e-5)
+
+
+class Normed(nn.Module):
+    """With a collection that the forward pass updates and one that it leaves alone."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        self.variable("constants", "shift", lambda: jnp.ones(()))
+        x = nn.BatchNorm(momentum=0.5, use_running_average=not train, use_scale=False, use_bias=False)(x)
+        return dense(6, axes(NORMAL)("embed", "mlp"))(x)
+
+
+def test_the_third_value_of_a_loss_updates_the_collections_it_names(layout: jp.Layout) -> None:
+    def loss_fn(variables: Any, batch: jax.Array) -> Any:
+        out, updates = Normed().apply(variables, batch, train=True, mutable=["batch_stats"])
+        return jnp.mean(out**2), {"top": jnp.max(out)}, updates
+
+    state = jp.init(layout, lambda key: Normed().init(key, EXAMPLE), TX)
+    step = jp.train_step(layout, loss_fn)
+    mean, x = np.zeros(8), batch()
+    for _ in range(3):
+        stats = state.rest["batch_stats"]["BatchNorm_0"]
+        np.testing.assert_allclose(stats["mean"], mean, rtol=1e-5)
+        mean = (mean + x.mean(0)) / 2
+        state, metrics = step(state, x)
+        assert set(metrics) == {"loss", "grad_norm", "top"}
+    assert state.rest["constants"]["shift"] == 1
+    assert state.rest.keys() == {"batch_stats", "constants"}
+
+
+class Constrained(nn.Module):
+    """Constrains its activations in Flax's way."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = dense(6, axes(NORMAL)("embed", "mlp"))(x)
+        return nn.with_logical_constraint(jnp.tanh(x), ("batch", "mlp"))
+
+
+def test_flax_rules_make_its_constraints_read_the_layout(layout: jp.Layout) -> None:
+    def apply(variables: Any, x: jax.Array) -> jax.Array:
+        with flax_rules():
+            return Constrained().apply(variables, x)
+
+    def replicated(variables: Any, x: jax.Array) -> jax.Array:
+        return Constrained().apply(variables, x)
+
+    variables = nn.unbox(Constrained().init(jax.random.key(0), EXAMPLE))
+    with layout:
+        (with_rules, without) = (jax.jit(f).lower(variables, batch()).compile() for f in (apply, replicated))
+    wanted = layout.sharding(("batch", "mlp"))
+    assert with_rules.output_shardings.is_equivalent_to(wanted, 2)
+    assert not without.output_shardings.is_equivalent_to(wanted, 2)
+
+
+def test_flax_rules_want_a_layout() -> None:
+    with pytest.raises(NoLayoutError), flax_rules():
+        pass
+
+
+def test_flax_rules_take_the_first_option_of_a_first_of() -> None:
+    rules = jp.Rules(batch=("replica", "data"), heads=jp.first_of("model", None), embed="context")
+    with jp.Layout(jp.MeshSpec(replica=2, data=2, model=2).build(), rules), flax_rules():
+        assert nn.logical_to_mesh_axes(("batch", "heads", "embed")) == P(("replica", "data"), "model", None)
+
+
+@struct.dataclass
+class Nameless(nn.meta.AxisMetadata[Any]):
+    """A box of somebody else's, which says nothing about dims."""
+
+    value: Any
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> Any:
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: Any) -> Any:
+        return self
+
+    def remove_axis(self, index: int, params: Any) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (
+            lambda key: dense(6, NORMAL),
+            ModelError,
+            (
+                "make_model returned the Linen module Dense, which holds no arrays. Remedy: return its variables, as "
+                "make_model = lambda key: module.init(key, example_input)."
+            ),
+        ),
+        (
+            lambda key: {"params": {"kernel": Nameless(jnp.ones((8, 6)))}},
+            AnnotationError,
+            (
+                "params/kernel: the metadata box Nameless names no dims. Remedy: annotate with jaxpar.linen.axes or "
+                "nn.with_logical_partitioning."
+            ),
+        ),
+        (
+            lambda key: dense(6, nn.with_partitioning(NORMAL, (("embed", "mlp"), None))).init(key, EXAMPLE),
+            AnnotationError,
+            (
+                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is wanted, as "
+                "('embed', 'mlp')."
+            ),
+        ),
+    ],
+    ids=["a module", "a nameless box", "no name"],
+)
+def test_variables_that_cannot_be_laid_out_are_refused(make: Any, kind: Any, text: str, layout: jp.Layout) -> None:
+    with pytest.raises(kind) as error:
+        jp.init(layout, make, TX)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(("updates", "what"), [({"cache": {}}, "a dict of 'cache'"), (1.0, "float")])
+def test_updates_of_no_carried_collection_are_refused(updates: Any, what: str, layout: jp.Layout) -> None:
+    state = jp.init(layout, lambda key: Normed().init(key, EXAMPLE), TX)
+    with pytest.raises(ModelError) as error:
+        jp.train_step(layout, lambda v, x: (jnp.mean(Normed().apply(v, x)), {}, updates))(state, batch())
+    assert str(error.value) == (
+        f"the third value of loss_fn is {what}, but a dict of the carried collections ('batch_stats', 'constants') is "
+        f"wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
+    )

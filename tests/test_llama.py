@@ -1,0 +1,239 @@
+"""The Llama against a reference written out plainly, its sizes, its loss, and what tensor parallelism must never gather."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError
+from jaxpar.models.llama import PRESETS, LlamaConfig, make_llama, preset
+from jaxpar.models.losses import cross_entropy, next_token_loss
+
+# Grouped queries, three rotary pairs a head, and a vocabulary whose size no other dim has.
+CONFIG = LlamaConfig(vocab=208, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=54)
+SEQ = 10
+VARIANTS = {
+    "grouped queries": CONFIG,
+    "one key head": replace(CONFIG, kv_heads=1),
+    "a key head each": replace(CONFIG, kv_heads=4),
+    "tied": replace(CONFIG, tie_embeddings=True),
+    "long positions": replace(CONFIG, rope_theta=100.0, rope_factor=8.0, rope_original_seq=40),
+    "remat full": replace(CONFIG, remat="full"),
+    "remat dots": replace(CONFIG, remat="dots"),
+}
+
+
+def batch(config: LlamaConfig = CONFIG, rows: int = 8) -> dict[str, np.ndarray]:
+    tokens, targets = np.random.default_rng(0).integers(0, config.vocab, (2, rows, SEQ))
+    return {"tokens": tokens, "targets": targets}
+
+
+@pytest.fixture(scope="module")
+def one_device(layout_of: Any) -> jp.Layout:
+    return layout_of("dp", jax.devices()[:1])
+
+
+def frequencies(config: LlamaConfig) -> np.ndarray:
+    """Angle a position, by the published recipe of Llama 3.1, one frequency at a time."""
+    result = []
+    for i in range(config.head_dim // 2):
+        frequency = config.rope_theta ** (-2 * i / config.head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength > config.rope_original_seq:
+            frequency /= config.rope_factor
+        elif wavelength > config.rope_original_seq / 4:
+            smooth = (config.rope_original_seq / wavelength - 1) / 3
+            frequency = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
+        result.append(frequency)
+    return np.array(result)
+
+
+def turn(x: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Rotary positions as a product of complex numbers."""
+    low, high = x[..., : config.head_dim // 2], x[..., config.head_dim // 2 :]
+    angle = np.arange(SEQ)[:, None] * frequencies(config)
+    z = (low + 1j * high) * np.exp(1j * angle).astype(np.complex64)[:, None, :]
+    return jnp.concatenate([z.real, z.imag], axis=-1)
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
+
+
+def reference(params: Any, batch: dict[str, np.ndarray], config: LlamaConfig) -> jax.Array:
+    """The mean loss, layer by layer and head by head."""
+    x = params["embedding"][batch["tokens"]]
+    for i in range(config.layers):
+        block = jax.tree.map(lambda w, i=i: w[i], params["blocks"])
+        attention, mlp = block["attention"], block["mlp"]
+        h = norm(x, block["attention_norm"]["scale"])
+        q, k, v = (jnp.einsum("bse,ehd->bshd", h, attention[name]) for name in "qkv")
+        q, k = turn(q, config), turn(k, config)
+        for head in range(config.heads):
+            group = head * config.kv_heads // config.heads
+            scores = q[:, :, head] @ k[:, :, group].swapaxes(1, 2) / math.sqrt(config.head_dim)
+            scores = jnp.where(np.tri(SEQ, dtype=bool), scores, -jnp.inf)
+            weights = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
+            x = x + weights @ v[:, :, group] @ attention["o"][head]
+        h = norm(x, block["mlp_norm"]["scale"])
+        gate = h @ mlp["gate"]
+        x = x + gate / (1 + jnp.exp(-gate)) * (h @ mlp["up"]) @ mlp["down"]
+    head_EV = params["embedding"].T if config.tie_embeddings else params["head"]
+    probability = jax.nn.softmax(norm(x, params["norm"]["scale"]) @ head_EV)
+    return -jnp.log(jnp.take_along_axis(probability, batch["targets"][..., None], axis=-1)).mean()
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_loss_and_gradients_equal_the_reference(config: LlamaConfig, one_device: jp.Layout) -> None:
+    state = jp.init(one_device, make_llama(config), optax.sgd(0.1))
+    # Norm scales start as ones, which would hide one left out.
+    params = jax.tree.map(lambda w: w + 0.1 * np.cos(np.arange(w.size)).reshape(w.shape), state.params)
+    data = batch(config, rows=2)
+    loss_fn = lambda p: next_token_loss(state.static.kind.merge(p, state.rest), data)
+    with one_device:
+        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params)
+    want, want_grads = jax.jit(jax.value_and_grad(lambda p: reference(p, data, config)))(params)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, want_grads)
+
+
+@pytest.fixture(scope="module")
+def logits(one_device: jp.Layout) -> Callable[..., jax.Array]:
+    """``logits(tokens, positions=None, dtype="float32")`` of the same parameters."""
+
+    @functools.cache
+    def model(dtype: str) -> Callable[..., jax.Array]:
+        state = jp.init(one_device, make_llama(replace(CONFIG, dtype=dtype)), optax.sgd(0.1))
+        return jax.jit(lambda tokens, positions: state.model(tokens, positions))
+
+    def compute(tokens: np.ndarray, positions: np.ndarray | None = None, dtype: str = "float32") -> jax.Array:
+        with one_device:
+            return model(dtype)(tokens, positions)
+
+    return compute
+
+
+def test_a_token_changes_nothing_before_it(logits: Any) -> None:
+    tokens = batch()["tokens"]
+    changed = tokens.copy()
+    changed[:, 6] = (changed[:, 6] + 1) % CONFIG.vocab
+    apart = np.abs(logits(tokens) - logits(changed)).max(axis=(0, 2))
+    assert apart[:6].tolist() == [0] * 6
+    assert (apart[6:] > 1e-4).all()
+
+
+def test_only_the_distance_of_positions_matters(logits: Any) -> None:
+    tokens, positions = batch()["tokens"], np.broadcast_to(np.arange(SEQ), (8, SEQ))
+    want = logits(tokens)
+    np.testing.assert_allclose(logits(tokens, positions), want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logits(tokens, positions + 7), want, rtol=0, atol=1e-4)
+    assert np.abs(logits(tokens, positions * 2) - want).max() > 1e-2
+
+
+def test_dtype_computes_and_param_dtype_is_stored(logits: Any, one_device: jp.Layout) -> None:
+    tokens = batch()["tokens"]
+    half = logits(tokens, dtype="bfloat16")
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(np.float32), logits(tokens), rtol=0, atol=0.1)
+    stored = jp.abstract_state(one_device, make_llama(replace(CONFIG, param_dtype="bfloat16")), optax.sgd(0.1))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(stored.params)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(PRESETS["tiny"], None), (CONFIG, None), (VARIANTS["tied"], None), (PRESETS["1b"], 1.10)]
+    + [(PRESETS["llama3_1_8b"], 8.03), (PRESETS["llama3_1_70b"], 70.55)],
+    ids=["tiny", "small", "tied", "1b", "8b", "70b"],
+)
+def test_the_number_of_parameters_is_as_published(config: LlamaConfig, billions: float | None, layout_of: Any) -> None:
+    params = jp.abstract_state(layout_of("dp", 8), make_llama(config), optax.sgd(0.1)).params
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.params
+    assert billions is None or round(config.params / 1e9, 2) == billions
+
+
+# So long that to gather the table would be the cheaper exchange, which the compiler does choose when it is let.
+LONG = 64
+
+
+def shapes(layout: jp.Layout, config: LlamaConfig) -> set[tuple[int, ...]]:
+    """Every shape in the program that each device runs for a train step."""
+    abstract = jp.abstract_state(layout, make_llama(config), optax.adam(1e-3))
+    tokens = jax.ShapeDtypeStruct((8, LONG), np.int32, sharding=layout.sharding(("batch", "seq")))
+    step = jp.train_step(layout, next_token_loss)
+    text = step.lower(abstract, {"tokens": tokens, "targets": tokens}).compile().as_text()
+    return {tuple(map(int, found.split(","))) for found in re.findall(r"\w\[(\d+(?:,\d+)*)\]", text)}
+
+
+@pytest.mark.parametrize(("name", "tied"), [("tp", False), ("tp_sp", False), ("fsdp_tp", False), ("tp_sp", True)])
+def test_tensor_parallelism_never_makes_logits_or_table_whole(name: str, tied: bool, layout_of: Any) -> None:
+    found = shapes(layout_of(name), replace(CONFIG, tie_embeddings=tied))
+    assert {shape for shape in found if CONFIG.vocab in shape} == set()
+    assert {(2, LONG, CONFIG.vocab // 2), (CONFIG.vocab // 2, CONFIG.embed)} <= found
+    # Between the blocks a device holds half the sequence under sequence parallelism, and only there.
+    assert any(shape[-3:] == (2, LONG // 2, CONFIG.embed) for shape in found) is (name == "tp_sp")
+
+
+def test_without_tensor_parallelism_logits_and_table_are_whole(layout_of: Any) -> None:
+    assert {(1, LONG, CONFIG.vocab), (CONFIG.vocab, CONFIG.embed)} <= shapes(layout_of("dp"), CONFIG)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_cross_entropy_equals_optax(masked: bool, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, labels = jnp.asarray(9 * rng.normal(size=(3, 5, 7)), dtype), rng.integers(0, 7, (3, 5))
+    mask = rng.integers(0, 2, (3, 5)) if masked else None
+
+    def theirs(x: jax.Array) -> jax.Array:
+        each = optax.softmax_cross_entropy_with_integer_labels(x.astype(np.float32), labels)
+        return each.mean() if mask is None else (each * mask).sum() / mask.sum()
+
+    got, want = (jax.value_and_grad(f)(x) for f in (lambda x: cross_entropy(x, labels, mask), theirs))
+    assert got[0].dtype == np.float32
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_cross_entropy_stands_extremes_and_an_empty_mask() -> None:
+    x = jnp.array([[[1e4, 0.0, -1e4]]])
+    assert float(cross_entropy(x, jnp.array([[0]]))) == 0.0
+    assert float(cross_entropy(x, jnp.array([[2]]))) == 2e4
+    assert float(cross_entropy(x, jnp.array([[0]]), jnp.zeros((1, 1)))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"heads": 6, "kv_heads": 4},
+            (
+                "llama: heads=6 is not a multiple of kv_heads=4, so query heads cannot share key/value heads evenly. Remedy: a "
+                "kv_heads that divides 6."
+            ),
+        ),
+        ({"head_dim": 7}, "llama: head_dim=7 is odd; rotary positions turn pairs. Remedy: make it even."),
+    ],
+    ids=["heads", "head_dim"],
+)
+def test_sizes_that_cannot_work_are_refused(changes: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        preset("tiny", **changes)
+    assert str(error.value) == text
+
+
+def test_an_unknown_preset_is_refused_with_the_closest() -> None:
+    with pytest.raises(ConfigError) as error:
+        preset("llama3_1_8B")
+    assert str(error.value) == (
+        "llama: unknown preset 'llama3_1_8B'. Did you mean 'llama3_1_8b'? Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."
+    )
