@@ -230,8 +230,12 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
     if problems:
         raise LayoutError(problems)
     # Only the context knows which axes are manual; only the layout's own mesh holds devices, which an eager call needs.
-    mesh = context if manual else layout.mesh
-    sharding = NamedSharding(mesh, to_spec(resolved))
+    return lay_out(context if manual else layout.mesh, x, to_spec(resolved))
+
+
+def lay_out(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
+    """``x`` laid out by a spec, in the way that the mesh's axes want it."""
+    sharding = NamedSharding(mesh, spec)
     # Under Explicit axes with_sharding_constraint only asserts; under Auto axes reshard raises.
     explicit = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)

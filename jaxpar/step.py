@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
 
 from jaxpar.errors import LayoutError, ModelError, listing
-from jaxpar.layout import Layout, to_spec, tracing_under
+from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.model import show, to_path
 from jaxpar.state import TrainState, place
 
@@ -172,7 +171,9 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
     problems = [text for tensor in tensors for text in tensor.problems]
     if problems:
         raise LayoutError(problems)
-    placed = [_constrain(layout, leaf, to_spec(tensor.resolved)) for leaf, tensor in zip(leaves, tensors, strict=True)]
+    placed = [
+        lay_out(layout.mesh, leaf, to_spec(tensor.resolved)) for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
     return jax.tree.unflatten(treedef, placed)
 
 
@@ -184,13 +185,6 @@ def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
         path = ("params", *to_path(keys))
         names = dims.get(path, (None,) * grad.ndim)
         spec = layout.spec(names, grad.shape, role="gradients", dtype=grad.dtype, path=f"gradient of {show(path)}")
-        return _constrain(layout, grad, spec)
+        return lay_out(layout.mesh, grad, spec)
 
     return jax.tree_util.tree_map_with_path(one, grads)
-
-
-def _constrain(layout: Layout, x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
-    context = jax.sharding.get_abstract_mesh()
-    sharding = NamedSharding(layout.mesh if context.empty else context, spec)
-    explicit = AxisType.Explicit in layout.mesh.axis_types
-    return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)

@@ -173,7 +173,7 @@ def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
         r"hint\(\) in Mlp.loss \(conftest.py:\d+\) \[12, 24\] \(batch, mlp\)",
         r"hint\(\) in Mlp.loss \(conftest.py:\d+\) \[12, 16\] \(batch, embed\)",
         r"the rule heads is used by no tensor",
-        r"\d+\.\d\d% of the \d+ bytes",
+        r"\d+\.\d\d% of the \d+\.\d\d KiB of parameters",
     ]
     problems = error.value.problems
     assert [problem for problem, start in zip(problems, starts, strict=True) if not re.match(start, problem)] == []
@@ -200,9 +200,9 @@ def test_max_replicated_bounds_what_lies_whole_on_every_device(mlp: Any) -> None
     with pytest.raises(LayoutError) as error:
         jp.check(*args, max_replicated=whole - 1e-4)
     assert str(error.value) == (
-        "2.38% of the 8392 bytes of parameters and optimizer state lie whole on each of 8 devices, more than "
-        "max_replicated=2.37%. The largest: params/block/bias (96 bytes), opt_state/0/trace/block/bias (96 bytes), "
-        "params/temperature (4 bytes). Remedy: give their dims an axis, or raise max_replicated."
+        "2.38% of the 8.20 KiB of parameters and optimizer state lie whole on each of 8 devices, more than "
+        "max_replicated=2.37%. The largest: params/block/bias (96 B), opt_state/0/trace/block/bias (96 B), "
+        "params/temperature (4 B). Remedy: give their dims an axis, or raise max_replicated."
     )
     one = (mlp.one_device, *args[1:])
     assert jp.check(*one, max_replicated=0.0).total().replicated == 0
@@ -241,3 +241,10 @@ def test_70b_on_4096_devices_takes_no_device_no_compiler_and_two_seconds() -> No
     assert (int(devices), int(local)) == (4096, (4 * PRESETS["llama3_1_70b"].params - norms) // 4096 + norms)
     assert backend == "no backend"
     assert float(seconds) < 2
+
+
+def test_a_report_gives_the_row_of_a_path(mlp: Any) -> None:
+    report = jp.explain(mlp.layout(), mlp.make, TX)
+    assert report["params/block/bias"].path == "params/block/bias"
+    with pytest.raises(KeyError, match=r"no tensor 'params/block/bais'. Did you mean 'params/block/bias'\?"):
+        report["params/block/bais"]

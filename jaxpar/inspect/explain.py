@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import LayoutError
-from jaxpar.inspect.report import Report, Row, device_bytes
+from jaxpar.inspect.report import Report, Row, device_bytes, show_bytes
 from jaxpar.layout import Layout, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.rules import Over, Resolved
@@ -107,9 +107,9 @@ def check(
         whole = [row for row in report.rows if row.part in ("params", "opt_state") and row.replicated]
         worst = sorted(whole, key=lambda row: -row.bytes)[:3]
         problems.append(
-            f"{total.replicated:.2%} of the {total.bytes} bytes of parameters and optimizer state lie whole on each of "
+            f"{total.replicated:.2%} of the {show_bytes(total.bytes)} of parameters and optimizer state lie whole on each of "
             f"{report.devices} devices, more than max_replicated={max_replicated:.2%}. The largest: "
-            f"{', '.join(f'{row.path} ({row.bytes} bytes)' for row in worst)}. Remedy: give their dims an axis, or "
+            f"{', '.join(f'{row.path} ({show_bytes(row.bytes)})' for row in worst)}. Remedy: give their dims an axis, or "
             f"raise max_replicated."
         )
     if problems:

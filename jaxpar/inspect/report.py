@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxpar.errors import did_you_mean
+
 PARTS = ("params", "opt_state", "rest", "batch", "activations", "other")
 """The groups of rows, in the order in which they are printed."""
 
@@ -76,6 +78,17 @@ class Report:
     unused: tuple[str, ...]
     traced: bool
     problems: tuple[str, ...]
+
+    def __getitem__(self, path: str) -> Row:
+        """The row of one tensor, as ``report["params/blocks/attention/q"]``.
+
+        Raises:
+          KeyError: no tensor has this path, with a did-you-mean.
+        """
+        for row in self.rows:
+            if row.path == path:
+                return row
+        raise KeyError(f"no tensor {path!r}.{did_you_mean(path, (row.path for row in self.rows))}")
 
     def total(self, *parts: str) -> Total:
         """Sums over these parts (default: parameters, optimizer state and carried variables: what stays in memory)."""
