@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jaxpar import errors as errors
     from jaxpar import testing as testing
+    from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
     from jaxpar.layout import Layout as Layout
@@ -43,6 +44,7 @@ _HOMES = {
     "Rules": "rules",
     "TrainState": "state",
     "abstract_state": "state",
+    "audit": "inspect.audit",
     "check": "inspect.explain",
     "compile_for": "plan.aot",
     "constrain": "layout",

@@ -1,7 +1,7 @@
 """Reading XLA's HLO text into plain values: computations, instructions, types, attributes, source locations.
 
 Only what an audit needs is understood; everything else is kept as text. The grammar is XLA's printed form after
-optimisation, as CPU, TPU and GPU compilers give it.
+optimisation, as its compilers for CPU, TPU and GPU give it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,46 @@ from functools import cached_property
 
 from jaxpar.errors import AuditError
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "s1": 1, "u1": 1}
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
+FUSIONS = ("fusion", "fusion-start")
+CALLS = (*FUSIONS, "call", "call-start", "async-start")
+"""Opcodes of what runs another computation once; an asynchronous one is printed as its start and its end."""
+
+_CALLING = (
+    "calls",
+    "to_apply",
+    "condition",
+    "body",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+)
 
 
 @dataclass(frozen=True)
 class ArrayType:
-    """One array: element type as HLO spells it, and shape."""
+    """One array: element type as HLO spells it, shape, and memory space (0 is the device's main memory).
+
+    >>> ArrayType("bf16", (8, 128)).bytes
+    2048
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements, without padding."""
-        bits = _BITS.get(self.dtype)
-        if bits is None:
-            found = re.match(r"[a-z]+(\d+)", self.dtype)
-            bits = int(found[1]) if found else 0
-        return math.prod(self.shape) * bits // 8
+        """Bytes of its elements, without padding; 0 for tokens."""
+        found = re.match(r"[a-z]+(\d+)", self.dtype)
+        bits = 8 if self.dtype == "pred" else int(found[1]) if found else 0
+        return -(-self.size * bits // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -49,30 +71,42 @@ class Instruction:
     arguments: str
     root: bool
 
+    @cached_property
+    def _values(self) -> dict[str, str]:
+        """Attributes by name. Only commas outside all brackets and strings separate them."""
+        parts, depth, start = [], 0, 0
+        for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]|, ', self.attributes):
+            if token[0] == ", " and depth == 0:
+                parts.append(self.attributes[start : token.start()])
+                start = token.end()
+            depth += (token[0] in "([{") - (token[0] in ")]}")
+        pairs = (part.partition("=") for part in [*parts, self.attributes[start:]])
+        return {name.strip(): value for name, _, value in pairs}
+
     def attribute(self, name: str) -> str | None:
-        """The text of one attribute, braces and all, or ``None``."""
-        found = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
-        return _value(self.attributes, found.end()) if found else None
+        """The text of one attribute, brackets and all, or ``None``."""
+        return self._values.get(name)
 
     def called(self, *names: str) -> list[str]:
-        """The computations that these attributes name, in order."""
-        texts = [text for name in names if (text := self.attribute(name)) is not None]
+        """The computations that these attributes name, in order; without names, every computation it names."""
+        texts = [text for name in names or _CALLING if (text := self.attribute(name)) is not None]
         return [called for text in texts for called in re.findall(r"%?([\w.\-]+)", text)]
 
     @property
     def bytes(self) -> int:
+        """Bytes of its result, all arrays of a tuple together."""
         return sum(array.bytes for array in self.types)
+
+    @property
+    def index(self) -> int:
+        """Which element a ``get-tuple-element`` takes."""
+        return int(self.attribute("index") or 0)
 
     @cached_property
     def op_name(self) -> str:
         """jax's name of the operation: the path of transformations and module scopes that made it."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def frame(self) -> int | None:
-        found = re.search(r"stack_frame_id=(\d+)", self.attributes)
-        return int(found[1]) if found else None
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata") or "")
+        return found[1].replace("\\", "") if found else ""
 
 
 @dataclass(frozen=True)
@@ -82,12 +116,32 @@ class Computation:
     name: str
     instructions: dict[str, Instruction]
 
-    @property
+    @cached_property
     def root(self) -> Instruction:
-        return next(i for i in self.instructions.values() if i.root)
+        """The instruction whose value the computation returns."""
+        found = next((i for i in self.instructions.values() if i.root), None)
+        if found is None:
+            raise AuditError(f"the HLO text is broken: the computation {self.name!r} has no ROOT.")
+        return found
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """Its parameters, in order of their numbers."""
+        return tuple(sorted((i for i in self if i.opcode == "parameter"), key=lambda i: int(i.arguments)))
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions.values())
+
+    def __getitem__(self, name: str) -> Instruction:
+        if name not in self.instructions:
+            raise AuditError(
+                f"the HLO text is broken: the computation {self.name!r} uses {name!r}, but does not have it."
+            )
+        return self.instructions[name]
+
+    def inputs(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions whose results this one takes, in order."""
+        return [self[name] for name in instruction.operands]
 
 
 @dataclass(frozen=True)
@@ -99,37 +153,44 @@ class Location:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.function} ({self.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{self.line})"
+        place = f"{self.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{self.line}"
+        return f"{self.function} ({place})" if self.function else place
 
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed program."""
+    """A parsed program. ``partitions`` is the number of devices it runs on."""
 
     name: str
     computations: dict[str, Computation]
     entry: str
     partitions: int
-    scheduled: bool
     _tables: dict[str, dict[int, str]] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Computation:
+        if name not in self.computations:
+            raise AuditError(f"the HLO text is broken: it calls the computation {name!r}, but does not have it.")
+        return self.computations[name]
 
     def frames(self, instruction: Instruction) -> list[Location]:
         """The Python stack that made an instruction, innermost first; empty when the program does not say."""
-        found: list[Location] = []
-        number = instruction.frame
-        if number is None:
-            inner = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        metadata = instruction.attribute("metadata") or ""
+        frame = re.search(r"stack_frame_id=(\d+)", metadata)
+        if frame is None:
+            inner = re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata)
             return [Location("", inner[1], int(inner[2]))] if inner else []
-        seen: set[int] = set()
-        while number is not None and number not in seen and number in self._tables["StackFrames"]:
-            seen.add(number)
-            frame = _numbers(self._tables["StackFrames"][number])
-            place = _numbers(self._tables["FileLocations"].get(frame["file_location_id"], ""))
+        found: list[Location] = []
+        number = int(frame[1])
+        while number in self._tables["StackFrames"]:
+            row = _numbers(self._tables["StackFrames"][number])
+            place = _numbers(self._tables["FileLocations"].get(row.get("file_location_id", 0), ""))
             if place:
                 function = self._tables["FunctionNames"].get(place["function_name_id"], "").strip('"')
                 file_name = self._tables["FileNames"].get(place["file_name_id"], "").strip('"')
                 found.append(Location(function, file_name, place["line"]))
-            number = frame.get("parent_frame_id")
+            # XLA numbers parents from zero and frames from one; the outermost frame has the parent zero.
+            parent = row.get("parent_frame_id", 1) - 1
+            number = parent if parent < number else 0
         return found
 
 
@@ -139,12 +200,12 @@ def parse(text: str) -> Module:
     Raises:
       AuditError: the text is not HLO, or is cut short.
     """
-    if not text.lstrip().startswith("HloModule"):
-        raise AuditError(
-            f"this is not HLO text: it begins with {text[:40]!r}. Remedy: pass compiled.as_text(), the optimised program."
-        )
     header, _, body = text.lstrip().partition("\n")
-    tables = {name: _table(body, name) for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
+    if not header.startswith("HloModule"):
+        raise AuditError(
+            f"this is not HLO text: it begins with {text.strip()[:40]!r}. Remedy: pass the compiled program, "
+            f"jitted.lower(...).compile(), or its as_text()."
+        )
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     current: dict[str, Instruction] = {}
@@ -161,24 +222,26 @@ def parse(text: str) -> Module:
             instruction = _instruction(line.strip(), name)
             current[instruction.name] = instruction
     if name or not entry:
-        raise AuditError(
-            f"the HLO text is cut short: {f'the computation {name!r} has no end' if name else 'it has no ENTRY computation'}. "
-            f"Remedy: pass the whole of compiled.as_text()."
-        )
-    partitions = re.search(r"num_partitions=(\d+)", header)
-    replicas = re.search(r"replica_count=(\d+)", header)
-    count = (int(partitions[1]) if partitions else 1) * (int(replicas[1]) if replicas else 1)
-    module_name = re.match(r"HloModule ([\w.\-]+)", header)
-    return Module(
-        module_name[1] if module_name else "", computations, entry, count, "is_scheduled=true" in header, tables
-    )
+        cause = f"the computation {name!r} has no end" if name else "it has no ENTRY computation"
+        raise AuditError(f"the HLO text is cut short: {cause}. Remedy: pass the whole of compiled.as_text().")
+    counts = [re.search(rf"{count}=(\d+)", header) for count in ("num_partitions", "replica_count")]
+    partitions = math.prod(int(count[1]) for count in counts if count)
+    tables = {name: _table(body, name) for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
+    return Module(re.split(r"[\s,]", header)[1], computations, entry, partitions, tables)
 
 
 def types_of(text: str) -> tuple[ArrayType, ...]:
-    """The arrays in a printed type, tuples flattened."""
-    text = re.sub(r"/\*.*?\*/", "", text)
-    found = re.findall(r"([a-z]\w*)\[([\d,<=\s]*)\]", text)
-    return tuple(ArrayType(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for dtype, dims in found)
+    """The arrays in a printed type, tuples flattened.
+
+    >>> types_of("(f32[2,3]{1,0}, bf16[8]{0:T(256)S(1)})")
+    (ArrayType(dtype='f32', shape=(2, 3), space=0), ArrayType(dtype='bf16', shape=(8,), space=1))
+    """
+    arrays = []
+    for dtype, dims, layout in re.findall(r"([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?", re.sub(r"/\*.*?\*/", "", text)):
+        space = re.search(r"S\((\d+)\)", layout)
+        shape = tuple(int(n.strip().lstrip("<=")) for n in dims.split(",") if n)
+        arrays.append(ArrayType(dtype, shape, int(space[1]) if space else 0))
+    return tuple(arrays)
 
 
 def _instruction(line: str, where: str) -> Instruction:
@@ -187,51 +250,25 @@ def _instruction(line: str, where: str) -> Instruction:
     if not equals:
         raise AuditError(f"the HLO text is broken in computation {where!r}: {line[:80]!r} is no instruction.")
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    kind, rest = rest[:end], rest[end:].lstrip()
-    opcode, _, _ = rest.partition("(")
-    stop = _closing(rest, len(opcode))
+    kind, rest = rest[: max(end, 0)], rest[max(end, 0) :].lstrip()
+    opcode, bracket, _ = rest.partition("(")
+    stop = _closing(rest, len(opcode)) if bracket else -1
     if stop < 0 or end <= 0:
         raise AuditError(f"the HLO text is cut short in computation {where!r}: {line[:80]!r} has no end.")
     arguments = rest[len(opcode) + 1 : stop]
-    operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
-    return Instruction(
-        name.lstrip("%"), opcode, types_of(kind), operands, rest[stop + 1 :].lstrip(", "), arguments, root
-    )
+    operands = () if opcode == "constant" else tuple(re.findall(r"%([\w.\-]+)", arguments))
+    attributes = rest[stop + 1 :].lstrip(", ")
+    return Instruction(name.lstrip("%"), opcode, types_of(kind), operands, attributes, arguments, root)
 
 
 def _closing(text: str, start: int) -> int:
     """The index of the bracket that closes the one at ``start``; -1 when there is none. Strings are skipped."""
-    depth, quoted, i = 0, False, start
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            i += c == "\\"
-            quoted = c != '"'
-        elif c == '"':
-            quoted = True
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-            if depth == 0:
-                return i
-        i += 1
+    depth = 0
+    for token in _TOKENS.finditer(text, start):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth == 0 and token[0][0] != '"':
+            return token.start()
     return -1
-
-
-def _value(text: str, start: int) -> str:
-    """An attribute's value from ``start`` up to the comma outside all brackets that ends it."""
-    i = start
-    while i < len(text) and text[i] not in ", ":
-        if text[i] in "([{":
-            i = _closing(text, i)
-            if i < 0:
-                return text[start:]
-        i += 1
-    # replica_groups=mesh['a'=4] {'a'}: the group axes follow a blank.
-    if text[i : i + 2] == " {":
-        i = _closing(text, i + 1) + 1
-    return text[start:i]
 
 
 def _table(body: str, name: str) -> dict[int, str]:

@@ -1,0 +1,214 @@
+"""Kinds, bytes on the wire, sources and overlap of collectives, whatever form a compiler gives them."""
+
+from __future__ import annotations
+
+import collections
+import re
+from pathlib import Path
+
+import audit_programs as programs
+import pytest
+
+import jaxpar as jp
+
+SOURCE = Path(programs.__file__).read_text(encoding="utf-8").splitlines()
+WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def table(report: jp.inspect.audit.Audit) -> dict[str, tuple[tuple[str, ...], int, int, float]]:
+    """kind → (axes, executions, result bytes, bytes on the wire once), for programs with one of each kind."""
+    assert len({c.kind for c in report.collectives}) == len(report.collectives)
+    return {c.kind: (c.axes, c.count, c.result_bytes, c.wire_bytes) for c in report.collectives}
+
+
+def by_hand(n: int) -> dict[str, tuple[tuple[str, ...], int, int, float]]:
+    """What :func:`audit_programs.every_collective` sends: every array is [n, 256] fp32, scattered [1, 256]."""
+    whole, part = n * 256 * 4, (n - 1) / n
+    return {
+        "reduce-scatter": (("data",), 1, whole // n, part * whole),
+        "all-gather": (("data",), 1, whole, part * whole),
+        "all-to-all": (("data",), 1, whole, part * whole),
+        "collective-permute": (("data",), 1, whole, float(whole)),
+        "all-reduce": (("data",), 1, whole, 2 * part * whole),
+    }
+
+
+def test_each_kind_from_a_shard_map(line_mesh, text_of):
+    text = text_of(programs.every_collective(line_mesh))
+    assert re.search(r"= \(f32\S+, .*\) all-to-all\(", text), "the CPU compiler makes an all-to-all of tuples"
+    assert table(jp.audit(text, mesh=line_mesh)) == by_hand(8)
+
+
+def test_each_kind_over_one_of_two_axes(grid_mesh):
+    assert table(jp.audit(programs.every_collective(grid_mesh).compile(), mesh=grid_mesh)) == by_hand(4)
+
+
+def test_each_kind_compiled_for_gpu(stored):
+    assert table(stored("gpu_every_collective")) == by_hand(4)
+
+
+def test_each_kind_compiled_for_tpu(stored):
+    """The TPU compiler makes an all-reduce and a slice of a small scatter: the kind says scatter, the bytes do not lie."""
+    report, expected = stored("tpu_every_collective"), by_hand(4)
+    axes, count, result, wire = expected["reduce-scatter"]
+    assert table(report) == {**expected, "reduce-scatter": (axes, count, result, 2 * wire)}
+    assert [c.form for c in report.select("reduce-scatter")] == ["all-reduce + slice"]
+
+
+def test_the_source_is_the_line_of_the_model(line_mesh):
+    report = jp.audit(programs.every_collective(line_mesh).compile(), mesh=line_mesh)
+    calls = {
+        "all-reduce": "psum(",
+        "reduce-scatter": "psum_scatter(",
+        "all-gather": "all_gather(",
+        "all-to-all": "all_to_all(",
+        "collective-permute": "ppermute(",
+    }
+    for c in report.collectives:
+        found = re.fullmatch(r"every_collective\.<locals>\.body \(audit_programs\.py:(\d+)\)", c.source)
+        assert found, c.source
+        assert calls[c.kind] in SOURCE[int(found[1]) - 1]
+
+
+@pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "gpu_fsdp", "gpu_tp_sp"])
+def test_no_source_is_a_library_or_a_verb_of_jaxpar(name, stored):
+    for c in stored(name).collectives:
+        assert c.source or c.op_name.startswith("state.params["), c
+        assert not re.search(r"iteration\.py|graphlib\.py|_tree_math\.py|layout\.py|^hint|_constrain", c.source), c
+
+
+def test_the_module_and_the_tensor_of_a_gather(stored):
+    found = {c.tensor: c.module for c in stored("tpu_fsdp").select("all-gather")}
+    assert found["state.params['blocks']['attention']['q']"] == "Llama/Block/Attention"
+    assert found["state.params['blocks']['mlp']['down']"] == "Llama/Block/SwiGLU"
+    assert len(found) == 9  # seven weights of a layer, embedding, head
+
+
+def test_a_users_ring_is_no_windowed_einsum(line_mesh, stored):
+    """A permute beside a matmul that its value goes into, written by hand, stays a permute."""
+    shard = 64 * 128
+    here = jp.audit(programs.permute_beside_a_matmul(line_mesh).compile(), mesh=line_mesh)
+    for report, item in ((here, 4), (stored("tpu_permute"), 2)):  # the TPU compiler sends the weight in bf16
+        assert {(c.kind, c.form, c.axes, c.wire_bytes) for c in report.collectives} == {
+            ("collective-permute", "", ("data",), shard * item)
+        }
+        assert report.count() == 2
+
+
+def rings(report: jp.inspect.audit.Audit) -> collections.Counter[str]:
+    """How often each kind runs as a ring of permutes."""
+    found: collections.Counter[str] = collections.Counter()
+    for c in report.collectives:
+        found[c.kind] += c.count if c.form.startswith("ring of") else 0
+    return found
+
+
+def test_windowed_einsums_in_loops(stored, facts):
+    """Forward, the partitioner gathers seven weights of each layer in rings; backward it scatters their gradients."""
+    report, layers = stored("tpu_fsdp"), facts("tpu_fsdp")["config"]["layers"]
+    assert rings(report) == {"all-gather": 8 * layers, "reduce-scatter": 7 * layers + 1, "all-reduce": 0}
+    assert {c.form for c in report.collectives if "ring" in c.form} == {"ring of 17 permutes"}
+    # Each weight is gathered twice a layer, in whatever form; a ring of 17 sends 17/16 of it, a gather 15/16.
+    config = facts("tpu_fsdp")["config"]
+    for name in WEIGHTS:
+        same = [c for c in report.select("all-gather") if c.tensor.endswith(f"['{name}']")]
+        size = 2 * config["embed"] * (config["mlp"] if name in WEIGHTS[4:] else config["heads"] * config["head_dim"])
+        assert sum(c.count for c in same) == 2 * layers
+        assert {c.result_bytes for c in same} == {size}
+        assert {c.wire_bytes for c in same} <= {17 / 16 * size, 15 / 16 * size}
+    assert {c.result_bytes * 16 for c in report.select("reduce-scatter") if c.count == layers} == {
+        2 * 512 * 1024,
+        2 * 512 * 1536,
+    }
+
+
+def test_windowed_einsums_without_loops(stored, facts):
+    """Over four devices the compiler unrolls the rings whole: n − 1 permutes to gather, and some of zeros to scatter."""
+    report, layers = stored("tpu_fsdp_tp"), facts("tpu_fsdp_tp")["config"]["layers"]
+    gathers = [c for c in report.select("all-gather", "data") if c.form]
+    assert {c.form for c in gathers} == {"ring of 3 permutes"}
+    assert all(c.wire_bytes == 3 / 4 * c.result_bytes and c.group == 4 for c in gathers)
+    scatters = [c for c in report.select("reduce-scatter", "data") if "ring" in c.form]
+    assert sum(c.count for c in scatters) == 7 * layers + 1
+    # Seven weights and the head, one with the next share the permutes of zeros that a ring begins with.
+    assert {c.form for c in scatters} == {"ring of 3 permutes", "ring of 5 permutes"}
+    for name in WEIGHTS:
+        same = [c for c in report.select("all-gather", "data") if c.tensor.endswith(f"['{name}']")]
+        assert sum(c.count for c in same) == 2 * layers
+
+
+def test_scatter_fusions(stored, stored_text):
+    """Sequence parallelism: two scatters a layer forward, one recomputed, two backward; one each for lookup and head."""
+    report = stored("tpu_tp_sp")
+    fused = [c for c in report.select("reduce-scatter", "model") if c.form == "all-reduce in a scatter fusion"]
+    assert " reduce-scatter(" not in stored_text("tpu_tp_sp")
+    assert sum(c.count for c in fused) == report.count("reduce-scatter") == (2 + 1 + 2) * 3 + 2
+    residual = 8 * 256 * 512 * 2
+    assert {(c.result_bytes, c.wire_bytes) for c in fused} == {(residual // 4, 3 / 4 * residual)}
+    assert report.wire_bytes("reduce-scatter") == 17 * 3 / 4 * residual
+    assert "SwiGLU.__call__" in " ".join(c.source for c in fused)
+
+
+def test_an_async_collective_counts_once_where_it_starts(stored, stored_text):
+    """Sequence parallelism gathers twice a layer forward, recomputed and backward, and once at the head and the lookup."""
+    report = stored("tpu_tp_sp")
+    assert len(re.findall(r" all-gather\(", stored_text("tpu_tp_sp"))) > len(report.select("all-gather"))
+    assert report.count("all-gather", "model") == (2 + 2 + 2) * 3 + 2
+    residual = 8 * 256 * 512 * 2
+    assert {c.result_bytes for c in report.select("all-gather")} == {residual}
+    assert report.wire_bytes("all-gather") == 20 * 3 / 4 * residual
+
+
+def test_unrelated_collectives_that_share_a_channel_all_count(stored, stored_text, facts):
+    """In a shard_map collectives get equal channels: one that overlaps compute must not swallow another."""
+    known, text = facts("tpu_gathered_by_hand"), stored_text("tpu_gathered_by_hand")
+    channels = re.findall(r" all-gather\(.*?channel_id=(\d+).*?(chain_id)?", text)
+    assert len({c for c, _ in channels}) < len(channels)
+    report = stored("tpu_gathered_by_hand")
+    assert report.count("all-gather", "data") == 2 * 2 * known["layers"]
+    weight = 2 * known["embed"] * known["mlp"]
+    assert report.wire_bytes("all-gather") == 2 * 2 * known["layers"] * 15 / 16 * weight
+    assert collections.Counter({c.tensor: c.count for c in report.select("all-gather")}).keys() == {"up", "down"}
+    # The transposed gather is a scatter; this compiler reduces whole gradients and slices them.
+    assert report.wire_bytes("reduce-scatter") == 2 * known["layers"] * 2 * 15 / 16 * weight
+
+
+def test_overlap_of_async_fusions(stored):
+    """What its fusions reprint beside matmuls is overlapped; a plain all-gather or scatter fusion is not."""
+    report = stored("tpu_tp_sp")
+    assert 0 < report.exposed("all-gather") < report.wire_bytes("all-gather")
+    assert report.exposed("reduce-scatter") == report.wire_bytes("reduce-scatter")
+    overlapped = [c for c in report.collectives if c.overlapped and c.kind == "all-gather"]
+    assert overlapped and all(c.beside_flops > 0 for c in overlapped)
+
+
+def test_overlap_of_async_starts(stored, stored_text):
+    """Between a start and its end stands a matmul, exactly where the audit says that it overlaps one."""
+    text = stored_text("gpu_tp_sp")
+    found: collections.Counter[tuple[str, bool]] = collections.Counter()
+    for name, kind, start in re.findall(r"%(\S+) = .* (all-gather|all-reduce|reduce-scatter)(-start)?\(", text):
+        between = text[text.index(f"%{name} = ") : text.index(f"-done(%{name})")] if start else ""
+        found[kind, "\n  %gemm_fusion" in between[: between.rfind("\n")]] += 1
+    report = stored("gpu_tp_sp")
+    assert collections.Counter((c.kind, c.beside_flops > 0) for c in report.collectives) == found
+    (beside,) = (c for c in report.collectives if c.beside_flops)
+    # The gradient of the residual stream is gathered beside the weight gradient of the head: tokens × embed × vocab.
+    assert beside.kind == "all-gather" and beside.beside_flops == 2 * (32 * 256 // 4) * 512 * 2048 // 2
+
+
+def test_overlap_in_loops(stored):
+    """A windowed einsum's loop multiplies one shard while the next one travels."""
+    rings_in_loops = [c for c in stored("tpu_fsdp").collectives if c.form == "ring of 17 permutes"]
+    assert all(c.exposed_bytes < c.wire_bytes / 2 and c.beside_flops > 0 for c in rings_in_loops)
+
+
+@pytest.mark.parametrize("name", ["here", "tpu_branches", "gpu_branches"])
+def test_a_conditional_counts_with_its_worst_arm(name, stored, line_mesh):
+    report = jp.audit(programs.branches(line_mesh).compile(), mesh=line_mesh) if name == "here" else stored(name)
+    n, array = (8 if name == "here" else 4), 64 * 32 * 4
+    assert [(c.kind, c.conditional, c.wire_bytes) for c in report.collectives] == [
+        ("all-reduce", True, 2 * (n - 1) / n * array)
+    ]
+    assert [(c.kind, c.conditional, c.wire_bytes) for c in report.other_arms] == [("collective-permute", True, array)]
+    assert report.matmul_flops == 2 * 64 * 32 * 32
+    assert "in a branch" in str(report)
