@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxpar.errors import AuditError
 from jaxpar.inspect.hlo import ArrayType, Computation, Instruction
 
 _LIBRARY_MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
@@ -23,6 +24,9 @@ def matmul_flops(instruction: Instruction, where: Computation) -> int:
 
     A convolution counts the window positions that fall on data: TPU compilers print batched matmuls as convolutions whose
     windows lie mostly in the padding.
+
+    Raises:
+      AuditError: a convolution or a library call that does not say which dims it multiplies.
     """
     out = instruction.types[0] if instruction.types else None
     if out is not None and instruction.opcode in ("dot", "scaled-dot"):
@@ -33,7 +37,11 @@ def matmul_flops(instruction: Instruction, where: Computation) -> int:
     if out is not None and target(instruction).startswith(_LIBRARY_MATMULS):
         config = instruction.attribute("backend_config") or ""
         found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', config)
-        return _dot(out, where.inputs(instruction)[0].types[0], found[1] if found else None)
+        if found is None:
+            raise AuditError(
+                f"{instruction.name}: the call of {target(instruction)} does not say which dims it contracts."
+            )
+        return _dot(out, where.inputs(instruction)[0].types[0], found[1])
     return 0
 
 
@@ -63,7 +71,7 @@ def _dot(out: ArrayType, lhs: ArrayType, contracting: str | None) -> int:
 def _convolution(instruction: Instruction, out: ArrayType, lhs: ArrayType, rhs: ArrayType) -> int:
     found = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
     if found is None:
-        return 0
+        raise AuditError(f"{instruction.name}: the convolution does not say which dims it multiplies (dim_labels).")
     lhs_at, rhs_at, out_at = ({label: i for i, label in enumerate(text)} for text in found.groups())
     window = _window(instruction.attribute("window") or "")
     taps = 1

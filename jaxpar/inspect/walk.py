@@ -19,7 +19,7 @@ from jaxpar.inspect.loops import trip_count
 from jaxpar.inspect.overlap import Schedule
 
 _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
-_VERBS = frozenset(("_apply", "constrain", "hint", "_constrain"))
+_VERBS = frozenset(("_apply", "constrain", "hint", "lay_out"))
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,7 @@ class Walk:
     ) -> Collective:
         beside = scope.beside or self._schedule.beside(instruction, where)
         flops = beside.matmul_flops + beside.kernel_flops
+        # A matmul hides a transfer, and so does elementwise work on at least as many bytes; a stray scalar does not.
         hidden = flops > 0 or beside.hbm_bytes >= part.wire_bytes > 0
         # What the compiler printed without a source comes from where its caller, or what it takes, comes from.
         sources = (instruction, *scope.callers[:1], *where.inputs(instruction), *scope.callers[1:])

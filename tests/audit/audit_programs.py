@@ -140,6 +140,34 @@ def unrolled_by_two(mesh: Mesh, length: int) -> jax.stages.Lowered:
     return _mapped(mesh, body, (mesh.shape["data"] * 4, 32), (mesh.shape["data"] * 32, 32))
 
 
+def sliced_after(mesh: Mesh, *, own: bool) -> jax.stages.Lowered:
+    """An all-reduce of [64, 32] fp32, doubled, of which each device keeps 64 / n rows: its own, or some that data choose."""
+    n = mesh.shape["data"]
+
+    def body(x: jax.Array) -> jax.Array:
+        whole = jax.lax.psum(x, "data") * 2
+        row = jax.lax.axis_index("data") * (64 // n) if own else x[0, 0].astype(int)
+        return jax.lax.dynamic_slice_in_dim(whole, row, 64 // n)
+
+    return _mapped(mesh, body, (n * 64, 32))
+
+
+def sliced_over_another_axis(mesh: Mesh) -> jax.stages.Lowered:
+    """A sum over ``data`` (4) of [64, 32] fp32 of which each device keeps what its place on ``model`` (2) says."""
+
+    def body(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, "data"), jax.lax.axis_index("model") * 32, 32)
+
+    return _mapped(mesh, body, (4 * 64, 32))
+
+
+def rolled(mesh: Mesh) -> jax.stages.Lowered:
+    """Rows handed on by one device, which the partitioner does in a ring of permutes that belongs to no matmul."""
+    place = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=place)
+    return jax.jit(lambda x: jnp.roll(x, 64 // mesh.shape["data"], 0), out_shardings=place).lower(x)
+
+
 def counted_loop(mesh: Mesh, start: int, bound: int, holds: Any, step: Any) -> jax.stages.Lowered:
     """An all-reduce of [4, 32] fp32 while ``holds(counter, bound)``; both travel in the loop's carry."""
 
@@ -183,14 +211,15 @@ def until_it_converges(mesh: Mesh) -> jax.stages.Lowered:
 
 
 def branches(mesh: Mesh) -> jax.stages.Lowered:
-    """A conditional with an all-reduce of [64, 32] fp32 and a matmul in one arm, a permute of [64, 32] in the other."""
+    """A conditional: all-reduce of [64, 32] fp32 and a matmul in one arm, permute of [64, 32] and half of it in the other."""
     n = mesh.shape["data"]
 
     def reduce(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x @ jnp.ones((32, 32)), "data")
 
     def shift(x: jax.Array) -> jax.Array:
-        return jax.lax.ppermute(jnp.sin(x), "data", [(i, (i + 1) % n) for i in range(n)])
+        half = jnp.sin(x)[:, :16] @ jnp.ones((16, 32))
+        return jax.lax.ppermute(half, "data", [(i, (i + 1) % n) for i in range(n)])
 
     def body(x: jax.Array) -> jax.Array:
         return jax.lax.cond(jax.lax.axis_index("data") < n // 2, reduce, shift, x)

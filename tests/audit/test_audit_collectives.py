@@ -95,6 +95,36 @@ def test_a_users_ring_is_no_windowed_einsum(line_mesh, stored):
         assert report.count() == 2
 
 
+def test_a_roll_of_rows_is_no_windowed_einsum(line_mesh, text_of):
+    text = text_of(programs.rolled(line_mesh))
+    assert re.search(r"collective-permute\(.*is_spmd_generated", text)
+    (permute,) = jp.audit(text, mesh=line_mesh).collectives
+    assert (permute.kind, permute.axes, permute.wire_bytes) == ("collective-permute", ("data",), 8 * 32 * 4)
+
+
+def test_an_all_reduce_of_which_each_device_keeps_its_slice(line_mesh):
+    """Through a fusion and arithmetic; the bytes are those of the all-reduce that the program runs."""
+    (scatter,) = jp.audit(programs.sliced_after(line_mesh, own=True).compile(), mesh=line_mesh).collectives
+    whole = 64 * 32 * 4
+    assert (scatter.kind, scatter.form) == ("reduce-scatter", "all-reduce + slice")
+    assert (scatter.result_bytes, scatter.wire_bytes) == (whole // 8, 2 * 7 / 8 * whole)
+
+
+def test_slices_that_make_no_scatter(line_mesh, grid_mesh):
+    """A slice that data choose, and one along another axis than the sum's."""
+    for lowered, mesh in (
+        (programs.sliced_after(line_mesh, own=False), line_mesh),
+        (programs.sliced_over_another_axis(grid_mesh), grid_mesh),
+    ):
+        (reduce,) = jp.audit(lowered.compile(), mesh=mesh).collectives
+        assert (reduce.kind, reduce.form, reduce.axes, reduce.result_bytes) == (
+            "all-reduce",
+            "",
+            ("data",),
+            64 * 32 * 4,
+        )
+
+
 def rings(report: jp.inspect.audit.Audit) -> collections.Counter[str]:
     """How often each kind runs as a ring of permutes."""
     found: collections.Counter[str] = collections.Counter()
@@ -165,6 +195,8 @@ def test_unrelated_collectives_that_share_a_channel_all_count(stored, stored_tex
     channels = re.findall(r" all-gather\(.*?channel_id=(\d+).*?(chain_id)?", text)
     assert len({c for c, _ in channels}) < len(channels)
     report = stored("tpu_gathered_by_hand")
+    equal = jp.audit(re.sub(r"channel_id=\d+", "channel_id=1", text), mesh=known["mesh"])
+    assert equal.collectives == report.collectives
     assert report.count("all-gather", "data") == 2 * 2 * known["layers"]
     weight = 2 * known["embed"] * known["mlp"]
     assert report.wire_bytes("all-gather") == 2 * 2 * known["layers"] * 15 / 16 * weight

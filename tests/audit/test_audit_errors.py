@@ -120,6 +120,19 @@ def _program() -> str:
 _KEPT: list[str] = []
 
 
+def test_matmuls_that_do_not_say_what_they_multiply(stored_text, facts):
+    text, mesh = stored_text("tpu_nested"), facts("tpu_nested")["mesh"]
+    assert re.fullmatch(
+        r"\S+: the convolution does not say which dims it multiplies \(dim_labels\)\.",
+        message(re.sub(r", dim_labels=[^,]*", "", text), mesh),
+    )
+    text, mesh = stored_text("gpu_library_matmuls"), facts("gpu_library_matmuls")["mesh"]
+    assert re.fullmatch(
+        r"custom-call\S*: the call of __cublas\$lt\$matmul does not say which dims it contracts\.",
+        message(text.replace("lhs_contracting_dimensions", "contracting"), mesh),
+    )
+
+
 def test_a_mesh_of_another_size(text, grid_mesh):
     assert message(text, {"data": 4, "model": 4}) == (
         "the program runs on 8 devices, but the mesh has 16 (data=4, model=4). Remedy: pass the mesh that the program was "

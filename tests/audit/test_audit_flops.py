@@ -124,3 +124,12 @@ def test_a_scan_reads_one_layer_of_the_stack_at_a_time():
     stack = 4 * layers * size * size
     # The stack itself, and once more for a compiler that copies a layer out before it multiplies.
     assert stack <= jp.audit(lowered.compile()).hbm_bytes <= 3.3 * stack
+
+
+def test_a_slice_reads_what_it_takes():
+    def slice_rows(x, i):
+        return jax.lax.dynamic_slice(x, (i, jnp.uint32(0)), (4, 256))
+
+    text = jax.jit(slice_rows).lower(jnp.ones((1024, 256)), jnp.uint32(3)).compile().as_text()
+    offsets = 2 * 4
+    assert jp.audit(text).hbm_bytes == 2 * 4 * 256 * 4 + offsets

@@ -67,6 +67,8 @@ def test_hybrid_sharding_gathers_within_a_group_only():
     report = audited("hsdp")
     assert {c.axes for c in report.select("all-gather")} == {("data",)}
     assert report.wire_bytes("all-gather", "data") == 3 / 4 * 4 * (2 * BLOCKS + TABLES)
+    # The lookup's gradient is reduced over all eight devices before four of them slice it: no scatter over those eight.
+    assert {c.kind for c in report.collectives if c.axes == ("replica", "data")} == {"all-reduce"}
     # Between the groups travels what is left of a gradient after the scatter within them (all but the lookup's).
     between = [c for c in report.select("all-reduce", "replica") if c.axes == ("replica",)]
     assert sum(c.result_bytes * c.count for c in between) == 4 * (BLOCKS + TABLES // 2) / 4

@@ -22,7 +22,15 @@ def without_notes(text: str) -> str:
     return re.sub(r',?"known_trip_count":\{"n":"\d+"\}', "", text)
 
 
-@pytest.mark.parametrize("read", [str, without_notes], ids=["noted", "traced"])
+def mirrored(text: str) -> str:
+    """The program with the two sides of every comparison exchanged, and no notes."""
+    other = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
+    swap = r"compare\((%\S+), (%\S+)\), direction=(\w\w)"
+    assert re.search(swap, text)
+    return re.sub(swap, lambda m: f"compare({m[2]}, {m[1]}), direction={other[m[3]]}", without_notes(text))
+
+
+@pytest.mark.parametrize("read", [str, without_notes, mirrored])
 @pytest.mark.parametrize(
     ("start", "bound", "holds", "step", "runs"),
     [
