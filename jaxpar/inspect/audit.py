@@ -99,11 +99,15 @@ class Audit:
             rows.append((name, "+".join(axes), count, dtype, result, sent, notes, place))
         return rows
 
-    def __str__(self) -> str:
+    def table(self) -> str:
+        """:meth:`rows` as a text table with a head."""
         rows = [_COLUMNS, *self.rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.headline(), *lines]) + "\n"
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return f"{self.headline()}\n{self.table()}"
 
     def headline(self) -> str:
         """Totals in one line, marked when they are lower bounds."""
