@@ -6,6 +6,9 @@ from jaxpar.simulate import simulate_devices
 
 simulate_devices(8)
 
+# The doctest collector would import these by their common name, and find the wrong one.
+collect_ignore_glob = ["tests/*conftest.py"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code prints now")
