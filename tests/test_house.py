@@ -84,5 +84,5 @@ def code_lines(file: Path) -> int:
 def test_the_sharding_layer_stays_small() -> None:
     files = [ROOT / "jaxpar" / f"{name}.py" for name in ("mesh", "rules", "layout", "nnx", "linen")]
     sizes = {file.stem: code_lines(file) for file in files}
-    # Error texts and their checks are half of what is above 400; a layer that outgrows this wants a simpler design.
-    assert sum(sizes.values()) <= 650, sizes
+    # The aim is 400. This only keeps it from growing: lower it with every cut.
+    assert sum(sizes.values()) <= 641, sizes
