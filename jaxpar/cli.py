@@ -134,7 +134,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
 def _compiled(command: Check, topology: str) -> int:
     """Check a run's layout, compile its step for a topology, and print where memory and bytes on the wire go."""
-    from jaxpar.plan.topology import Topology
+    from jaxpar.topology import Topology
 
     devices = Topology.parse(topology).devices
     if command.devices not in (None, devices):

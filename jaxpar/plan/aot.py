@@ -15,23 +15,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh
 
 import jaxpar
 from jaxpar.errors import CompileError, MeshError, MissingExtraError, need
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel, Tagged
-from jaxpar.plan.topology import Topology
 from jaxpar.state import abstract_state
 from jaxpar.step import train_step
+from jaxpar.topology import Topology
+
+CompilerOptions = Mapping[str, str | int | float | bool]
 
 PYTHON = "JAXPAR_TPU_PYTHON"
 """Environment variable: an interpreter with ``jax[tpu]``, where the one that runs is to stay without it."""
@@ -76,33 +79,68 @@ def compile_for(
     tx: optax.GradientTransformation,
     loss_fn: Callable[..., Any],
     batch: Any,
+    *,
+    compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> AheadOfTime:
     """Compile the train step of a run for a topology.
 
     Args:
       topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices.
-      layout: a layout on an abstract mesh of as many devices.
+      layout: a layout on a mesh of as many devices, abstract or not. The step is traced under :func:`aim` of it, so the
+        model can tell which accelerator it is compiled for.
       make_model, tx: as for :func:`jaxpar.init`.
       loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
+      compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``.
 
     Raises:
-      MeshError: unknown topology, or a mesh of another size.
+      MeshError: unknown topology, or a mesh of another size or for another accelerator.
       LayoutError: the layout does not fit the model or the batch.
       MissingExtraError: no libtpu.
       CompileError: the compiler refused, with its words (for example that the program does not fit the memory).
     """
     parsed = Topology.parse(topology)
-    if layout.mesh.size != parsed.devices:
-        raise MeshError(
-            f"the mesh has {layout.mesh.size} devices ({layout.sizes}), but {topology} has {parsed.devices}. Remedy: "
-            f"MeshSpec(...).abstract({parsed.devices})."
-        )
+    layout = aim(layout, parsed)
     state = abstract_state(layout, make_model, tx)
     inputs = jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
     step = train_step(layout, loss_fn, **options)
-    return compile_program(parsed, layout, step, (state, inputs), donated=len(jax.tree.leaves(state)))
+    donated = len(jax.tree.leaves(state))
+    return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)
+
+
+def aim(layout: Layout, topology: Topology) -> Layout:
+    """``layout`` on an abstract mesh that carries the topology's device.
+
+    What is traced under it learns its target, from ``jax.sharding.get_abstract_mesh().abstract_device`` or
+    :func:`jaxpar.topology.platform_of`. It is unequal to ``layout``: make a step and its inputs with the same one.
+
+    Raises:
+      MeshError: the mesh has another size, or carries another accelerator.
+
+    >>> import jaxpar as jp
+    >>> from jaxpar.topology import Topology, platform_of
+    >>> layout = jp.Layout(jp.MeshSpec(data=16).abstract(), jp.Rules(batch="data"))
+    >>> platform_of(aim(layout, Topology.parse("v5e:4x4")).mesh)
+    'tpu'
+    """
+    target = topology.abstract_device
+    if layout.mesh.size != topology.devices:
+        raise MeshError(
+            f"the mesh has {layout.mesh.size} devices ({layout.sizes}), but {topology} has {topology.devices}. Remedy: "
+            f"MeshSpec(...).abstract({topology.devices})."
+        )
+    if not isinstance(layout.mesh, AbstractMesh):
+        return replace(layout, mesh=layout.mesh.abstract_mesh.update(abstract_device=target))
+    own = layout.mesh.abstract_device
+    if own is None:
+        return replace(layout, mesh=layout.mesh.update(abstract_device=target))
+    if (own.platform, own.device_kind) != (target.platform, target.device_kind):
+        raise MeshError(
+            f"the mesh is for {own.device_kind!r}, but {topology} has {target.device_kind!r}. Remedy: "
+            f"MeshSpec(...).abstract({topology.devices}), which is for any."
+        )
+    return layout
 
 
 def _placed(layout: Layout, leaf: Tagged) -> jax.ShapeDtypeStruct:
@@ -112,9 +150,19 @@ def _placed(layout: Layout, leaf: Tagged) -> jax.ShapeDtypeStruct:
 
 
 def compile_program(
-    topology: Topology, layout: Layout, function: Callable[..., Any], inputs: Sequence[Any], *, donated: int = 0
+    topology: Topology,
+    layout: Layout,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    donated: int = 0,
+    compiler_options: CompilerOptions | None = None,
 ) -> AheadOfTime:
-    """Compile ``function(*inputs)`` for a topology; ``inputs`` are placed shapes, the first ``donated`` leaves donated."""
+    """Compile ``function(*inputs)`` for a topology; ``inputs`` are placed shapes, the first ``donated`` leaves donated.
+
+    ``layout`` is what ``function`` and ``inputs`` were made with: one from :func:`aim`, if the code is to know its target.
+    ``compiler_options`` are as in :func:`compile_for`. Raises what that does.
+    """
     leaves, treedef = jax.tree.flatten(tuple(inputs))
 
     def flat(*arrays: Any) -> list[Any]:
@@ -126,11 +174,13 @@ def compile_program(
         raise need("flatbuffers", "tpu", "compiling ahead of time") from error
     program = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
     request = {
+        "name": str(topology),
         "topology": topology.slice_name,
         "slices": topology.slices,
         "mesh": layout.sizes,
         "specs": [_spec(leaf) for leaf in leaves],
         "donated": list(range(donated)),
+        "compiler_options": dict(compiler_options or {}),
     }
     return _run(topology, program, request)
 
@@ -216,7 +266,7 @@ def _compile(python: str, program: bytes, request: dict[str, Any], kept: Path) -
             raise CompileError(f"the compiler died with status {run.returncode}: {run.stderr[-2000:]}")
         result = json.loads((here / "result.json").read_text())
         if "error" in result:  # not kept: another process may have held the library
-            raise CompileError(f"the compiler refused the program for {request['topology']}: {result['error']}")
+            raise CompileError(f"the compiler refused the program for {request['name']}: {result['error']}")
         (here / "program.export").unlink()
         shutil.copytree(here, kept, dirs_exist_ok=True)
 

@@ -34,7 +34,9 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
 
     from jaxpar.mesh import arrange
 
-    options = {"num_slices": request["slices"]} if request["slices"] > 1 else {}
+    options: dict[str, Any] = {"num_slices": request["slices"]} if request["slices"] > 1 else {}
+    if request["topology"].startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # else libtpu takes the two cores of a chip for two devices
     description = topologies.get_topology_desc(request["topology"], platform="tpu", **options)
     devices = arrange(list(description.devices), request["mesh"])
     mesh = Mesh(devices, tuple(request["mesh"]), axis_types=(AxisType.Auto,) * len(request["mesh"]))
@@ -46,7 +48,7 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
     ]
     jitted = jax.jit(program.call, donate_argnums=tuple(request["donated"]))
     before = resource.getrusage(resource.RUSAGE_SELF)
-    compiled = jitted.lower(*inputs).compile()
+    compiled = jitted.lower(*inputs).compile(compiler_options=request["compiler_options"])
     after = resource.getrusage(resource.RUSAGE_SELF)
     (here / "program.hlo").write_text(compiled.as_text() or "")
     stats = compiled.memory_analysis()

@@ -18,7 +18,9 @@ from jaxpar.cli import main
 from jaxpar.inspect.audit import audit
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
-from jaxpar.plan.aot import PYTHON, compile_for
+from jaxpar.plan import aot
+from jaxpar.plan.aot import PYTHON, aim, compile_for
+from jaxpar.topology import Topology, platform_of
 
 ROOT = Path(__file__).parents[2]
 FSDP = ROOT / "configs" / "layouts" / "fsdp.yaml"
@@ -30,8 +32,19 @@ def batch(rows: int = SHAPE[0]) -> dict[str, object]:
     return {k: jp.tag(jax.ShapeDtypeStruct((rows, SHAPE[1]), "int32"), "batch", "seq") for k in ("tokens", "targets")}
 
 
-def compiled(topology: str, layout: jp.Layout, model: LlamaConfig = MODEL, rows: int = SHAPE[0]) -> object:
-    return compile_for(topology, layout, make_llama(model), optax.adamw(1e-3), next_token_loss, batch(rows))
+def compiled(topology: str, layout: jp.Layout, model: LlamaConfig = MODEL, **options: object) -> object:
+    return compile_for(topology, layout, make_llama(model), optax.adamw(1e-3), next_token_loss, batch(), **options)
+
+
+def pretend(request: dict[str, object], kept: Path) -> dict[str, object]:
+    """Leave behind what a compile would, and the request."""
+    names = ("argument", "output", "temp", "alias", "host_argument", "host_temp")
+    memory = {f"{name}_size": 0 for name in names} | {"peak_memory": 0}
+    facts = {"memory": memory, "compile_cpu_seconds": 0.0, "device_kind": "", "versions": {}}
+    kept.mkdir()
+    (kept / "program.hlo").write_text("HloModule pretended")
+    (kept / "result.json").write_text(json.dumps(facts))
+    return request
 
 
 @pytest.fixture
@@ -123,3 +136,41 @@ def test_topology_and_devices_must_agree(capsys: pytest.CaptureFixture[str]) -> 
     arguments = ["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:4x4", "--devices", "8"]
     assert main(arguments) == 1
     assert capsys.readouterr().err == "ConfigError: --devices 8, but v5e:4x4 has 16. Remedy: leave --devices out.\n"
+
+
+def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(aot, "_versions", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(aot, "_compile", lambda python, program, request, kept: asked.append(pretend(request, kept)))
+    layout = jp.Layout.from_yaml(FSDP, devices=8)
+    for options in (None, {}, {"xla_tpu_scoped_vmem_limit_kib": 65536}, {"xla_tpu_scoped_vmem_limit_kib": "65536"}):
+        compiled("v5e:2x4", layout, compiler_options=options)
+    assert [request["compiler_options"] for request in asked] == [
+        {},
+        {"xla_tpu_scoped_vmem_limit_kib": 65536},
+        {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+    ]
+
+
+def test_a_model_sees_what_it_is_compiled_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def loss_fn(model: object, batch: object) -> jax.Array:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        seen.append(f"{platform_of(jp.current_layout().mesh)}: {device.device_kind}, {device.num_cores} cores")
+        return next_token_loss(model, batch)
+
+    monkeypatch.setattr(aot, "_versions", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(aot, "_compile", lambda python, program, request, kept: pretend(request, kept))
+    for layout in (jp.Layout.from_yaml(FSDP, devices=8), jp.Layout.from_yaml(FSDP, devices=jax.devices()[:8])):
+        compile_for("v5p:2x2x2", layout, make_llama(MODEL), optax.adamw(1e-3), loss_fn, batch())
+    assert set(seen) == {"tpu: TPU v5, 2 cores"}
+
+
+def test_a_mesh_for_another_accelerator_is_refused() -> None:
+    layout = aim(jp.Layout.from_yaml(FSDP, devices=8), Topology.parse("v5p:2x2x2"))
+    with pytest.raises(jp.errors.MeshError) as caught:
+        compiled("v5e:2x4", layout)
+    assert str(caught.value) == (
+        "the mesh is for 'TPU v5', but v5e:2x4 has 'TPU v5 lite'. Remedy: MeshSpec(...).abstract(8), which is for any."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpar.errors import MeshError
-from jaxpar.plan.topology import Topology
+from jaxpar.topology import Topology
 
 
 @pytest.mark.parametrize(
