@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxpar.mesh import MeshSpec as MeshSpec
     from jaxpar.model import tag as tag
     from jaxpar.plan.aot import compile_for as compile_for
+    from jaxpar.plan.roofline import roofline as roofline
     from jaxpar.rules import Rules as Rules
     from jaxpar.rules import first_of as first_of
     from jaxpar.rules import over as over
@@ -56,6 +57,7 @@ _HOMES = {
     "init": "state",
     "over": "rules",
     "put": "layout",
+    "roofline": "plan.roofline",
     "simulate_devices": "simulate",
     "tag": "model",
     "train_step": "step",

@@ -71,6 +71,10 @@ class CompileError(JaxparError, RuntimeError):
     """A program cannot be compiled ahead of time; the text holds the compiler's own words."""
 
 
+class PlanError(JaxparError, ValueError):
+    """A plan asks for what is not known: an accelerator or a matmul rate that no table holds, more chips than a pod has."""
+
+
 class VerificationError(JaxparError, AssertionError):
     """A layout does not compute what one device computes."""
 

@@ -10,20 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from jaxpar.errors import need
-
-# Dense bf16 FLOP/s of one jax device, from the makers' data sheets; a device kind that is not here has no MFU.
-_PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 1153.5e12,  # a jax device is one of the chip's two cores
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
+from jaxpar.plan.accelerators import of_device
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -32,8 +19,8 @@ def peak_flops(device_kind: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3") == 989e12, peak_flops("cpu")
     (True, None)
     """
-    matches = [name for name in _PEAKS if device_kind.startswith(name)]
-    return _PEAKS[max(matches, key=len)] if matches else None
+    device = of_device(device_kind)
+    return device.bf16 if device else None
 
 
 class MetricsWriter:
