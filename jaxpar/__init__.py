@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jaxpar import errors as errors
     from jaxpar import testing as testing
+    from jaxpar.arrays import put as put
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from jaxpar.layout import constrain as constrain
     from jaxpar.layout import current_layout as current_layout
     from jaxpar.layout import hint as hint
-    from jaxpar.layout import put as put
     from jaxpar.mesh import MeshSpec as MeshSpec
     from jaxpar.model import tag as tag
     from jaxpar.plan.aot import compile_for as compile_for
@@ -56,7 +56,7 @@ _HOMES = {
     "hint": "layout",
     "init": "state",
     "over": "rules",
-    "put": "layout",
+    "put": "arrays",
     "roofline": "plan.roofline",
     "simulate_devices": "simulate",
     "tag": "model",

@@ -6,7 +6,6 @@ function under another layout is traced again, and under the first one again it 
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -19,8 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import texts
 from jaxpar.config import build, load_yaml
-from jaxpar.errors import LayoutError, MeshError, NoLayoutError, RulesError, did_you_mean, listing
+from jaxpar.errors import JaxparError, LayoutError, NoLayoutError
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.rules import Resolved, Rules, resolve
 
@@ -57,23 +57,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
-            got = f"{type(self.mesh).__name__} and {type(self.rules).__name__}"
-            raise LayoutError(
-                f"Layout() takes a Mesh and Rules, not {got}. Remedy: Layout(MeshSpec(...).build(), rules)."
-            )
-        known = tuple(dict.fromkeys([*self.mesh.axis_names, *AXES]))
-        problems = [
-            f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} "
-            f"The mesh has {listing(self.mesh.axis_names)}. Remedy: correct the rule, or build a mesh with that axis."
-            for where, axis in self.rules.axes()
-            if axis not in known
-        ]
-        kinds = set(self.mesh.axis_types)
-        if len(kinds) > 1 or AxisType.Manual in kinds:
-            shown = ", ".join(f"{a}={t.name}" for a, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-            problems.append(
-                f"the mesh has the axis types {shown}. Remedy: use MeshSpec(...).build(): all Auto or all Explicit."
-            )
+            raise LayoutError(texts.not_a_layout(self.mesh, self.rules))
+        names = self.mesh.axis_names
+        known = tuple(dict.fromkeys([*names, *AXES]))
+        unknown = [(where, axis) for where, axis in self.rules.axes() if axis not in known]
+        problems = [texts.unknown_axis(where, axis, known, names) for where, axis in unknown]
+        kinds = dict(zip(names, self.mesh.axis_types, strict=True))
+        if len(set(kinds.values())) > 1 or AxisType.Manual in kinds.values():
+            problems.append(texts.mixed_axis_types({axis: kind.name for axis, kind in kinds.items()}))
         if problems:
             raise LayoutError(problems)
 
@@ -88,7 +79,7 @@ class Layout:
             spec = MeshSpec.from_dict(parts.mesh or {})
             mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
             return cls(mesh, Rules.from_dict(parts.rules or {}))
-        except (MeshError, RulesError, LayoutError) as error:
+        except JaxparError as error:
             raise type(error)(f"{where}: {error}") from error
 
     @classmethod
@@ -148,8 +139,8 @@ class Layout:
 
 
 def to_spec(resolved: Resolved) -> PartitionSpec:
-    """The ``PartitionSpec`` of a resolved tensor."""
-    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in resolved.axes))
+    """The ``PartitionSpec`` of a resolved tensor (which writes no axes as ``None`` and a single one by its name)."""
+    return PartitionSpec(*resolved.axes)
 
 
 def current_layout() -> Layout:
@@ -160,10 +151,7 @@ def current_layout() -> Layout:
     """
     layout: Layout | None = _ambient.value
     if layout is None:
-        raise NoLayoutError(
-            "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the "
-            "model through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
-        )
+        raise NoLayoutError(texts.NO_LAYOUT)
     return layout
 
 
@@ -176,13 +164,9 @@ def tracing_under(layout: Layout) -> Iterator[None]:
     """
     outer = _ambient.value
     if outer is not None and outer != layout:
-        rules = " and other rules" if layout.rules != outer.rules else ""
-        raise LayoutError(
-            f"a step made for the mesh {layout.sizes} runs inside a 'with' of the mesh {outer.sizes}{rules}. Remedy: "
-            f"make the step with the layout it runs under, or leave the 'with'."
-        )
-    mesh = layout.mesh if isinstance(layout.mesh, AbstractMesh) else layout.mesh.abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh), _ambient(layout):
+        other_rules = layout.rules != outer.rules
+        raise LayoutError(texts.other_layout(layout.sizes, outer.sizes, other_rules=other_rules))
+    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), _ambient(layout):
         yield
 
 
@@ -209,26 +193,24 @@ def hint[T](x: T, *dims: str | None) -> T:
 
 def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
     layout = current_layout()
-    verb = "hint" if lenient else "constrain"
     context = jax.sharding.get_abstract_mesh()
     manual = context.manual_axes
-    sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
-    resolved = resolve(layout.rules, sizes, dims, x.shape, itemsize=_itemsize(x.dtype), path=f"{verb}()")
-    problems = [text.replace(f"{verb}()", f"{verb}() in {_call_site()}", 1) for text in resolved.problems]
-    # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
-    for dim in () if lenient or not manual else layout.resolve(dims).dims:
-        problems += [
-            f"constrain() in {_call_site()} {list(x.shape)} ({', '.join(map(str, dims))}): the dim {dim.name!r} goes to {axis!r}, which "
-            f"is manual inside this shard_map (rule {dim.rule}). Remedy: use hint(), which leaves it out."
-            for axis in dim.axes
-            if axis in manual
-        ]
+    site = _call_site()
+    path = f"{'hint' if lenient else 'constrain'}() in {site}"
+    sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
+    resolved = resolve(layout.rules, sizes, dims, x.shape, itemsize=_itemsize(x.dtype), path=path)
+    if manual and not lenient:
+        # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
+        where = texts.tensor(path, dims, x.shape)
+        refused = [(dim, axis) for dim in layout.resolve(dims).dims for axis in dim.axes if axis in manual]
+        found = [f"{where}: {texts.manual_axis(dim.name, axis, dim.rule)}" for dim, axis in refused]
+        resolved = replace(resolved, problems=(*resolved.problems, *found))
     if _observer.value is not None:
-        _observer.value(_call_site(), dims, x, replace(resolved, problems=tuple(problems)))
-        if problems:
-            return x
-    if problems:
-        raise LayoutError(problems)
+        _observer.value(site, dims, x, resolved)
+    elif resolved.problems:
+        raise LayoutError(resolved.problems)
+    if resolved.problems:
+        return x
     # Only the context knows which axes are manual; only the layout's own mesh holds devices, which an eager call needs.
     return lay_out(context if manual else layout.mesh, x, to_spec(resolved))
 
@@ -252,35 +234,3 @@ def _call_site() -> str:
 def _itemsize(dtype: Any) -> int:
     size = getattr(dtype, "itemsize", None)  # of a PRNG key's dtype an integer, of the class np.float32 a descriptor
     return size if isinstance(size, int) else np.dtype(dtype).itemsize
-
-
-def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
-    """A global array from this process's part of it, laid out by the activation rules.
-
-    Args:
-      layout: where it goes.
-      x: what this process loaded. Over all processes the parts make up the array along the dims that are sharded across
-        processes; with one process it is the whole array.
-      dims: the logical dims.
-      path: the tensor's name in errors.
-
-    Raises:
-      LayoutError: the global sizes do not divide by the axes, or the mesh is abstract.
-
-    >>> import numpy as np, jaxpar as jp
-    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))
-    >>> put(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
-    P('data', None)
-    """
-    if isinstance(layout.mesh, AbstractMesh):
-        raise LayoutError(f"{path}: put() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().")
-    local = np.asarray(x)
-    resolved = layout.resolve(dims, path=path)
-    ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)
-    shape: tuple[int, ...] = local.shape
-    if jax.process_count() > 1 and not resolved.problems and len(ways) == local.ndim:
-        index_map = NamedSharding(layout.mesh, to_spec(resolved)).addressable_devices_indices_map(ways).values()
-        mine = (len({index[i].start for index in index_map if index is not None}) for i in range(len(ways)))
-        shape = tuple(size * way // own for size, way, own in zip(shape, ways, mine, strict=True))
-    sharding = layout.sharding(dims, shape, dtype=local.dtype, path=path)
-    return jax.make_array_from_process_local_data(sharding, local, shape)

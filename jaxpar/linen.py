@@ -11,10 +11,11 @@ from typing import Any
 
 from flax import linen as nn
 
+from jaxpar import texts
 from jaxpar.errors import AnnotationError
 from jaxpar.layout import current_layout
-from jaxpar.model import Names, check_names
-from jaxpar.rules import FirstOf
+from jaxpar.names import Names, check_names
+from jaxpar.rules import options
 
 
 def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
@@ -37,10 +38,7 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 def unbox(box: Any, where: str) -> tuple[Any, Names]:
     """The array and the names in a ``nn.Partitioned`` or ``nn.LogicallyPartitioned`` box."""
     if not isinstance(box, nn.Partitioned):
-        raise AnnotationError(
-            f"{where}: the metadata box {type(box).__name__} names no dims. Remedy: annotate with jaxpar.linen.axes or "
-            f"nn.with_logical_partitioning."
-        )
+        raise AnnotationError(f"{where}: {texts.nameless_box(box)}")
     return box.value, box.names
 
 
@@ -55,9 +53,8 @@ def flax_rules() -> Iterator[None]:
     layout = current_layout()
     table, _ = layout.rules.for_role("activations")
     rules = []
-    for dim, (_, value) in table.items():
-        axes_ = value.options[0] if isinstance(value, FirstOf) else value
-        live = tuple(axis for axis in axes_ if layout.sizes.get(axis, 1) > 1)
-        rules.append((dim, live if len(live) > 1 else live[0] if live else None))
+    for dim, (_, rule) in table.items():
+        live = tuple(axis for axis in options(rule)[0] if layout.sizes.get(axis, 1) > 1)
+        rules.append((dim, live or None))
     with nn.logical_axis_rules(rules):
         yield

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from jaxpar import texts
+from jaxpar.config import merge
 from jaxpar.errors import RulesError, did_you_mean, listing
 
 ROLES = ("activations", "params", "gradients", "optimizer")
@@ -31,7 +33,7 @@ class FirstOf:
     options: tuple[Axes, ...]
 
     def __repr__(self) -> str:
-        return f"first_of({', '.join(_show(option) for option in self.options)})"
+        return f"first_of({', '.join(texts.written(option) for option in self.options)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,7 +44,7 @@ class Over:
     min_bytes: int
 
     def __repr__(self) -> str:
-        return f"over({_show(self.axes)}, min_bytes={self.min_bytes})"
+        return f"over({texts.written(self.axes)}, min_bytes={self.min_bytes})"
 
 
 Rule = Axes | FirstOf
@@ -111,8 +113,8 @@ class Rules:
             raise RulesError(f"indivisible={indivisible!r}: it is written as {{'vocab': 'replicate'}}.")
         _known(indivisible, base, "indivisible")
         overlays = {role: _overlay(role, value, base) for role, value in roles.items()}
-        object.__setattr__(self, "base", _frozen(base))
-        object.__setattr__(self, "overlays", _frozen(overlays))
+        object.__setattr__(self, "base", tuple(sorted(base.items())))
+        object.__setattr__(self, "overlays", tuple(sorted(overlays.items())))
         object.__setattr__(self, "indivisible", tuple(sorted(indivisible)))
         object.__setattr__(self, "unannotated", unannotated)
 
@@ -122,28 +124,22 @@ class Rules:
         table: dict[str, Any] = {}
         for dim, value in pairs:
             if dim in table:
-                two = f"two rules for {dim!r}: {_show(table[dim])} and {_show(value)}"
-                raise RulesError(f"{two}. Remedy: keep one, or write a fallback as {dim}=first_of(...).")
+                raise RulesError(texts.two_rules(dim, table[dim], value))
             table[dim] = value
         return cls(**table)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Rules:
         """Rules from plain data, as YAML gives it: ``{first_of: [a, null]}`` and ``{over: data, min_bytes: 65536}``."""
-        if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
-            raise RulesError(f"rules are written as a mapping of names to axes, as {{batch: data}}, not as {table!r}.")
-        return cls(**{name: _from_data(value, name) for name, value in table.items()})
+        from jaxpar import plain
+
+        return cls(**plain.read_table(table))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that :meth:`from_dict` reads back to an equal table."""
-        table: dict[str, Any] = {dim: _to_data(value) for dim, value in self.base}
-        for role, own in self.overlays:
-            table[role] = _to_data(own) if isinstance(own, Over) else {dim: _to_data(value) for dim, value in own}
-        if self.indivisible:
-            table["indivisible"] = dict.fromkeys(self.indivisible, "replicate")
-        if self.unannotated != "error":
-            table["unannotated"] = self.unannotated
-        return table
+        from jaxpar import plain
+
+        return plain.write(self._arguments())
 
     def replace(self, **changes: Any) -> Rules:
         """The same table with some entries changed; a role's dict is changed rule by rule.
@@ -151,13 +147,17 @@ class Rules:
         >>> Rules(embed=None, mlp="model").replace(params={"embed": "data"}).to_dict()
         {'embed': None, 'mlp': 'model', 'params': {'embed': 'data'}}
         """
-        old = self.to_dict()
-        both = {
-            k: {**old[k], **v}
-            for k, v in changes.items()
-            if isinstance(v, Mapping) and "over" not in old.get(k, "over")
-        }
-        return Rules(**{**{name: _from_data(value, name) for name, value in old.items()}, **changes, **both})
+        return Rules(**merge(self._arguments(), changes))
+
+    def _arguments(self) -> dict[str, Any]:
+        """What ``Rules`` is called with for an equal table; defaults are left out."""
+        table: dict[str, Any] = dict(self.base)
+        table |= {role: own if isinstance(own, Over) else dict(own) for role, own in self.overlays}
+        if self.indivisible:
+            table["indivisible"] = dict.fromkeys(self.indivisible, "replicate")
+        if self.unannotated != "error":
+            table["unannotated"] = self.unannotated
+        return table
 
     @property
     def table(self) -> dict[str, Rule]:
@@ -181,9 +181,9 @@ class Rules:
     def axes(self) -> Iterator[tuple[str, str]]:
         """Every (where, axis) pair that the table names."""
         for role, own in (("", self.base), *self.overlays):
-            for dim, value in (("over", own.axes),) if isinstance(own, Over) else own:
-                for option in value.options if isinstance(value, FirstOf) else (value,):
-                    yield from ((f"{role}: {dim}" if role else dim, axis) for axis in option)
+            for dim, rule in (("over", own.axes),) if isinstance(own, Over) else own:
+                for option in options(rule):
+                    yield from ((texts.entry(role, dim), axis) for axis in option)
 
 
 @dataclass(frozen=True)
@@ -232,92 +232,80 @@ def resolve(
       itemsize: bytes an element, for ``over``'s ``min_bytes``.
       path: the tensor's name in problem texts.
     """
+    where = texts.tensor(path, names, shape)
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
-    where = f"{path}{'' if shape is None else f' {list(shape)}'} ({', '.join(map(str, names))})"
     if len(sizes) != len(names):
-        hint = (
-            " Stacked layers: see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
-            if role != "activations"
-            else ""
-        )
-        text = (
-            f"{where}: rank {len(sizes)}, but names for rank {len(names)}. Remedy: give each dim a name or None.{hint}"
-        )
-        return Resolved(tuple(Dim(None, size, why="the names do not match the dims") for size in sizes), (text,))
+        text = texts.wrong_rank(len(sizes), len(names), stackable=role != "activations")
+        dims = [Dim(None, size, why="the names do not match the dims") for size in sizes]
+        return Resolved(tuple(dims), (f"{where}: {text}",))
     table, spread = rules.for_role(role)
-    problems: list[str] = []
-    used: set[tuple[str, str]] = set()
+    live = {axis: size for axis, size in axis_sizes.items() if size > 1}
     dims = [Dim(None, size, why="the dim has no name") for size in sizes]
+    problems: list[str] = []
     claimed: dict[str, str] = {}
     named = [(i, name) for i, name in enumerate(names) if name is not None]
+    choosing = {name for name, (_, rule) in table.items() if isinstance(rule, FirstOf)}
     # Plain rules claim their axes before any first_of chooses, so that a first_of gives way wherever it stands.
-    for i, name in sorted(named, key=lambda item: isinstance(table.get(item[1], ("", ()))[1], FirstOf)):
+    for i, name in sorted(named, key=lambda item: item[1] in choosing):
         if name not in table:
-            problems.append(f"{where}: {_unknown(name, table)}")
+            problems.append(f"{where}: {texts.unknown_dim(name, table)}")
             dims[i] = Dim(name, sizes[i], why="no rule")
             continue
-        source, value = table[name]
-        used.add((source, name))
-        dim = Dim(name, sizes[i], rule=f"{source + ': ' if source else ''}{name} = {_show(value)}")
-        dims[i], remedy = _place(dim, name, value, axis_sizes, claimed, name in rules.indivisible)
-        problems += [f"{where}: {dims[i].why} (rule {dim.rule}). Remedy: {remedy}."] if remedy else []
-        claimed |= dict.fromkeys(dims[i].axes, name)
+        source, rule = table[name]
+        shown = f"{texts.entry(source, name)} = {texts.written(rule)}"
+        axes, why, remedy = _place(name, sizes[i], rule, live, claimed, name in rules.indivisible)
+        if remedy:
+            problems.append(f"{where}: {why} (rule {shown}). Remedy: {remedy}.")
+        dims[i] = Dim(name, sizes[i], axes, shown, why)
+        claimed |= dict.fromkeys(axes, name)
+    used = {(table[name][0], name) for _, name in named if name in table}
     note = ""
     if spread is not None and shape is not None:
-        used.add((role if dict(rules.overlays).get(role) == spread else "params", "over"))
-        note = _spread(dims, spread, axis_sizes, claimed, math.prod(shape) * itemsize)
+        used.add((role if dict(rules.overlays).get(role) is spread else "params", "over"))
+        note = _spread(dims, spread, live, claimed, math.prod(shape) * itemsize)
     return Resolved(tuple(dims), tuple(problems), frozenset(used), note)
 
 
-def _place(dim: Dim, name: str, rule: Rule, sizes: Sizes, claimed: Mapping[str, str], whole: bool) -> tuple[Dim, str]:
-    """One named dim under its rule, and what to do about it where it does not fit (else an empty text)."""
+def _place(
+    name: str, size: int | None, rule: Rule, live: Sizes, claimed: Mapping[str, str], may_stay_whole: bool
+) -> tuple[Axes, str, str]:
+    """The axes of one named dim under its rule, why not more, and what to do where that is a problem (else "")."""
     misfits: list[str] = []
     rivals: list[str] = []
-    for option in rule.options if isinstance(rule, FirstOf) else (rule,):
-        axes = tuple(axis for axis in option if sizes.get(axis, 1) > 1)
-        ways = math.prod(sizes[axis] for axis in axes)
-        taken = [axis for axis in axes if axis in claimed]
-        if taken:
-            rivals.append(claimed[taken[0]])
-            misfits.append(f"the axis {taken[0]!r} is claimed by the dims {rivals[-1]!r} and {name!r}")
-        elif dim.size is not None and dim.size % ways:
-            product = " × ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {ways}" if len(axes) > 1 else "")
-            misfits.append(f"the dim {name!r} has size {dim.size}, which is no multiple of {product}")
-        elif axes or not option:
-            return replace(dim, axes=axes, why="; ".join([*misfits, *([] if option else ["the rule says None"])])), ""
+    for option in options(rule):
+        axes = tuple(axis for axis in option if axis in live)
+        taken = next((axis for axis in axes if axis in claimed), None)
+        if taken is not None:
+            rivals.append(claimed[taken])
+            misfits.append(texts.claimed_axis(taken, claimed[taken], name))
+        elif size is not None and size % _ways(axes, live):
+            misfits.append(texts.no_multiple(name, size, {axis: live[axis] for axis in axes}))
+        elif axes:
+            return axes, "; ".join(misfits), ""
+        elif not option:
+            return (), "; ".join([*misfits, "the rule says None"]), ""
     why = "; ".join(misfits)
     if not misfits:
-        return replace(dim, why="the axes of the rule have size 1"), ""
-    if whole and not rivals:
-        return replace(dim, why=f"{why}: indivisible says replicate"), ""
-    if isinstance(rule, FirstOf):
-        remedy = "add None as the last option, to leave the dim whole"
-    elif name in rivals:
-        remedy = "give one of the two another name, with a rule of its own"
-    elif rivals:
-        remedy = "give one of the two another axis or None, if need be in one role only (activations, params, ...)"
-    else:
-        remedy = (
-            f"change the size, the rule or the mesh, or leave such dims whole: indivisible={{{name!r}: 'replicate'}}"
-        )
-    return replace(dim, why=why), remedy
+        return (), "the axes of the rule have size 1", ""
+    if may_stay_whole and not rivals:
+        return (), f"{why}: indivisible says replicate", ""
+    return (), why, texts.remedy(name, rivals, chooses=isinstance(rule, FirstOf))
 
 
-def _spread(dims: list[Dim], spread: Over, sizes: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
+def _spread(dims: list[Dim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
     """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not."""
-    live = [axis for axis in spread.axes if sizes.get(axis, 1) > 1]
-    axes = tuple(axis for axis in live if axis not in claimed)
-    ways = math.prod(sizes[axis] for axis in axes)
-    local = [(dim.size or 0) // math.prod(sizes[axis] for axis in dim.axes) for dim in dims]
-    fits = [i for i, size in enumerate(local) if size and size % ways == 0]
+    asked = [axis for axis in spread.axes if axis in live]
+    axes = tuple(axis for axis in asked if axis not in claimed)
+    shard = [(dim.size or 0) // _ways(dim.axes, live) for dim in dims]
+    fits = [i for i, size in enumerate(shard) if size and size % _ways(axes, live) == 0]
     if not axes:
-        note = f"the tensor already uses {listing(live)}" if live else "its axes have size 1"
+        note = f"the tensor already uses {listing(asked)}" if asked else "its axes have size 1"
     elif nbytes < spread.min_bytes:
         note = f"the tensor has {nbytes} bytes"
     elif not fits:
-        note = f"no dim of a shard is a multiple of {ways}"
+        note = f"no dim of a shard is a multiple of {_ways(axes, live)}"
     else:
-        best = max(fits, key=lambda i: (not dims[i].axes, local[i], -i))
+        best = max(fits, key=lambda i: (not dims[i].axes, shard[i], -i))
         old = dims[best]
         rule = f"{old.rule} + {spread}" if old.axes else str(spread)
         dims[best] = Dim(old.name, old.size, (*old.axes, *axes), rule)
@@ -325,26 +313,25 @@ def _spread(dims: list[Dim], spread: Over, sizes: Sizes, claimed: Mapping[str, s
     return f"{spread} does not apply: {note}"
 
 
-def _unknown(name: str, table: Mapping[str, Any]) -> str:
-    if not table:
-        return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
-    known = f"unknown logical dim {name!r}.{did_you_mean(name, table)} The rules know {listing(sorted(table))}."
-    return f"{known} Remedy: correct the annotation, or add {name!r} to the rules (as None, if not to be sharded)."
+def options(rule: Rule) -> tuple[Axes, ...]:
+    """What a rule offers, in the order in which it is tried."""
+    return rule.options if isinstance(rule, FirstOf) else (rule,)
+
+
+def _ways(axes: Axes, sizes: Sizes) -> int:
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
     for dim in dims:
         if dim not in base:
-            hint = f"{did_you_mean(dim, base)} Remedy: correct the name, or add it to the base table."
-            raise RulesError(f"{where} names {dim!r}, which the base table does not hold.{hint}")
+            raise RulesError(texts.not_in_base(where, dim, base))
 
 
 def _axes(value: Any, where: str) -> Axes:
     axes = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
-        hint = did_you_mean(where, _RESERVED) if isinstance(value, Mapping | Over) else ""
-        kinds = "an axis, a tuple of axes (major to minor) or None"
-        raise RulesError(f"{where} = {value!r}, but {kinds} is wanted.{hint}")
+        raise RulesError(texts.not_axes(where, value, _RESERVED if isinstance(value, Mapping | Over) else ()))
     if len(set(axes)) < len(axes):
         raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")
     return tuple(axes)
@@ -360,36 +347,4 @@ def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str,
     if not isinstance(value, Mapping):
         raise RulesError(f"{role} = {value!r}: a role takes a mapping of dims to rules, or over(axis).")
     _known(value, base, role)
-    return _frozen({dim: _rule(rule, f"{role}: {dim}") for dim, rule in value.items()})
-
-
-def _frozen(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(table.items(), key=lambda item: item[0]))
-
-
-def _from_data(value: Any, name: str) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if "first_of" in value:
-        if len(value) > 1 or not isinstance(value["first_of"], list):
-            raise RulesError(f"{name} = {value!r}: it is written as {{first_of: [axis, ..., null]}}.")
-        return first_of(*value["first_of"])
-    if name in ROLES and "over" in value:
-        if set(value) - {"over", "min_bytes"}:
-            raise RulesError(f"{name} = {value!r}: it is written as {{over: axis, min_bytes: 64KiB}}.")
-        return over(value["over"], value.get("min_bytes", 64 * 1024))
-    return {key: _from_data(item, f"{name}: {key}") for key, item in value.items()}
-
-
-def _to_data(value: Rule | Over) -> Any:
-    if isinstance(value, FirstOf):
-        return {"first_of": [_to_data(option) for option in value.options]}
-    if isinstance(value, Over):
-        return {"over": _to_data(value.axes), "min_bytes": value.min_bytes}
-    return None if not value else value[0] if len(value) == 1 else list(value)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return "None" if not value else str(value[0]) if len(value) == 1 else f"({', '.join(value)})"
-    return str(value)
+    return tuple(sorted((dim, _rule(rule, f"{role}: {dim}")) for dim, rule in value.items()))

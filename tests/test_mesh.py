@@ -19,8 +19,9 @@ from jax.sharding import AxisType
 
 from jaxpar import MeshSpec
 from jaxpar.config import parse_yaml
+from jaxpar.devices import arrange
 from jaxpar.errors import MeshError
-from jaxpar.mesh import AXES, arrange
+from jaxpar.mesh import AXES
 
 SPECS = st.builds(MeshSpec, **dict.fromkeys(AXES, st.sampled_from([1, 1, 1, 2, 3, 4])))
 

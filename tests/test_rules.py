@@ -100,6 +100,15 @@ def test_a_rule_names_the_role_it_comes_from() -> None:
     assert resolved.used == {("params", "embed"), ("", "mlp")}
 
 
+def test_replace_changes_a_role_rule_by_rule_and_keeps_its_alternatives() -> None:
+    rules = Rules(embed=None, heads="model", params={"heads": first_of("model", None)}, optimizer=over("data"))
+    changed = rules.replace(params={"embed": "data"}, optimizer={"embed": "model"}, unannotated="replicate")
+    params = {"embed": "data", "heads": first_of("model", None)}
+    assert changed == Rules(
+        embed=None, heads="model", params=params, optimizer={"embed": "model"}, unannotated="replicate"
+    )
+
+
 def test_an_over_of_params_is_inherited_and_can_be_replaced() -> None:
     rules = Rules(params=over("data", 0), optimizer=over("model", 0))
     axes = {role: resolve(rules, MESH, (None,), (8,), role=role) for role in ROLES}

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.layout import Layout, observing, put
+from jaxpar.arrays import put
+from jaxpar.layout import Layout, observing
 from jaxpar.model import MakeModel, show, to_path
 from jaxpar.state import init
 from jaxpar.step import loss_of, train_step

@@ -1,0 +1,187 @@
+"""What is wrong with a mesh, a table, a layout or a tensor, in words: one function a problem, from plain names and sizes.
+
+The sharding layer decides; the wording of what it refuses stands here, where it can be read, and kept alike, in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from jaxpar.errors import did_you_mean, listing
+
+NO_LAYOUT = (
+    "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the "
+    "model through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+)
+
+
+def product(sizes: Mapping[str, int]) -> str:
+    """``data=4 × model=2``: the axes that are not 1."""
+    return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
+
+
+def tensor(path: str, names: Sequence[str | None], shape: Sequence[int] | None) -> str:
+    """``params/kernel [8, 6] (embed, mlp)``: how a problem names the tensor it is about."""
+    return f"{path}{'' if shape is None else f' {list(shape)}'} ({', '.join(map(str, names))})"
+
+
+def written(rule: object) -> str:
+    """A rule as people write it: ``model``, ``(replica, data)``, ``None``, ``first_of(model, None)``."""
+    if isinstance(rule, tuple | list):
+        return "None" if not rule else str(rule[0]) if len(rule) == 1 else f"({', '.join(rule)})"
+    return str(rule)
+
+
+def entry(role: str, dim: str) -> str:
+    """An entry of a table: ``mlp`` of the base table, ``params: mlp`` of a role."""
+    return f"{role}: {dim}" if role else dim
+
+
+# Meshes.
+
+
+def two_free_axes(axes: Iterable[str]) -> str:
+    return f"the mesh axes {listing(axes)} are -1, but only one can be. Remedy: give the others a size."
+
+
+def unknown_mesh_axis(axis: object, axes: Sequence[str]) -> str:
+    return f"unknown mesh axis {axis!r}.{did_you_mean(axis, axes)} The axes are: {', '.join(axes)}."
+
+
+def open_mesh(asked: Mapping[str, int]) -> str:
+    return f"abstract() of the mesh {product(asked)} needs a number of devices, as abstract(4096)."
+
+
+def mesh_misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
+    """Why the sizes do not multiply to the number of devices, and every change of one axis after which they do."""
+    if devices < 1:
+        return f"a mesh needs at least one device, but the number of devices is {devices}."
+    text = f"the mesh {product(asked)} does not fit the number of devices, which is {devices}"
+    if -1 in asked.values():
+        fits = [str(d) for d in range(1, devices + 1) if devices % d == 0]
+        return f"{text} and no multiple of {fixed}. What fits: other sizes that multiply to {' or '.join(fits)}."
+    named = [axis for axis, size in asked.items() if size > 1 or axis == "data"]
+    fits = [f"{axis}={devices * asked[axis] // fixed}" for axis in named if devices * asked[axis] % fixed == 0]
+    return f"{text}, not {fixed}. What fits: {' or '.join(fits) or f'sizes that multiply to {devices}'}."
+
+
+def uneven_groups(groups: str, counts: Mapping[int, int]) -> str:
+    shown = ", ".join(f"{i}: {count}" for i, count in sorted(counts.items()))
+    return f"the {groups} hold different numbers of devices ({shown}). Remedy: pass build() as many of each."
+
+
+def torn_block(mesh: Mapping[str, int], block: Mapping[str, int], number: int, groups: str, whole: int) -> str:
+    return (
+        f"the mesh {product(mesh)} does not fit {number} {groups} of {whole} devices: {product(block)} would lie across "
+        f"several. Remedy: make it divide {whole}."
+    )
+
+
+# Tables of rules.
+
+
+def two_rules(dim: str, first: object, second: object) -> str:
+    both = f"two rules for {dim!r}: {written(first)} and {written(second)}"
+    return f"{both}. Remedy: keep one, or write a fallback as {dim}=first_of(...)."
+
+
+def not_in_base(where: str, dim: str, base: Iterable[str]) -> str:
+    return (
+        f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: correct the name, "
+        f"or add it to the base table."
+    )
+
+
+def not_axes(where: str, value: object, meant: Iterable[str]) -> str:
+    kinds = "an axis, a tuple of axes (major to minor) or None"
+    return f"{where} = {value!r}, but {kinds} is wanted.{did_you_mean(where, meant)}"
+
+
+# Tensors under the rules.
+
+
+def wrong_rank(rank: int, named: int, *, stackable: bool) -> str:
+    stacks = " Stacked layers: see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME." if stackable else ""
+    return f"rank {rank}, but names for rank {named}. Remedy: give each dim a name or None.{stacks}"
+
+
+def unknown_dim(name: str, known: Collection[str]) -> str:
+    if not known:
+        return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
+    return (
+        f"unknown logical dim {name!r}.{did_you_mean(name, known)} The rules know {listing(sorted(known))}. Remedy: "
+        f"correct the annotation, or add {name!r} to the rules (as None, if not to be sharded)."
+    )
+
+
+def claimed_axis(axis: str, rival: str, name: str) -> str:
+    return f"the axis {axis!r} is claimed by the dims {rival!r} and {name!r}"
+
+
+def no_multiple(name: str, size: int, axes: Mapping[str, int]) -> str:
+    ways = f" = {math.prod(axes.values())}" if len(axes) > 1 else ""
+    return f"the dim {name!r} has size {size}, which is no multiple of {product(axes)}{ways}"
+
+
+def remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
+    """What to do about a dim that does not fit: its rule chooses (a ``first_of``), other dims claim its axis, or neither."""
+    if chooses:
+        return "add None as the last option, to leave the dim whole"
+    if name in rivals:
+        return "give one of the two another name, with a rule of its own"
+    if rivals:
+        return "give one of the two another axis or None, if need be in one role only (activations, params, ...)"
+    return f"change the size, the rule or the mesh, or leave such dims whole: indivisible={{{name!r}: 'replicate'}}"
+
+
+# Layouts.
+
+
+def not_a_layout(mesh: object, rules: object) -> str:
+    got = f"{type(mesh).__name__} and {type(rules).__name__}"
+    return f"Layout() takes a Mesh and Rules, not {got}. Remedy: Layout(MeshSpec(...).build(), rules)."
+
+
+def unknown_axis(where: str, axis: str, known: Iterable[str], mesh: Iterable[str]) -> str:
+    return (
+        f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} The mesh "
+        f"has {listing(mesh)}. Remedy: correct the rule, or build a mesh with that axis."
+    )
+
+
+def mixed_axis_types(kinds: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{axis}={kind}" for axis, kind in kinds.items())
+    return f"the mesh has the axis types {shown}. Remedy: use MeshSpec(...).build(): all Auto or all Explicit."
+
+
+def other_layout(own: Mapping[str, int], ambient: Mapping[str, int], *, other_rules: bool) -> str:
+    rules = " and other rules" if other_rules else ""
+    return (
+        f"a step made for the mesh {own} runs inside a 'with' of the mesh {ambient}{rules}. Remedy: make the step with "
+        f"the layout it runs under, or leave the 'with'."
+    )
+
+
+def manual_axis(name: str | None, axis: str, rule: str) -> str:
+    return (
+        f"the dim {name!r} goes to {axis!r}, which is manual inside this shard_map (rule {rule}). Remedy: use hint(), "
+        f"which leaves it out."
+    )
+
+
+# Annotations.
+
+
+def not_dims(out_sharding: object) -> str:
+    return (
+        f"out_sharding is {out_sharding!r}, but a tuple of logical dims is wanted, as ('embed', 'mlp'). Remedy: annotate "
+        f"with jaxpar.nnx.axes or nnx.with_partitioning."
+    )
+
+
+def nameless_box(box: object) -> str:
+    return (
+        f"the metadata box {type(box).__name__} names no dims. Remedy: annotate with jaxpar.linen.axes or "
+        f"nn.with_logical_partitioning."
+    )
