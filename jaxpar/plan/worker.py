@@ -32,7 +32,7 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    from jaxpar.mesh import arrange
+    from jaxpar.devices import arrange
 
     options: dict[str, Any] = {"num_slices": request["slices"]} if request["slices"] > 1 else {}
     if request["topology"].startswith("v4:"):
