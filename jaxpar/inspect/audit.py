@@ -176,7 +176,8 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
         there is a single axis ``devices``.
 
     Raises:
-      AuditError: no HLO text, text cut short, or a mesh of another size than the program's.
+      AuditError: no HLO text, text cut short, a mesh of another size than the program's, or a program of several TPU
+        slices.
 
     >>> import jax, jax.numpy as jnp, jaxpar as jp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -186,7 +187,13 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
     >>> report.wire_bytes("all-reduce", "data")  # 2 · 7/8 of 32 floats
     224.0
     """
-    module = parse(_text(program))
+    text = _text(program)
+    module = parse(text)
+    if '"xla_megascale_runtime"' in text:
+        raise AuditError(
+            f"the program is that of one of several TPU slices, of {module.partitions} devices each, which send to each other "
+            f"through their hosts; what they send is not read yet. Remedy: audit the program for one slice."
+        )
     given = {"devices": module.partitions} if mesh is None else mesh if isinstance(mesh, Mapping) else mesh.shape
     sizes = {str(axis): int(size) for axis, size in given.items()}
     if math.prod(sizes.values()) != module.partitions:

@@ -97,7 +97,8 @@ class Flow:
         if len(callers) != 1 or callers[0][0].opcode not in CALLS:
             return None
         instruction, outside = callers[0]
-        return instruction.operands[number], outside
+        # What a TPU's SparseCore runs beside the program is called without operands: they are where both know.
+        return (instruction.operands[number], outside) if number < len(instruction.operands) else None
 
     def _carried(self, index: int, loop: Instruction, where: Computation) -> tuple[str, Computation] | None:
         """What a loop starts with as element ``index`` of its carry."""

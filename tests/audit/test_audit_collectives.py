@@ -244,3 +244,24 @@ def test_a_conditional_counts_with_its_worst_arm(name, stored, line_mesh):
     assert [(c.kind, c.conditional, c.wire_bytes) for c in report.other_arms] == [("collective-permute", True, array)]
     assert report.matmul_flops == 2 * 64 * 32 * 32
     assert "in a branch" in str(report)
+
+
+SPARSECORE = """HloModule offloaded, is_scheduled=true, num_partitions=8
+
+%called (p: f32[4]) -> f32[32] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %gathered = f32[32]{0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
+}
+
+ENTRY %main (x: f32[4]) -> f32[32] {
+  %x = f32[4]{0} parameter(0)
+  %start = s32[1]{0:S(2)} call-start(), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %done = f32[32]{0} call-done(%start)
+}
+"""
+
+
+def test_a_collective_on_the_sparsecore_has_no_operands_but_counts():
+    report = jp.audit(SPARSECORE)
+    assert [c.kind for c in report.collectives] == ["all-gather"] and report.certain
+    assert report.wire_bytes() == 7 / 8 * 32 * 4

@@ -145,6 +145,15 @@ def test_a_mesh_of_another_size(text, grid_mesh):
     assert jp.audit(text, mesh=grid_mesh).count(axis="model") == 15
 
 
+def test_a_program_of_several_slices(text):
+    # Such a program sends between slices through the hosts, in instructions that carry this name.
+    sends = text.replace("HloModule", 'HloModule // handler="xla_megascale_runtime" //', 1)
+    assert message(sends, {"data": 16}) == (
+        "the program is that of one of several TPU slices, of 8 devices each, which send to each other through their hosts; "
+        "what they send is not read yet. Remedy: audit the program for one slice."
+    )
+
+
 def test_an_unknown_kind_or_axis(text):
     report = jp.audit(text, mesh={"data": 8, "model": 1})
     with pytest.raises(AuditError) as error:
