@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar import texts
 from jaxpar.devices import arrange
 from jaxpar.errors import MeshError
+from jaxpar.topology import Topology
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -99,6 +100,25 @@ class MeshSpec:
         sizes = self.sizes(math.prod(asked.values()) if devices is None else devices)
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
         return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
+
+    def on(self, topology: str | Topology, *, axis_type: AxisType | None = None) -> AbstractMesh:
+        """The same mesh on the devices of a topology, as ``"v5p:4x4x4"``, abstract: this machine need not have them.
+
+        It carries the topology's device, so that code traced under it can tell what it will run on.
+
+        Raises:
+          MeshError: no such topology, or the sizes do not multiply to its devices, with the equation and what would fit.
+
+        >>> mesh = MeshSpec(data=-1, model=4).on("v5p:4x4x4")
+        >>> mesh.shape["data"], mesh.abstract_device.device_kind
+        (16, 'TPU v5')
+        """
+        target = Topology.parse(str(topology))
+        try:
+            mesh = self.abstract(target.devices, axis_type=axis_type)
+        except MeshError as error:
+            raise MeshError(f"{target}: {error}") from error
+        return mesh.update(abstract_device=target.abstract_device)
 
     def to_dict(self) -> dict[str, int]:
         """The axes that are not 1, as YAML wants them."""

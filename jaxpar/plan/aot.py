@@ -1,7 +1,7 @@
 """``compile_for``: the real compiler on the real topology, on a machine that has neither.
 
-The program is lowered here, for abstract devices, and exported; a process with its own environment compiles it with libtpu.
-So the model's code runs only here, and the compiler's environment disturbs nobody. Results are kept on disk by program,
+The program is lowered here, for abstract devices, and exported; a process with its own environment compiles it with libtpu,
+or with XLA's compiler for NVIDIA GPUs. So the model's code runs only here, and the compiler's environment disturbs nobody. Results are kept on disk by program,
 topology and versions.
 """
 
@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,18 +25,15 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
-import jaxpar
-from jaxpar.errors import CompileError, MeshError, MissingExtraError, need
+from jaxpar.errors import CompileError, MeshError, need
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel, Tagged
+from jaxpar.plan.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
 from jaxpar.state import abstract_state
 from jaxpar.step import train_step
 from jaxpar.topology import Topology
 
 CompilerOptions = Mapping[str, str | int | float | bool]
-
-PYTHON = "JAXPAR_TPU_PYTHON"
-"""Environment variable: an interpreter with ``jax[tpu]``, where the one that runs is to stay without it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,11 @@ class AheadOfTime:
     Attributes:
       topology: as asked for.
       text: the optimised HLO.
-      memory: bytes on one device: ``argument``, ``output``, ``temp``, ``alias``, ``peak``, ``host``.
+      memory: bytes on one device: ``argument``, ``output``, ``temp``, ``alias``, ``peak``, ``host``; a figure that the
+        compiler does not give is not there.
       compile_cpu_seconds: what the compiler took.
-      versions: of jax and libtpu.
+      device_kind: what jax calls a device, as ``TPU v5 lite``.
+      versions: of jax, of the compiler, and of what else it compiles with.
       cached: whether it was found on disk.
     """
 
@@ -66,14 +64,14 @@ class AheadOfTime:
         return self.text
 
     def memory_analysis(self) -> SimpleNamespace:
-        """The figures under the names of ``jax.stages.Compiled.memory_analysis``."""
+        """The figures under the names of ``jax.stages.Compiled.memory_analysis``; ``None`` where the compiler gave none."""
         names = {"argument": "argument_size", "output": "output_size", "temp": "temp_size", "alias": "alias_size"}
         names |= {"peak": "peak_memory"}
-        return SimpleNamespace(**{f"{long}_in_bytes": self.memory[short] for short, long in names.items()})
+        return SimpleNamespace(**{f"{long}_in_bytes": self.memory.get(short) for short, long in names.items()})
 
 
 def compile_for(
-    topology: str,
+    topology: str | Topology,
     layout: Layout,
     make_model: MakeModel,
     tx: optax.GradientTransformation,
@@ -86,21 +84,23 @@ def compile_for(
     """Compile the train step of a run for a topology.
 
     Args:
-      topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices.
+      topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices, ``"h100:4x8"`` four hosts of 8 GPUs.
       layout: a layout on a mesh of as many devices, abstract or not. The step is traced under :func:`aim` of it, so the
         model can tell which accelerator it is compiled for.
       make_model, tx: as for :func:`jaxpar.init`.
       loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
-      compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``.
+      compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``. No
+        flag of the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) reaches the compiler.
 
     Raises:
       MeshError: unknown topology, or a mesh of another size or for another accelerator.
       LayoutError: the layout does not fit the model or the batch.
-      MissingExtraError: no libtpu.
-      CompileError: the compiler refused, with its words (for example that the program does not fit the memory).
+      MissingExtraError: no compiler for the topology's devices.
+      CompileError: the compiler is not the one for this jax, or it refused, with its words (for example that the program
+        does not fit a TPU's memory; the one for GPUs does not ask that).
     """
-    parsed = Topology.parse(topology)
+    parsed = Topology.parse(str(topology))
     layout = aim(layout, parsed)
     state = abstract_state(layout, make_model, tx)
     inputs = jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
@@ -128,7 +128,7 @@ def aim(layout: Layout, topology: Topology) -> Layout:
     if layout.mesh.size != topology.devices:
         raise MeshError(
             f"the mesh has {layout.mesh.size} devices ({layout.sizes}), but {topology} has {topology.devices}. Remedy: "
-            f"MeshSpec(...).abstract({topology.devices})."
+            f"MeshSpec(...).on('{topology}')."
         )
     if not isinstance(layout.mesh, AbstractMesh):
         return replace(layout, mesh=layout.mesh.abstract_mesh.update(abstract_device=target))
@@ -138,7 +138,7 @@ def aim(layout: Layout, topology: Topology) -> Layout:
     if (own.platform, own.device_kind) != (target.platform, target.device_kind):
         raise MeshError(
             f"the mesh is for {own.device_kind!r}, but {topology} has {target.device_kind!r}. Remedy: "
-            f"MeshSpec(...).abstract({topology.devices}), which is for any."
+            f"MeshSpec(...).on('{topology}'), or MeshSpec(...).abstract({topology.devices}), which is for any."
         )
     return layout
 
@@ -163,6 +163,7 @@ def compile_program(
     ``layout`` is what ``function`` and ``inputs`` were made with: one from :func:`aim`, if the code is to know its target.
     ``compiler_options`` are as in :func:`compile_for`. Raises what that does.
     """
+    compiler = COMPILERS[topology.platform]
     leaves, treedef = jax.tree.flatten(tuple(inputs))
 
     def flat(*arrays: Any) -> list[Any]:
@@ -171,18 +172,21 @@ def compile_program(
     try:
         import flatbuffers  # noqa: F401 (jax serialises with it)
     except ImportError as error:
-        raise need("flatbuffers", "tpu", "compiling ahead of time") from error
-    program = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
+        raise need("flatbuffers", compiler.extra, "compiling ahead of time") from error
+    versions = versions_of(compiler)
+    # Kernels have no form that outlives a version of jax, but the same version compiles them a moment later.
+    checks = [jax.export.DisabledSafetyCheck.custom_call(kernel) for kernel in compiler.kernels]
+    program = jax.export.export(jax.jit(flat), platforms=[compiler.lowering], disabled_checks=checks)(*leaves)
     request = {
         "name": str(topology),
-        "topology": topology.slice_name,
-        "slices": topology.slices,
+        "topology": description_of(topology, versions),
+        "versions": versions,
         "mesh": layout.sizes,
         "specs": [_spec(leaf) for leaf in leaves],
         "donated": list(range(donated)),
         "compiler_options": dict(compiler_options or {}),
     }
-    return _run(topology, program, request)
+    return _run(compiler, program, request)
 
 
 def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
@@ -191,80 +195,47 @@ def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
     return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in full]
 
 
-def _run(topology: Topology, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
-    python = os.environ.get(PYTHON, sys.executable)
-    versions = _versions(python)
+def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
     # With its source locations, which an audit reports: a moved line is compiled again rather than misattributed.
-    asked = json.dumps([program.mlir_module(), request, versions], sort_keys=True)
+    asked = json.dumps([program.mlir_module(), request], sort_keys=True)
     key = hashlib.sha256(asked.encode()).hexdigest()[:24]
     kept = cache_folder() / key
     with _one_at_a_time(cache_folder()):
         cached = (kept / "result.json").is_file()
         if not cached:
-            _compile(python, bytes(program.serialize()), request, kept)
+            _compile(compiler, bytes(program.serialize()), request, kept)
     result = json.loads((kept / "result.json").read_text())
-    memory = result["memory"]
-    sizes = {name: memory[f"{name}_size"] for name in ("argument", "output", "temp", "alias")}
-    sizes |= {"peak": memory["peak_memory"], "host": memory["host_argument_size"] + memory["host_temp_size"]}
     return AheadOfTime(
-        topology=str(topology),
+        topology=request["name"],
         text=(kept / "program.hlo").read_text(),
-        memory=sizes,
+        memory=_memory(result["memory"]),
         compile_cpu_seconds=result["compile_cpu_seconds"],
         device_kind=result["device_kind"],
-        versions=result["versions"],
+        versions=request["versions"],
         cached=cached,
     )
 
 
-def _versions(python: str) -> dict[str, str]:
-    """Versions in the compiling interpreter, where libtpu must be and jax must be this one.
-
-    Raises:
-      MissingExtraError: no libtpu there.
-      CompileError: another jax there, or no interpreter.
-    """
-    code = (
-        "import json\nfrom importlib.metadata import version, PackageNotFoundError\n"
-        "def v(n):\n    try: return version(n)\n    except PackageNotFoundError: return None\n"
-        "print(json.dumps({n: v(n) for n in ('jax', 'libtpu')}))"
-    )
-    try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise CompileError(f"the interpreter {python!r} does not run ({error}). Remedy: correct {PYTHON}.") from error
-    versions: dict[str, str | None] = json.loads(found)
-    if versions["libtpu"] is None:
-        raise MissingExtraError(
-            f"compiling for a TPU needs libtpu, which {python} does not have. Remedy: pip install 'jaxpar[tpu]', or point "
-            f"{PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
-        )
-    if versions["jax"] != jax.__version__:
-        raise CompileError(
-            f"{python} has jax {versions['jax']}, but this is jax {jax.__version__}: a program is compiled by the version that "
-            f"lowered it. Remedy: pip install 'jax[tpu]=={jax.__version__}' there."
-        )
-    return {name: version for name, version in versions.items() if version is not None}
+def _memory(given: dict[str, int]) -> dict[str, int]:
+    """What the compiler gave, under our names; nothing is made up for what it did not give."""
+    names: dict[str, tuple[str, ...]] = {name: (f"{name}_size",) for name in ("argument", "output", "temp", "alias")}
+    names |= {"peak": ("peak_memory",), "host": ("host_argument_size", "host_temp_size")}
+    return {name: sum(given[part] for part in parts) for name, parts in names.items() if given.keys() >= set(parts)}
 
 
-def _compile(python: str, program: bytes, request: dict[str, Any], kept: Path) -> None:
+def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: Path) -> None:
     """Compile in a folder of its own, moved to its place only when it is whole."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")},
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "PYTHONPATH": str(Path(jaxpar.__file__).parents[1]),
-    }
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         here = Path(folder)
         (here / "program.export").write_bytes(program)
         (here / "request.json").write_text(json.dumps(request))
-        command = [python, "-m", "jaxpar.plan.worker", folder]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        command = [compiler.python, "-m", "jaxpar.plan.worker", folder]
+        run = subprocess.run(command, env=environment_of(compiler), capture_output=True, text=True, check=False)
         if not (here / "result.json").is_file():
             raise CompileError(f"the compiler died with status {run.returncode}: {run.stderr[-2000:]}")
         result = json.loads((here / "result.json").read_text())
+        if result.get("kind") == MeshError.__name__:  # the devices do not make up this mesh
+            raise MeshError(result["error"])
         if "error" in result:  # not kept: another process may have held the library
             raise CompileError(f"the compiler refused the program for {request['name']}: {result['error']}")
         (here / "program.export").unlink()

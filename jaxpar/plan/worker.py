@@ -10,8 +10,23 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
+
+MEMORY = (
+    "argument_size",
+    "output_size",
+    "temp_size",
+    "alias_size",
+    "peak_memory",
+    "host_argument_size",
+    "host_temp_size",
+)
+"""What is asked of the compiler's memory analysis; each is a number of bytes on one device."""
 
 
 def main(folder: str) -> None:
@@ -32,13 +47,9 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    from jaxpar.devices import arrange
-
-    options: dict[str, Any] = {"num_slices": request["slices"]} if request["slices"] > 1 else {}
-    if request["topology"].startswith("v4:"):
-        options["chip_config_name"] = "megacore"  # else libtpu takes the two cores of a chip for two devices
-    description = topologies.get_topology_desc(request["topology"], platform="tpu", **options)
-    devices = arrange(list(description.devices), request["mesh"])
+    wanted = dict(request["topology"])
+    description = topologies.get_topology_desc(wanted.pop("topology_name"), **wanted)
+    devices = _arranged(description.devices, request["mesh"])
     mesh = Mesh(devices, tuple(request["mesh"]), axis_types=(AxisType.Auto,) * len(request["mesh"]))
     program = export.deserialize(bytearray((here / "program.export").read_bytes()))
     specs = [PartitionSpec(*(tuple(axes) or None for axes in spec)) for spec in request["specs"]]
@@ -52,30 +63,32 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
     after = resource.getrusage(resource.RUSAGE_SELF)
     (here / "program.hlo").write_text(compiled.as_text() or "")
     stats = compiled.memory_analysis()
-    names = (
-        "argument_size",
-        "output_size",
-        "temp_size",
-        "alias_size",
-        "peak_memory",
-        "host_argument_size",
-        "host_temp_size",
-    )
+    given = {name: getattr(stats, f"{name}_in_bytes", None) for name in MEMORY}
     return {
-        "memory": {name: int(getattr(stats, f"{name}_in_bytes", 0)) for name in names},
+        "memory": {name: int(size) for name, size in given.items() if size is not None},
         "compile_cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "device_kind": str(getattr(description.devices[0], "device_kind", "")),
-        "versions": {"jax": jax.__version__, "libtpu": _libtpu()},
     }
 
 
-def _libtpu() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+    """The devices as an array of the mesh's shape, slow links outermost.
 
-    try:
-        return version("libtpu")
-    except PackageNotFoundError:
-        return "none"
+    Ahead of time every GPU says that it is of slice 0, though NVLink joins only those of one host; here each host is a slice.
+    """
+    from jaxpar.devices import arrange
+
+    if devices[0].platform != "gpu":
+        return arrange(list(devices), sizes)
+    said = [
+        SimpleNamespace(slice_index=d.process_index, id=d.id, platform=d.platform, device_kind=d.device_kind)
+        for d in devices
+    ]
+    places: Any = arrange(said, sizes)
+    by_id = {device.id: device for device in devices}
+    for place in np.ndindex(places.shape):
+        places[place] = by_id[places[place].id]
+    return places
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiling for a TPU that is not here, with the real compiler in an environment of its own."""
+"""Compiling for TPUs and GPUs that are not here, with the real compilers in environments of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import optax
 import pytest
+from jax.experimental import pallas as pl
 
 import jaxpar as jp
 from jaxpar.cli import main
@@ -19,9 +20,11 @@ from jaxpar.inspect.audit import audit
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.plan import aot
-from jaxpar.plan.aot import PYTHON, aim, compile_for
+from jaxpar.plan.aot import aim, compile_for
+from jaxpar.plan.compilers import COMPILERS
 from jaxpar.topology import Topology, platform_of
 
+PYTHON, GPU_PYTHON = (COMPILERS[platform].variable for platform in ("tpu", "gpu"))
 ROOT = Path(__file__).parents[2]
 FSDP = ROOT / "configs" / "layouts" / "fsdp.yaml"
 MODEL = LlamaConfig(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
@@ -106,11 +109,31 @@ def _from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert files["hlo"].read_text().startswith("HloModule") and files["html"].read_text().count("<table>") > 5
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(GPU_PYTHON not in os.environ, reason=f"{GPU_PYTHON} names no interpreter: jax[cuda13] is gigabytes")
+def test_a_step_is_compiled_for_gpus_that_are_not_here(cache: Path) -> None:
+    base = jp.Layout.from_yaml(FSDP, devices=8)
+    layout = jp.Layout(jp.MeshSpec(data=-1).on("h100:8"), base.rules)
+    first, again = (compiled("h100:8", layout) for _ in range(2))
+    assert not first.cached and again.cached and again.text == first.text  # type: ignore[attr-defined]
+    assert first.device_kind == "NVIDIA H100 80GB HBM3"  # type: ignore[attr-defined]
+    report = audit(first, mesh=layout.mesh)
+    total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
+        "params", "opt_state", "rest", "batch", "other"
+    )
+    assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
+    assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
+    torn = jp.Layout(jp.MeshSpec(data=4, model=6).on("h100:3x8"), base.rules)
+    narrow = LlamaConfig(vocab=528, embed=192, layers=1, heads=2, kv_heads=2, head_dim=96, mlp=384)
+    with pytest.raises(jp.errors.MeshError, match="does not fit 3 slices of 8 devices"):
+        compiled("h100:3x8", torn, narrow)
+
+
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(jp.errors.MeshError) as caught:
         compiled("v5e:4x4", jp.Layout.from_yaml(FSDP, devices=8))
     assert str(caught.value).startswith("the mesh has 8 devices (") and str(caught.value).endswith(
-        "but v5e:4x4 has 16. Remedy: MeshSpec(...).abstract(16)."
+        "but v5e:4x4 has 16. Remedy: MeshSpec(...).on('v5e:4x4')."
     )
 
 
@@ -140,8 +163,8 @@ def test_topology_and_devices_must_agree(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
-    monkeypatch.setattr(aot, "_versions", lambda *_: {"jax": jax.__version__})
-    monkeypatch.setattr(aot, "_compile", lambda python, program, request, kept: asked.append(pretend(request, kept)))
+    monkeypatch.setattr(aot, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(aot, "_compile", lambda compiler, program, request, kept: asked.append(pretend(request, kept)))
     layout = jp.Layout.from_yaml(FSDP, devices=8)
     for options in (None, {}, {"xla_tpu_scoped_vmem_limit_kib": 65536}, {"xla_tpu_scoped_vmem_limit_kib": "65536"}):
         compiled("v5e:2x4", layout, compiler_options=options)
@@ -160,8 +183,8 @@ def test_a_model_sees_what_it_is_compiled_for(cache: Path, monkeypatch: pytest.M
         seen.append(f"{platform_of(jp.current_layout().mesh)}: {device.device_kind}, {device.num_cores} cores")
         return next_token_loss(model, batch)
 
-    monkeypatch.setattr(aot, "_versions", lambda *_: {"jax": jax.__version__})
-    monkeypatch.setattr(aot, "_compile", lambda python, program, request, kept: pretend(request, kept))
+    monkeypatch.setattr(aot, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(aot, "_compile", lambda compiler, program, request, kept: pretend(request, kept))
     for layout in (jp.Layout.from_yaml(FSDP, devices=8), jp.Layout.from_yaml(FSDP, devices=jax.devices()[:8])):
         compile_for("v5p:2x2x2", layout, make_llama(MODEL), optax.adamw(1e-3), loss_fn, batch())
     assert set(seen) == {"tpu: TPU v5, 2 cores"}
@@ -172,5 +195,30 @@ def test_a_mesh_for_another_accelerator_is_refused() -> None:
     with pytest.raises(jp.errors.MeshError) as caught:
         compiled("v5e:2x4", layout)
     assert str(caught.value) == (
-        "the mesh is for 'TPU v5', but v5e:2x4 has 'TPU v5 lite'. Remedy: MeshSpec(...).abstract(8), which is for any."
+        "the mesh is for 'TPU v5', but v5e:2x4 has 'TPU v5 lite'. Remedy: MeshSpec(...).on('v5e:2x4'), or "
+        "MeshSpec(...).abstract(8), which is for any."
     )
+
+
+def double(x: jax.Array) -> jax.Array:
+    def kernel(x_ref: object, y_ref: object) -> None:
+        y_ref[...] = 2 * x_ref[...]  # type: ignore[index]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_kernels_reach_the_compiler(topology: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(aot, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(
+        aot, "_compile", lambda _, program, request, kept: sent.append(program) or pretend(request, kept)
+    )
+    layout = aim(jp.Layout.from_yaml(FSDP, devices=8), Topology.parse(topology))
+    x = jax.ShapeDtypeStruct((64, 128), "float32", sharding=layout.sharding(("batch", None)))
+    spec = x.sharding.spec
+    function = jax.shard_map(double, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    aot.compile_program(Topology.parse(topology), layout, function, (x,))
+    kernels = {"v5e:2x4": b"tpu_custom_call", "h100:8": b"triton"}
+    assert kernels[topology] in sent[0]
