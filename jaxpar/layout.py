@@ -186,19 +186,22 @@ def constrain[T](x: T, *dims: str | None) -> T:
     return _apply(x, dims, lenient=False)
 
 
-def hint[T](x: T, *dims: str | None) -> T:
-    """As :func:`constrain`, but leaves out axes that an enclosing ``shard_map`` has made manual: lenient only there."""
-    return _apply(x, dims, lenient=True)
+def hint[T](x: T, *dims: str | None, role: str = "activations") -> T:
+    """As :func:`constrain`, but leaves out axes that an enclosing ``shard_map`` has made manual: lenient only there.
+
+    ``role`` is that of the rules; see :class:`jaxpar.Rules`.
+    """
+    return _apply(x, dims, lenient=True, role=role)
 
 
-def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool) -> Any:
+def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "activations") -> Any:
     layout = current_layout()
     context = jax.sharding.get_abstract_mesh()
     manual = context.manual_axes
     site = _call_site()
     path = f"{'hint' if lenient else 'constrain'}() in {site}"
     sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
-    resolved = resolve(layout.rules, sizes, dims, x.shape, itemsize=_itemsize(x.dtype), path=path)
+    resolved = resolve(layout.rules, sizes, dims, x.shape, role=role, itemsize=_itemsize(x.dtype), path=path)
     if manual and not lenient:
         # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
         where = texts.tensor(path, dims, x.shape)

@@ -19,7 +19,7 @@ FLOORS = (
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
     ("layout",),
-    ("arrays", "linen", "nnx"),
+    ("arrays", "attention", "linen", "nnx", "weights"),
     ("model",),
     ("state",),
     ("step",),

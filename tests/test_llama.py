@@ -18,7 +18,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama import PRESETS, LlamaConfig, make_llama, preset
-from jaxpar.models.losses import cross_entropy, next_token_loss
+from jaxpar.models.losses import cross_entropy, linear_cross_entropy, next_token_loss
 
 # Grouped queries, three rotary pairs a head, and a vocabulary whose size no other dim has.
 CONFIG = LlamaConfig(vocab=208, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=54)
@@ -31,6 +31,7 @@ VARIANTS = {
     "long positions": replace(CONFIG, rope_theta=100.0, rope_factor=8.0, rope_original_seq=40),
     "remat full": replace(CONFIG, remat="full"),
     "remat dots": replace(CONFIG, remat="dots"),
+    "remat save_outputs": replace(CONFIG, remat="save_outputs"),
 }
 
 
@@ -179,13 +180,15 @@ def shapes(layout: jp.Layout, config: LlamaConfig) -> set[tuple[int, ...]]:
 def test_tensor_parallelism_never_makes_logits_or_table_whole(name: str, tied: bool, layout_of: Any) -> None:
     found = shapes(layout_of(name), replace(CONFIG, tie_embeddings=tied))
     assert {shape for shape in found if CONFIG.vocab in shape} == set()
-    assert {(2, LONG, CONFIG.vocab // 2), (CONFIG.vocab // 2, CONFIG.embed)} <= found
+    # Of the logits there is one piece at a time, of their gradient all pieces.
+    half = CONFIG.vocab // 2
+    assert {(2, 1, LONG // 8, half), (2, 1, 8, LONG // 8, half), (half, CONFIG.embed)} <= found
     # Between the blocks a device holds half the sequence under sequence parallelism, and only there.
     assert any(shape[-3:] == (2, LONG // 2, CONFIG.embed) for shape in found) is (name == "tp_sp")
 
 
 def test_without_tensor_parallelism_logits_and_table_are_whole(layout_of: Any) -> None:
-    assert {(1, LONG, CONFIG.vocab), (CONFIG.vocab, CONFIG.embed)} <= shapes(layout_of("dp"), CONFIG)
+    assert {(1, 1, LONG // 8, CONFIG.vocab), (CONFIG.vocab, CONFIG.embed)} <= shapes(layout_of("dp"), CONFIG)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -202,6 +205,37 @@ def test_cross_entropy_equals_optax(masked: bool, dtype: Any) -> None:
     got, want = (jax.value_and_grad(f)(x) for f in (lambda x: cross_entropy(x, labels, mask), theirs))
     assert got[0].dtype == np.float32
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("seq", [16, 10, 7], ids="seq {}".format)
+@pytest.mark.parametrize("name", ["dp", "tp_sp", "fsdp_tp"])
+def test_a_loss_in_pieces_equals_the_loss_of_whole_logits(name: str, seq: int, layout_of: Any) -> None:
+    rng = np.random.default_rng(seq)
+    x, head = (rng.normal(size=shape).astype(np.float32) for shape in ((8, seq, 12), (12, 26)))
+    targets, mask = rng.integers(0, 26, (8, seq)), rng.uniform(0, 2, (8, seq)).astype(np.float32)
+
+    def whole(x: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
+        return 3 * cross_entropy(x @ head, targets, mask)
+
+    def in_pieces(x: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
+        return 3 * linear_cross_entropy(x, head, targets, mask)
+
+    want = jax.value_and_grad(whole, argnums=(0, 1, 2))(x, head, mask)
+    with layout_of(name):
+        got = jax.jit(jax.value_and_grad(in_pieces, argnums=(0, 1, 2)))(x, head, mask)
+        without_gradient = jax.jit(in_pieces)(x, head, mask)
+    np.testing.assert_allclose(without_gradient, want[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_a_loss_in_pieces_splits_with_the_sequence(layout_of: Any) -> None:
+    layout = jp.Layout(jp.MeshSpec(data=2, context=4).build(), layout_of("dp").rules)
+    x, head = jnp.ones((4, 32, 12)), jnp.ones((12, 26))
+    with layout:
+        text = jax.jit(jax.grad(linear_cross_entropy)).lower(x, head, jnp.zeros((4, 32), int)).compile().as_text()
+    # 2 of 4 rows, one shard of 8 positions: a piece is one position of each shard.
+    assert "f32[2,1,1,26]" in text
+    assert "all-gather" not in text
 
 
 def test_cross_entropy_stands_extremes_and_an_empty_mask() -> None:

@@ -60,7 +60,20 @@ def kernel_flops(instruction: Instruction) -> int | None:
         return 0
     config = instruction.attribute("backend_config") or ""
     found = re.search(r'"cost_estimate"\s*:\s*\{[^}]*"flops"\s*:\s*"?(\d+)', config.replace("\\", ""))
-    return int(found[1]) if found else None
+    return int(found[1]) if found else _stated_by_scope(instruction)
+
+
+def _stated_by_scope(instruction: Instruction) -> int | None:
+    """FLOPs of an attention kernel whose caller says in a scope's name what one of its matmuls costs.
+
+    The forward kernel does two of them (scores, output), the gradient kernels also repeat the scores: of queries three, of
+    keys and values four, of all in one kernel five.
+    """
+    scope = re.search(r"attention_matmul_flops_(\d+)", instruction.op_name)
+    kernel = re.search(r"(fwd|dq|dkv)", instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2])
+    if scope is None or kernel is None:
+        return None
+    return int(scope[1]) * {"fwd": 2, "dq": 3, "dkv": 4}[kernel[1]]
 
 
 def _dot(out: ArrayType, lhs: ArrayType, contracting: str | None) -> int:

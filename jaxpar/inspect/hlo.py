@@ -159,12 +159,16 @@ class Location:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed program. ``partitions`` is the number of devices it runs on."""
+    """A parsed program. ``partitions`` is the number of devices it runs on.
+
+    ``aliased`` numbers the results that take the place of a donated argument.
+    """
 
     name: str
     computations: dict[str, Computation]
     entry: str
     partitions: int
+    aliased: frozenset[int]
     _tables: dict[str, dict[int, str]] = field(repr=False)
 
     def __getitem__(self, name: str) -> Computation:
@@ -209,7 +213,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     current: dict[str, Instruction] = {}
-    for line in body.splitlines():
+    for line in _whole_lines(body):
         if not name:
             opening = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
             if opening and "->" in line:
@@ -227,7 +231,21 @@ def parse(text: str) -> Module:
     counts = [re.search(rf"{count}=(\d+)", header) for count in ("num_partitions", "replica_count")]
     partitions = math.prod(int(count[1]) for count in counts if count)
     tables = {name: _table(body, name) for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
-    return Module(re.split(r"[\s,]", header)[1], computations, entry, partitions, tables)
+    aliased = frozenset(int(n) for n in re.findall(r"\{(\d+)\}: \(\d+, \{\}", header))
+    return Module(re.split(r"[\s,]", header)[1], computations, entry, partitions, aliased, tables)
+
+
+def _whole_lines(body: str) -> Iterator[str]:
+    """The lines of a module, with attributes that a kernel's metadata spreads over several lines put together."""
+    lines = iter(body.splitlines())
+    for line in lines:
+        while line.startswith(" ") and line.endswith("={"):
+            tail = next(lines, "")
+            while tail and not tail.startswith("}"):
+                line += tail
+                tail = next(lines, "")
+            line += tail
+        yield line
 
 
 def types_of(text: str) -> tuple[ArrayType, ...]:

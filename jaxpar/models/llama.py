@@ -18,10 +18,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
+from jaxpar.attention.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
+from jaxpar.weights import GATHERED, gather_weight
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: Literal["none", "full", "dots"] = "none"
+    remat: Literal["none", "full", "dots", "save_outputs"] = "none"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -172,15 +176,16 @@ class Attention(nnx.Module):
         self.dtype = jnp.dtype(c.dtype)
 
     def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q = jnp.einsum("BSE,EHD->BSHD", x_BSE, self.q[...].astype(self.dtype))
-        k = jnp.einsum("BSE,EKD->BSKD", x_BSE, self.k[...].astype(self.dtype))
-        v = jnp.einsum("BSE,EKD->BSKD", x_BSE, self.v[...].astype(self.dtype))
-        q = hint(rotate(q, rope), "batch", "seq", "heads", "head_dim")
-        k = hint(rotate(k, rope), "batch", "seq", "kv_heads", "head_dim")
-        v = hint(v, "batch", "seq", "kv_heads", "head_dim")
-        o_BSHD = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        o_BSHD = hint(o_BSHD, "batch", "seq", "heads", "head_dim")
-        return jnp.einsum("BSHD,HDE->BSE", o_BSHD, self.o[...].astype(self.dtype))
+        kv_dims = ("embed", "kv_heads", "head_dim")
+        q = jnp.einsum(
+            "BSE,EHD->BSHD", x_BSE, gather_weight(self.q[...], "embed", "heads", "head_dim", dtype=self.dtype)
+        )
+        k = jnp.einsum("BSE,EKD->BSKD", x_BSE, gather_weight(self.k[...], *kv_dims, dtype=self.dtype))
+        v = jnp.einsum("BSE,EKD->BSKD", x_BSE, gather_weight(self.v[...], *kv_dims, dtype=self.dtype))
+        o_BSHD = attention(rotate(q, rope), rotate(k, rope), v)
+        return jnp.einsum(
+            "BSHD,HDE->BSE", o_BSHD, gather_weight(self.o[...], "heads", "head_dim", "embed", dtype=self.dtype)
+        )
 
 
 class SwiGLU(nnx.Module):
@@ -194,9 +199,9 @@ class SwiGLU(nnx.Module):
         self.dtype = jnp.dtype(c.dtype)
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
-        gate = hint(x_BSE @ self.gate[...].astype(self.dtype), "batch", "seq", "mlp")
-        up = hint(x_BSE @ self.up[...].astype(self.dtype), "batch", "seq", "mlp")
-        return (jax.nn.silu(gate) * up) @ self.down[...].astype(self.dtype)
+        gate = hint(x_BSE @ gather_weight(self.gate[...], "embed", "mlp", dtype=self.dtype), "batch", "seq", "mlp")
+        up = hint(x_BSE @ gather_weight(self.up[...], "embed", "mlp", dtype=self.dtype), "batch", "seq", "mlp")
+        return (jax.nn.silu(gate) * up) @ gather_weight(self.down[...], "mlp", "embed", dtype=self.dtype)
 
 
 class Block(nnx.Module):
@@ -210,9 +215,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE = x_BSE + hint(self.attention(h_BSE, rope), "batch", "residual_seq", "embed")
+        x_BSE = x_BSE + _output(self.attention(h_BSE, rope))
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
-        return x_BSE + hint(self.mlp(h_BSE), "batch", "residual_seq", "embed")
+        return x_BSE + _output(self.mlp(h_BSE))
 
 
 class Llama(nnx.Module):
@@ -243,33 +248,55 @@ class Llama(nnx.Module):
             self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+        return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
+
+    def hidden(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+        """What the last layer gives, normed: [batch, seq, embed] in ``config.dtype``."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         tokens_BS = hint(tokens_BS, "batch", "seq")
         if positions_BS is None:
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
         rope = rope_table(positions_BS, config)
-        # Gathered over the axes that only store it; the lookup itself is split over the vocabulary.
-        table_VE = hint(self.embedding[...].astype(dtype), "vocab", "embed")
-        x_BSE = hint(jnp.take(table_VE, tokens_BS, axis=0, mode="clip"), "batch", "seq", "embed")
-        # A second step: asked for a split sequence at once, the compiler gathers the whole table instead.
-        x_BSE = hint(x_BSE, "batch", "residual_seq", "embed")
+        x_BSE = lookup(self.embedding[...], tokens_BS, dtype)
 
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
         @_remat(config)
         def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
             return block(x_BSE, rope)
 
-        x_BSE = hint(self.norm(layers(self.blocks, x_BSE)), "batch", "seq", "embed")
-        head_EV = self.embedding[...].T if config.tie_embeddings else self.head[...]
-        return hint(x_BSE @ head_EV.astype(dtype), "batch", "seq", "vocab")
+        return hint(self.norm(layers(_cast(self.blocks, dtype), x_BSE)), "batch", "seq", "embed")
+
+    def unembedding(self) -> jax.Array:
+        """The head [embed, vocab] in the compute dtype: its product with :meth:`hidden` is the logits."""
+        head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+        return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
+
+
+def _output(x_BSE: jax.Array) -> jax.Array:
+    """What a half of a block adds to the residual stream."""
+    return checkpoint_name(hint(x_BSE, "batch", "residual_seq", "embed"), "block_output")
 
 
 def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
-    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    if config.remat == "none":
-        return lambda f: f
+    """What the backward pass keeps of a layer: ``save_outputs`` keeps what a collective has made, and repeats none.
+
+    No policy keeps gathered weights: they would undo the sharding of the parameters.
+    """
+    policies = jax.checkpoint_policies
+    policy = {
+        "none": policies.save_anything_except_these_names(GATHERED),
+        "full": policies.nothing_saveable,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "save_outputs": policies.save_only_these_names("block_output"),
+    }[config.remat]
     # prevent_cse guards against a merge with the forward pass that a scan already rules out.
-    return lambda f: nnx.remat(f, prevent_cse=False, policy=policies[config.remat])
+    return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
+
+
+def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:
+    """The module with its matrices in ``dtype``: cast before the scan, their gradients are stacked in it too."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, state))
 
 
 def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:

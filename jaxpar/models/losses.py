@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxpar.layout import current_layout, hint
+
+_PIECES = 8
+_GRAD_DIMS = ("batch", "seq", None, None, "vocab")
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
@@ -35,6 +41,94 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     return jnp.sum(loss_BS * weight_BS) / jnp.maximum(jnp.sum(weight_BS), 1)
 
 
+def linear_cross_entropy(
+    x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
+) -> jax.Array:
+    """``cross_entropy(x_BSE @ head_EV, ...)`` that never holds all logits: they turn into their gradient piece by piece.
+
+    The gradient of the logits is made in the forward pass, in the dtype of ``x_BSE``, so nothing is computed twice.
+
+    Args:
+      x_BSE: what the last layer gives, [batch, seq, embed].
+      head_EV: [embed, vocab] in the same dtype; its vocabulary may be sharded.
+      targets_BS, mask_BS: as for :func:`cross_entropy`.
+
+    Raises:
+      NoLayoutError: outside ``with layout:``.
+    """
+    weight_BS = jnp.ones(targets_BS.shape, jnp.float32) if mask_BS is None else mask_BS.astype(jnp.float32)
+    return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS / jnp.maximum(jnp.sum(weight_BS), 1))
+
+
+@jax.custom_vjp
+def _weighted_nll(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> jax.Array:
+    """The sum of the weighted losses of all positions."""
+    x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
+
+    def one(total: jax.Array, p: jax.Array) -> tuple[jax.Array, None]:
+        nll_BWT, _, _ = _nll(_piece(x, p) @ head_EV, _piece(targets, p))
+        return total + jnp.sum(nll_BWT * _piece(weight, p)), None
+
+    return jax.lax.scan(one, jnp.zeros((), jnp.promote_types(x_BSE.dtype, jnp.float32)), jnp.arange(x.shape[2]))[0]
+
+
+def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> tuple[Any, Any]:
+    x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
+
+    def one(carry: tuple[jax.Array, jax.Array], p: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        total, grad_BWPTV = carry
+        weight_BWT = _piece(weight, p)
+        nll_BWT, probability_BWTV, right_BWTV = _nll(_piece(x, p) @ head_EV, _piece(targets, p))
+        grad_BWTV = ((probability_BWTV - right_BWTV) * weight_BWT[..., None]).astype(x_BSE.dtype)
+        grad_BWPTV = jax.lax.dynamic_update_index_in_dim(grad_BWPTV, grad_BWTV, p, 2)
+        return (total + jnp.sum(nll_BWT * weight_BWT), hint(grad_BWPTV, *_GRAD_DIMS)), nll_BWT
+
+    empty = hint(jnp.zeros((*x.shape[:-1], head_EV.shape[1]), x_BSE.dtype), *_GRAD_DIMS)
+    zero = jnp.zeros((), jnp.promote_types(x_BSE.dtype, jnp.float32))
+    (total, grad_BWPTV), nll_PBWT = jax.lax.scan(one, (zero, empty), jnp.arange(x.shape[2]))
+    return total, (x, head_EV, grad_BWPTV, jnp.moveaxis(nll_PBWT, 0, 2).reshape(targets_BS.shape))
+
+
+def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    x_BWPTE, head_EV, grad_BWPTV, nll_BS = saved
+    batch, ways, pieces, rows, embed = x_BWPTE.shape
+    scale = grad.astype(x_BWPTE.dtype)
+    grad_x = scale * jnp.einsum("BWPTV,EV->BWPTE", grad_BWPTV, head_EV)
+    grad_x = hint(grad_x.reshape(batch, ways * pieces * rows, embed), "batch", "seq", "embed")
+    grad_head = hint(scale * jnp.einsum("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV), "embed", "vocab", role="gradients")
+    # Both at once: else the logits' gradient, the largest tensor there is, waits until the layers' backward is done.
+    grad_x, grad_head = jax.lax.optimization_barrier((grad_x, grad_head))
+    return grad_x, grad_head, None, grad * nll_BS
+
+
+_weighted_nll.defvjp(_forward, _backward)
+
+
+def _nll(logits_BWTV: jax.Array, targets_BWT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Negative log likelihood, probabilities, and where the right class is; in at least fp32."""
+    logits_BWTV = hint(logits_BWTV, "batch", "seq", None, "vocab")
+    logits_BWTV = logits_BWTV.astype(jnp.promote_types(logits_BWTV.dtype, jnp.float32))
+    lse_BWT1 = jax.nn.logsumexp(logits_BWTV, axis=-1, keepdims=True)
+    # A comparison with iota instead of take_along_axis: each shard of the vocabulary looks at its own slice.
+    vocab = jax.lax.broadcasted_iota(jnp.int32, logits_BWTV.shape, logits_BWTV.ndim - 1)
+    right_BWTV = vocab == targets_BWT[..., None]
+    nll_BWT = lse_BWT1[..., 0] - jnp.sum(jnp.where(right_BWTV, logits_BWTV, 0), axis=-1)
+    return nll_BWT, jnp.exp(logits_BWTV - lse_BWT1), right_BWTV
+
+
+def _pieces(x_BS: jax.Array) -> jax.Array:
+    """[B, S, ...] as [B, W, P, T, ...]: W shards of the sequence, each in P pieces of T positions."""
+    layout, seq = current_layout(), x_BS.shape[1]
+    axes = layout.resolve(("seq",), (seq,)).axes[0]
+    ways = math.prod(layout.sizes[axis] for axis in axes)
+    pieces = math.gcd(seq // ways, _PIECES)
+    return x_BS.reshape(x_BS.shape[0], ways, pieces, seq // ways // pieces, *x_BS.shape[2:])
+
+
+def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x_BWP, p, 2, keepdims=False)
+
+
 def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """``loss_fn`` of a language model: ``batch`` holds ``tokens`` and ``targets``, each [batch, seq] int."""
-    return cross_entropy(model(batch["tokens"]), batch["targets"])
+    return linear_cross_entropy(model.hidden(batch["tokens"]), model.unembedding(), batch["targets"])

@@ -1,0 +1,1 @@
+"""Attention: one function, with the kernel that the accelerator wants."""

@@ -1,0 +1,78 @@
+"""The embedding lookup of a table that is split over the vocabulary, or over more axes than the compute is.
+
+Two ways lead from a table split for storage to rows split over the batch. One gathers the table, and reduces its whole
+gradient; the other sends each device all tokens, lets it look up its part of every row, and exchanges the parts. The second
+moves a row per token, the first a row per word: whichever is less is taken.
+
+Shape suffixes: V vocabulary, E embed, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.layout import current_layout, hint
+from jaxpar.rules import Axes
+
+
+def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of a table with the dims ``vocab`` and ``embed``, in ``dtype``: [batch, residual_seq, embed].
+
+    Tokens outside of the vocabulary take its first or last row.
+
+    Raises:
+      LayoutError: as :func:`jaxpar.hint`.
+    """
+    stored = _axes(table_VE, "vocab", "embed", role="params")
+    used, tokens = _axes(table_VE, "vocab", "embed"), _axes(tokens_BS, "batch", "seq")
+    spread = tuple(axis for axis in stored[1] if axis not in used[1])
+    layout = current_layout()
+    ways = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
+    words = table_VE.shape[0] // math.prod(layout.sizes[axis] for axis in stored[0])
+    exchanges = spread and spread == stored[1] and stored[0] == used[0] and set(spread) <= set(tokens[0])
+    if not exchanges or jax.sharding.get_abstract_mesh().manual_axes or tokens_BS.size // ways > words:
+        # A plain hint, whose transpose holds the gradient whole: told to split it, the compiler replicates the tokens.
+        table_VE = hint(table_VE.astype(dtype), "vocab", "embed")
+        x_BSE = hint(jnp.take(table_VE, tokens_BS, axis=0, mode="clip"), "batch", "seq", "embed")
+        # A second step: asked for a split sequence at once, the compiler gathers the whole table instead.
+        return hint(x_BSE, "batch", "residual_seq", "embed")
+    return _exchange(table_VE.astype(dtype), tokens_BS, spread)
+
+
+def _axes(x: jax.Array, *dims: str, role: str = "activations") -> tuple[Axes, ...]:
+    return current_layout().resolve(dims, x.shape, role=role, dtype=x.dtype).axes
+
+
+def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Array:
+    """Each device looks up its columns for the tokens of all that share its rows, then sends each what is its own."""
+    batch, seq = _axes(tokens_BS, "batch", "seq")
+    split = _axes(table_VE, "vocab", "embed", role="params")
+    residual = current_layout().resolve(("residual_seq",), tokens_BS.shape[1:]).axes[0]
+    scattered = split[0] != () and residual == (*seq, *split[0])
+
+    def local(table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        ids_BS = jax.lax.all_gather(tokens_BS, spread, axis=0, tiled=True)
+        if split[0]:
+            ids_BS -= jax.lax.axis_index(split[0]) * table_VE.shape[0]
+        rows_BSE = jnp.take(table_VE, ids_BS, axis=0, mode="clip")
+        if split[0]:
+            mine_BS = (ids_BS >= 0) & (ids_BS < table_VE.shape[0])
+            rows_BSE = jnp.where(mine_BS[..., None], rows_BSE, 0)
+        if scattered:
+            rows_BSE = jax.lax.psum_scatter(rows_BSE, split[0], scatter_dimension=1, tiled=True)
+        elif split[0]:
+            rows_BSE = jax.lax.psum(rows_BSE, split[0])
+        return jax.lax.all_to_all(rows_BSE, spread, split_axis=0, concat_axis=2, tiled=True)
+
+    words = table_VE.shape[0]
+    x_BSE = jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(*split), PartitionSpec(batch, seq)),
+        out_specs=PartitionSpec(batch, residual if scattered else seq, None),
+    )(table_VE, jnp.clip(tokens_BS, 0, words - 1))
+    return hint(x_BSE, "batch", "residual_seq", "embed")
