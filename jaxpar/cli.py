@@ -149,7 +149,8 @@ def _compiled(command: Check, topology: str) -> int:
     job = _job(command.config, command.set, run=False)
     layout = job.layout(devices)
     clip = job.config.optimizer.clip_norm
-    step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), clip_norm=clip)
+    options = {"clip_norm": clip, "compiler_options": job.compiler_options(Topology.parse(topology).platform)}
+    step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), **options)
     report = audit(step, mesh=layout.mesh)
     memory = ", ".join(f"{name} {show_bytes(size)}" for name, size in step.memory.items())
     print(f"compiled for {topology} ({step.device_kind}) in {step.compile_cpu_seconds:.0f} CPU s: {memory}")

@@ -147,7 +147,7 @@ def build[T](cls: type[T], data: Mapping[str, Any], where: str) -> T:
     """A (possibly nested) dataclass from plain data; every key must be a field and every value of its type.
 
     Args:
-      cls: the dataclass. Fields of type ``dict`` are taken as they are.
+      cls: the dataclass.
       data: the mapping.
       where: what errors call it: the file, then the path of keys.
 
@@ -190,6 +190,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where} is {value!r}, but {_wanted(hint)} is wanted.{did_you_mean(value, args)}")
     elif origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    elif origin is dict and isinstance(value, Mapping):
+        return {
+            _convert(args[0], k, f"{where}: a key"): _convert(args[1], v, f"{where}: {k}") for k, v in value.items()
+        }
     elif hint is Any or (hint is float and type(value) is int):
         return value if hint is Any else float(value)
     elif isinstance(value, origin or hint) and not (hint is int and isinstance(value, bool)):

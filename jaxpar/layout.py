@@ -7,6 +7,7 @@ function under another layout is traced again, and under the first one again it 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ Devices = Sequence[Any] | int | None
 _ambient = jax.make_user_context(None)
 _observer = jax.make_user_context(None)
 _entered = threading.local()
+# Through these a call comes from the model, which is what an error or a report should name.
+_LIBRARIES = re.compile(r"(jaxpar(?!\.models)|jax|flax|functools)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ def lay_out(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
 def _call_site() -> str:
     """``Attention.__call__ (llama.py:178)``: the model code that called ``constrain`` or ``hint``."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+    while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 

@@ -6,6 +6,7 @@ operation by operation, and the first activation that differs is named with the 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,11 @@ def first_divergence(
         with layout, jax.disable_jit(), observing(note):
             loss_of(loss_fn, state, batch)(state.params)
         traces.append(trace)
-    for number, ((place, dims, a), (_, _, b)) in enumerate(zip(*traces, strict=True), 1):
+    # A layout may take another way than one device in places: only calls that both make are compared.
+    keys: list[Any] = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
+    same = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+    pairs = [(m.a + i, m.b + i) for m in same for i in range(m.size)]
+    for number, ((place, dims, a), b) in ((i + 1, (traces[0][i], traces[1][j][2])) for i, j in pairs):
         gap = _number(float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30))
         if gap > bound:
             called = sum(earlier == place for earlier, _, _ in traces[0][:number])

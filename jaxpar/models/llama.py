@@ -214,10 +214,11 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config, rngs)
 
     def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        residual = ("batch", "residual_seq", "embed")
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE = x_BSE + _output(self.attention(h_BSE, rope))
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope), *residual), "block_output")
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
-        return x_BSE + _output(self.mlp(h_BSE))
+        return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), "block_output")
 
 
 class Llama(nnx.Module):
@@ -272,16 +273,13 @@ class Llama(nnx.Module):
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
 
-def _output(x_BSE: jax.Array) -> jax.Array:
-    """What a half of a block adds to the residual stream."""
-    return checkpoint_name(hint(x_BSE, "batch", "residual_seq", "embed"), "block_output")
-
-
 def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
     """What the backward pass keeps of a layer: ``save_outputs`` keeps what a collective has made, and repeats none.
 
     No policy keeps gathered weights: they would undo the sharding of the parameters.
     """
+    if jax.config.jax_disable_jit:
+        return lambda f: f  # checkpointing would trace, where somebody wants to see values
     policies = jax.checkpoint_policies
     policy = {
         "none": policies.save_anything_except_these_names(GATHERED),

@@ -6,10 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxpar.config import build, load_yaml, merge, override
 from jaxpar.errors import ConfigError
+
+Platform = Literal["tpu", "gpu", "cpu"]
+CompilerOption = bool | int | float | str
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class RunConfig:
       layout: a layout file, relative to the run's file.
       mesh, rules: changes to that layout, key by key.
       simulate: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
+      compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
+        are left alone.
       output: folder for metrics, curve and summary, relative to where the command runs.
     """
 
@@ -64,6 +69,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    compiler: dict[Platform, dict[str, CompilerOption]] = field(default_factory=dict)
     output: str = "runs/default"
 
 

@@ -43,6 +43,10 @@ class Job:
         shape = (self.config.data.batch, self.config.data.seq)
         return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in ("tokens", "targets")}
 
+    def compiler_options(self, platform: str) -> dict[str, Any] | None:
+        """XLA's options for a platform, as ``jax.stages.Lowered.compile`` takes them."""
+        return next((options for name, options in self.config.compiler.items() if name == platform), None)
+
     def abstract_devices(self) -> int:
         """How many devices the layout is for, where none are at hand: the mesh's product, else ``simulate``."""
         sizes = [size for size in (self.layout_data["mesh"] or {}).values() if isinstance(size, int)]

@@ -20,6 +20,7 @@ import jaxpar as jp
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
 from jaxpar.errors import ConfigError
 from jaxpar.inspect.report import show_bytes
+from jaxpar.topology import platform_of
 from jaxpar.train.job import BATCH_DIMS, Job
 from jaxpar.train.metrics import MetricsWriter, draw_loss, peak_flops
 from jaxpar.train.progress import StepLine
@@ -102,7 +103,8 @@ def _run(
     with console.status("compiling the step ..."):
         started = time.perf_counter()
         state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed)
-        step = jp.train_step(layout, job.loss_fn, clip_norm=config.optimizer.clip_norm).lower(state, batch).compile()
+        lowered = jp.train_step(layout, job.loss_fn, clip_norm=config.optimizer.clip_norm).lower(state, batch)
+        step = lowered.compile(job.compiler_options(platform_of(layout.mesh)))
         evaluate = jp.eval_step(layout, job.loss_fn).lower(state, heldout[0]).compile()
         summary.compile_seconds = time.perf_counter() - started
     console.print(f"compiled in {summary.compile_seconds:.1f} s")
