@@ -130,8 +130,8 @@ def first_divergence(
             loss_of(loss_fn, state, batch)(state.params)
         traces.append(trace)
     # A layout may take another way than one device in places: only calls that both make are compared.
-    keys: list[Any] = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
-    same = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+    keys = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
+    same = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
     pairs = [(m.a + i, m.b + i) for m in same for i in range(m.size)]
     for number, ((place, dims, a), b) in ((i + 1, (traces[0][i], traces[1][j][2])) for i, j in pairs):
         gap = _number(float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30))
