@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxpar import errors as errors
     from jaxpar import testing as testing
     from jaxpar.arrays import put as put
+    from jaxpar.attn.dispatch import attention as attention
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from jaxpar.state import init as init
     from jaxpar.step import eval_step as eval_step
     from jaxpar.step import train_step as train_step
+    from jaxpar.weights import gather_weight as gather_weight
 
 _HOMES = {
     "Layout": "layout",
@@ -45,6 +47,7 @@ _HOMES = {
     "Rules": "rules",
     "TrainState": "state",
     "abstract_state": "state",
+    "attention": "attn.dispatch",
     "audit": "inspect.audit",
     "check": "inspect.explain",
     "compile_for": "plan.aot",
@@ -53,6 +56,7 @@ _HOMES = {
     "eval_step": "step",
     "explain": "inspect.explain",
     "first_of": "rules",
+    "gather_weight": "weights",
     "hint": "layout",
     "init": "state",
     "over": "rules",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.attention.dispatch import attention
-from jaxpar.attention.splash import splash, stated_flops
+from jaxpar.attn.dispatch import attention
+from jaxpar.attn.splash import splash, stated_flops
 from jaxpar.errors import LayoutError
 
 RULES = jp.Rules(batch="data", seq="context", heads="model", kv_heads=jp.first_of("model", None), head_dim="ulysses")

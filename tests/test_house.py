@@ -19,7 +19,7 @@ FLOORS = (
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
     ("layout",),
-    ("arrays", "attention", "linen", "nnx", "weights"),
+    ("arrays", "attn", "linen", "nnx", "weights"),
     ("model",),
     ("state",),
     ("step",),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.attention.splash import splash
+from jaxpar.attn.splash import splash
 from jaxpar.errors import LayoutError, listing
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes, resolve

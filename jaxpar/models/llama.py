@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
-from jaxpar.attention.dispatch import attention
+from jaxpar.attn.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
