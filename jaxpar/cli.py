@@ -1,4 +1,4 @@
-"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``.
+"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, and ``jaxpar doctor``.
 
 Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
 """
@@ -96,6 +96,21 @@ class Verify:
         )
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Look over this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong."""
+
+    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False
+    timeout: Annotated[float, tyro.conf.arg(help="seconds to wait for devices")] = 60.0
+
+    def run(self) -> int:
+        from jaxpar.train import doctor
+
+        checks = doctor.examine(timeout=self.timeout)
+        print(doctor.report(checks, as_json=self.json), end="")
+        return 1 if doctor.worst(checks) == "bad" else 0
+
+
 def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
     """The job of a configuration; with ``run`` jax's devices are chosen as it says."""
     from jaxpar.train.config import load_run
@@ -170,7 +185,7 @@ def _compiled(command: Check, topology: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
     chosen: Any = tyro.cli(
-        Train | Explain | Check | Verify,
+        Train | Explain | Check | Verify | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",
         args=arguments,
