@@ -6,7 +6,6 @@ Everything that needs jax is imported inside a command, so that ``jaxpar --help`
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +66,9 @@ class Check(Explain):
     hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: write the compiled program")] = (
         None
     )
+    golden: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: compare with this file, or write it")
+    ] = None
 
     def run(self) -> int:
         if self.topology is not None:
@@ -148,38 +150,55 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
 
 def _compiled(command: Check, topology: str) -> int:
-    """Check a run's layout, compile its step for a topology, and print where memory and bytes on the wire go."""
+    """Check a run's layout, compile its step for a topology, and say whether it fits, what it costs, and what to change."""
     from jaxpar.topology import Topology
 
-    devices = Topology.parse(topology).devices
-    if command.devices not in (None, devices):
-        raise ConfigError(f"--devices {command.devices}, but {topology} has {devices}. Remedy: leave --devices out.")
-    plain = dataclasses.replace(command, devices=devices, json=None)
+    parsed = Topology.parse(topology)
+    if command.devices not in (None, parsed.devices):
+        raise ConfigError(
+            f"--devices {command.devices}, but {topology} has {parsed.devices}. Remedy: leave --devices out."
+        )
+    plain = dataclasses.replace(command, devices=parsed.devices, json=None, html=None)
     _report(plain, strict=command.strict, max_replicated=command.max_replicated)
 
-    from jaxpar.inspect.audit import audit
-    from jaxpar.inspect.report import show_bytes
-    from jaxpar.plan.aot import compile_for
+    from jaxpar.plan.checkup import About, check_up
+    from jaxpar.plan.page import page
 
     job = _job(command.config, command.set, run=False)
-    layout = job.layout(devices)
-    clip = job.config.optimizer.clip_norm
-    options = {"clip_norm": clip, "compiler_options": job.compiler_options(Topology.parse(topology).platform)}
-    step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), **options)
-    report = audit(step, mesh=layout.mesh)
-    memory = ", ".join(f"{name} {show_bytes(size)}" for name, size in step.memory.items())
-    print(f"compiled for {topology} ({step.device_kind}) in {step.compile_cpu_seconds:.0f} CPU s: {memory}")
-    print(report, end="")
-    if command.json is not None:
-        facts = {"topology": topology, "compile_cpu_seconds": step.compile_cpu_seconds, "versions": step.versions}
-        facts |= {**json.loads(report.to_json()), "memory": step.memory}
-        command.json.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    if command.html is not None:  # after the layout's own report, which is there already
-        with command.html.open("a", encoding="utf-8") as file:
-            file.write(report._repr_html_())
-    if command.hlo is not None:
-        command.hlo.write_text(step.text, encoding="utf-8")
-    return 0
+    tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
+    flops = tokens * job.model.flops_per_token(seq)
+    about = About(tokens, flops, job.model.vocab, seq, job.model.remat)
+    options = {"clip_norm": job.config.optimizer.clip_norm, "compiler_options": job.compiler_options(parsed.platform)}
+    run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
+    found = check_up(parsed, *run, about=about, **options)
+    if found.program is not None:
+        print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
+    print(found, end="")
+    texts = {command.json: found.to_json, command.html: lambda: page(found, job.name)}
+    if found.program is not None:
+        texts[command.hlo] = found.program.as_text
+    for file, content in texts.items():
+        if file is not None:
+            file.write_text(content(), encoding="utf-8")
+    same = _golden(command.golden, found) if command.golden is not None else True
+    return 0 if found.fits and same else 1
+
+
+def _golden(file: Path, found: Any) -> bool:
+    """Compare a checkup with a golden file, or write the file; whether they agree."""
+    from jaxpar.plan.golden import against, facts_of, write
+
+    if found.program is None:
+        print(f"golden file {file}: not compared, as there is no program")
+        return False
+    facts = facts_of(found.audit, found.topology, found.program.versions)
+    if not file.exists():
+        write(file, facts)
+        print(f"golden file {file}: written")
+        return True
+    changes = against(file, facts)
+    print(f"golden file {file}: {'DIFFERS' if changes else 'no difference'}", *changes, sep="\n  ")
+    return not changes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,14 +6,19 @@ a dead buffer counts here too. It tells *what* is there; how much there is in al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpar.inspect.hlo import FUSIONS, Computation, Instruction, Module
+from jaxpar.inspect.hlo import FUSIONS, Computation, Instruction, Location, Module
 
 # Their result lies where their operands do.
 _VIEWS = frozenset(("bitcast", "tuple", "opt-barrier", "add-dependency", "while", "domain"))
 _FREE = frozenset(("constant", "partition-id", "replica-id", "after-all"))
+# Frames of libraries, and of jaxpar outside of its models and kernels: they run every line, and explain none.
+_OTHERS = re.compile(
+    r"(?:^|[/\\])(?:(?:site|dist)-packages[/\\](?!jaxpar[/\\](?:models|attention))|jaxpar[/\\](?:(?:plan|inspect|train|model)[/\\]|\w+\.py))"
+)
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,13 @@ class Buffer:
     Attributes:
       bytes: unpadded, on one device.
       shape: as HLO prints it, ``bf16[2,2048,32000]``.
-      source: where in the user's code it is made; of an argument of the program empty.
+      source: the innermost line of model code that makes it; empty for an argument of the program, and where only
+        libraries or jaxpar itself are on the stack.
       op_name: jax's path of the operation; of an argument its name.
       scope: the loop in which it lives; empty outside of loops.
       argument: whether it is an argument of the program.
+      number: of an argument, its place among them; else -1.
+      opcode: of the instruction that makes it.
     """
 
     bytes: int
@@ -35,6 +43,17 @@ class Buffer:
     op_name: str
     scope: str
     argument: bool
+    number: int = -1
+    opcode: str = ""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Its shape in numbers.
+
+        >>> Buffer(64, "bf16[4,8]", "", "", "", False).dims
+        (4, 8)
+        """
+        return tuple(int(n) for n in self.shape.partition("[")[2].rstrip("]").split(",") if n)
 
 
 @dataclass(frozen=True)
@@ -135,11 +154,37 @@ class _Scan:
 
     def _describe(self, made: _Made, where: Computation, scope: str) -> Buffer:
         maker = where[made.maker]
-        frames = self.module.frames(maker)
-        source = str(frames[0]) if frames else ""
-        return Buffer(
-            made.bytes, str(maker.types[made.leaf]), source, maker.op_name, scope, maker.opcode == "parameter"
-        )
+        shape, argument = str(maker.types[made.leaf]), maker.opcode == "parameter"
+        if argument:
+            return Buffer(made.bytes, shape, "", maker.op_name, scope, True, int(maker.arguments), maker.opcode)
+        near = list(self._near(maker, where))
+        lines = (own_line(self.module.frames(i)) for i in near)
+        source = next((line for line in lines if line), "")
+        # A name without a path is the compiler's own, and tells nothing.
+        op_name = next((i.op_name for i in near if "/" in i.op_name), "")
+        return Buffer(made.bytes, shape, source, op_name, scope, False, opcode=maker.opcode)
+
+    def _near(self, maker: Instruction, where: Computation) -> Iterator[Instruction]:
+        """What can say where a value comes from: its maker, what that runs, what it is made of, and who reads it."""
+        yield maker
+        for name in maker.called("calls", "to_apply") if maker.opcode in FUSIONS else ():
+            inner = self.module[name]
+            yield inner.root
+            yield from (i for i in reversed(inner.instructions.values()) if i.opcode != "parameter")
+        yield from (i for i in where.inputs(maker) if i.opcode != "parameter")
+        readers = [i for i in where if maker.name in i.operands]
+        yield from readers
+        carried = {i.name for i in readers if i.opcode == "tuple"}  # into a loop, mostly
+        yield from (i for i in where if not carried.isdisjoint(i.operands))
+
+
+def own_line(frames: Sequence[Location]) -> str:
+    """The innermost line that is neither a library's nor jaxpar's own, models and kernels apart; empty if there is none.
+
+    >>> own_line([Location("scan", "/site-packages/jax/loops.py", 7), Location("Block.__call__", "/home/me/model.py", 9)])
+    'Block.__call__ (model.py:9)'
+    """
+    return next((str(f) for f in frames if f.file and f.file[0] != "<" and not _OTHERS.search(f.file)), "")
 
 
 def _in_place(held: dict[str, _Held], where: Computation, aliased: frozenset[int]) -> dict[str, _Held]:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -49,6 +50,7 @@ class AheadOfTime:
       device_kind: what jax calls a device, as ``TPU v5 lite``.
       versions: of jax, of the compiler, and of what else it compiles with.
       cached: whether it was found on disk.
+      warnings: lines in which the compiler says that it moves a tensor in the worst of ways, as it wrote them.
     """
 
     topology: str
@@ -58,6 +60,7 @@ class AheadOfTime:
     device_kind: str
     versions: dict[str, str]
     cached: bool
+    warnings: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """The optimised HLO, as ``jax.stages.Compiled.as_text``."""
@@ -103,7 +106,7 @@ def compile_for(
     parsed = Topology.parse(str(topology))
     layout = aim(layout, parsed)
     state = abstract_state(layout, make_model, tx)
-    inputs = jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
+    inputs = placed(layout, batch)
     step = train_step(layout, loss_fn, **options)
     donated = len(jax.tree.leaves(state))
     return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)
@@ -141,6 +144,11 @@ def aim(layout: Layout, topology: Topology) -> Layout:
             f"MeshSpec(...).on('{topology}'), or MeshSpec(...).abstract({topology.devices}), which is for any."
         )
     return layout
+
+
+def placed(layout: Layout, batch: Any) -> Any:
+    """The batch's tagged shapes with their shardings."""
+    return jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
 
 
 def _placed(layout: Layout, leaf: Tagged) -> jax.ShapeDtypeStruct:
@@ -185,6 +193,7 @@ def compile_program(
         "specs": [_spec(leaf) for leaf in leaves],
         "donated": list(range(donated)),
         "compiler_options": dict(compiler_options or {}),
+        "kept": "text, memory, warnings",  # what was kept before without one of these is compiled again
     }
     return _run(compiler, program, request)
 
@@ -213,6 +222,7 @@ def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, An
         device_kind=result["device_kind"],
         versions=request["versions"],
         cached=cached,
+        warnings=tuple(result.get("warnings", ())),
     )
 
 
@@ -238,8 +248,21 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: 
             raise MeshError(result["error"])
         if "error" in result:  # not kept: another process may have held the library
             raise CompileError(f"the compiler refused the program for {request['name']}: {result['error']}")
+        result["warnings"] = warnings_in(run.stderr)
+        (here / "result.json").write_text(json.dumps(result))
         (here / "program.export").unlink()
         shutil.copytree(here, kept, dirs_exist_ok=True)
+
+
+def warnings_in(log: str) -> list[str]:
+    """The lines of a compiler's log that tell of an involuntary rematerialisation, each once.
+
+    >>> warnings_in("W1121 17:27:36.4 2173 spmd_partitioner.cc:666] [SPMD] Involuntary full rematerialization. The …\\n\\nmore")
+    ['[SPMD] Involuntary full rematerialization. The …']
+    """
+    # Some versions write "[spmd]", with other words behind it; the log's own time and thread would make equal ones differ.
+    found = re.findall(r"(?im)^.*?(\[spmd\] involuntary full rematerialization.*)$", log)
+    return list(dict.fromkeys(found))
 
 
 def cache_folder() -> Path:

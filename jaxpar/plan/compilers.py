@@ -178,4 +178,6 @@ def environment_of(compiler: Compiler) -> dict[str, str]:
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_NUM_CPU_DEVICES")
     own = {name: value for name, value in os.environ.items() if name not in flags}
     root = str(Path(jaxpar.__file__).parents[1])
-    return {**own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root, **dict(compiler.environment)}
+    # Warnings go to stderr, where the caller reads them: XLA's, and those that libtpu would keep in a file.
+    log = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
+    return {**own, **log, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root, **dict(compiler.environment)}

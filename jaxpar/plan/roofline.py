@@ -217,6 +217,20 @@ def roofline(
     )
 
 
+def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -> tuple[Transfers, ...]:
+    """What each of ``report.collectives`` takes in one step by the same model, in their order. Raises what that does.
+
+    >>> time_each(Audit({"data": 4}, 0, 0, 0, (), (), (), (), {}), "v5e:2x2")
+    ()
+    """
+    where = Topology.parse(topology) if isinstance(topology, str) else topology
+    device = accelerator(where.kind)
+    flops = report.matmul_flops + report.kernel_flops
+    work = max(flops / device.rate(dtype), report.hbm_bytes / device.hbm_bandwidth)
+    links = Links.of(where, device, report.mesh)
+    return tuple(_time(c, links, work / flops if flops else 0.0).transfers for c in report.collectives)
+
+
 @dataclass(frozen=True)
 class _Timed:
     """One collective's transfers, the links that they keep busy, and for how long in all."""

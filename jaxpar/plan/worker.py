@@ -7,7 +7,6 @@ It reads ``program.export`` and ``request.json`` in FOLDER, compiles for the top
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -92,5 +91,4 @@ def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     main(sys.argv[1])
