@@ -158,7 +158,7 @@ def _compiled(command: Check, topology: str) -> int:
         raise ConfigError(
             f"--devices {command.devices}, but {topology} has {parsed.devices}. Remedy: leave --devices out."
         )
-    plain = dataclasses.replace(command, devices=parsed.devices, json=None, html=None)
+    plain = dataclasses.replace(command, devices=parsed.devices, json=None)
     _report(plain, strict=command.strict, max_replicated=command.max_replicated)
 
     from jaxpar.plan.checkup import About, check_up
@@ -174,12 +174,13 @@ def _compiled(command: Check, topology: str) -> int:
     if found.program is not None:
         print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
     print(found, end="")
-    texts = {command.json: found.to_json, command.html: lambda: page(found, job.name)}
-    if found.program is not None:
-        texts[command.hlo] = found.program.as_text
-    for file, content in texts.items():
-        if file is not None:
-            file.write_text(content(), encoding="utf-8")
+    if command.json is not None:
+        command.json.write_text(found.to_json(), encoding="utf-8")
+    if command.html is not None:  # the layout's own report is there already
+        layout = command.html.read_text(encoding="utf-8")
+        command.html.write_text(page(found, f"{job.name} on {topology}", layout), encoding="utf-8")
+    if command.hlo is not None and found.program is not None:
+        command.hlo.write_text(found.program.text, encoding="utf-8")
     same = _golden(command.golden, found) if command.golden is not None else True
     return 0 if found.fits and same else 1
 

@@ -235,7 +235,9 @@ def too_large(text: str, remat: str = "", held: Sequence[Held] = ()) -> Finding 
     >>> too_large("Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G.").text
     '20.00 GiB wanted of the 15.75 GiB that a program may take, 4.25 GiB too much'
     """
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    figure = r"([\d.]+)([KMGT]?)"
+    forms = (rf"Used {figure} of {figure} hbm", rf"\({figure}\) exceeds available HBM \({figure}\)")
+    found = next((match for form in forms if (match := re.search(form, text))), None)
     if found is None:
         return None
     used, limit = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))

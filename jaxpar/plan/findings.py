@@ -6,7 +6,7 @@ memory. Only what the program shows is said: a collective that nothing runs besi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpar.inspect.audit import Audit
@@ -140,23 +140,33 @@ def knob(category: str, remat: str = "") -> str:
 
 
 def _exposed(e: Evidence) -> Iterator[Finding]:
-    """Collectives of one kind over the same axes from one place, of which some time is not hidden."""
-    together: dict[tuple[str, tuple[str, ...], str], list[tuple[Collective, Transfers]]] = {}
+    """Collectives over the same axes that want the same remedy, of which some time is not hidden."""
+    together: dict[tuple[tuple[str, ...], str], list[tuple[Collective, Transfers]]] = {}
     for c, t in zip(e.audit.collectives, e.times, strict=True):
         if t.exposed + t.stalled > 0:
-            together.setdefault((c.kind, c.axes, c.source), []).append((c, t))
-    for (kind, axes, _), same in together.items():
+            together.setdefault((c.axes, _for_exposed(c, e)), []).append((c, t))
+    for (axes, remedy), same in together.items():
+        same.sort(key=lambda pair: -(pair[1].exposed + pair[1].stalled))
         seconds = sum(t.exposed + t.stalled for _, t in same)
         sent = sum(c.total_wire_bytes for c, _ in same)
         alone = sum(t.exposed for _, t in same) >= seconds / 2
-        first = max(same, key=lambda pair: pair[1].exposed + pair[1].stalled)[0]
-        how = "with nothing scheduled beside them" if alone else "that outlast the compute beside them"
-        count = sum(c.count for c, _ in same)
+        counts: dict[str, int] = {}
+        for c, _ in same:
+            counts[c.kind] = counts.get(c.kind, 0) + c.count
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
         text = (
-            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) wait for {count} × {kind} over "
-            f"{'+'.join(axes)}, {show_bytes(round(sent))} on the wire, {how}"
+            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) wait for transfers over {'+'.join(axes)}, mostly "
+            f"{'with nothing scheduled beside them' if alone else 'longer than the compute beside them'}: {kinds}, "
+            f"{show_bytes(round(sent))} on the wire"
         )
-        yield Finding("exposed", first.place, text, _for_exposed(first, e), seconds, sent, e.of_step(seconds))
+        yield Finding("exposed", _places(c for c, _ in same), text, remedy, seconds, sent, e.of_step(seconds))
+
+
+def _places(collectives: Iterable[Collective]) -> str:
+    """The first three places, and how many more there are."""
+    places = list(dict.fromkeys(c.place for c in collectives))
+    more = f", and {len(places) - 3} more" if len(places) > 3 else ""
+    return ", ".join(places[:3]) + more
 
 
 def _for_exposed(c: Collective, e: Evidence) -> str:
@@ -169,10 +179,10 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
             f"{axes} splits matmuls and not the batch, so activations cross it in every layer, the more the more tokens a "
             f"device has: make {axes} smaller (mesh.{axes}) and give its devices to {'+'.join(sorted(over_batch))}."
         )
-    if c.kind == "all-gather" and c.tensor.startswith("params"):
+    if c.kind == "all-gather" and set(c.axes) <= over_batch & _axes_of(e.held, "parameters"):
         return (
-            f"{c.tensor} is sharded over {axes} and gathered to be used: give each device more tokens to compute beside "
-            f"it (data.batch), or make {axes} smaller, or take its rule over {axes} away where the memory allows."
+            f"{axes} shards parameters that are gathered to be used: give each device more tokens to compute beside them "
+            f"(data.batch), make {axes} smaller, or take it from the rules of params where the memory allows."
         )
     if c.kind == "all-gather":
         return f"the value is wanted whole over {axes} at this line: annotate it there as it is made, or make {axes} smaller."
@@ -216,25 +226,30 @@ def _all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
 
 
 def _long_rings(e: Evidence) -> Iterator[Finding]:
+    """Rings in which a device sends more than the other devices' shards, by kind and axes."""
+    together: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, float, float]]] = {}
     for c, t in zip(e.audit.collectives, e.times, strict=True):
         if not c.form.startswith("ring of"):
             continue
-        whole = c.result_bytes * (1 if c.kind == "all-gather" else c.group)
-        least = wire_bytes(c.kind, whole, c.group)
-        waste = (c.wire_bytes - least) * c.count
-        if waste <= 0.01 * least * c.count:
-            continue
-        seconds = t.seconds * (1 - least / c.wire_bytes)
+        least = wire_bytes(c.kind, c.result_bytes * (1 if c.kind == "all-gather" else c.group), c.group)
+        waste = c.wire_bytes - least
+        if waste > 0.01 * least:
+            place = together.setdefault((c.kind, c.axes), [])
+            place.append((c, waste * c.count, t.seconds * waste / c.wire_bytes))
+    for (kind, axes), same in together.items():
+        waste, seconds = sum(w for _, w, _ in same), sum(s for _, _, s in same)
+        longest = max((c for c, _, _ in same), key=lambda c: c.wire_bytes / c.result_bytes)
         text = (
-            f"{c.count} × {c.kind} over {'+'.join(c.axes)} as a {c.form}, where {c.group - 1} shards need to travel: "
-            f"{show_bytes(round(waste))} for nothing ({show_time(seconds)} on the links)"
+            f"{sum(c.count for c, _, _ in same)} × {kind} over {'+'.join(axes)} as rings that send more than they need "
+            f"(a {longest.form} among {longest.group} devices): {show_bytes(round(waste))} too much, {show_time(seconds)} "
+            f"on the links"
         )
+        option = f"xla_tpu_enable_windowed_einsum_for_{kind.replace('-', '_')}: false"
         remedy = (
-            "the compiler's windowed einsum passes the last shard home again; without it (compiler option "
-            "xla_tpu_enable_windowed_einsum_for_all_gather or _for_reduce_scatter = false) the collective is one "
-            "piece. Compare both."
+            f"compare with the collective in one piece, on a TPU by the compiler's option {option} (compiler: {{tpu: …}} "
+            f"in the run's file): it sends less, but hides less."
         )
-        yield Finding("long ring", c.place, text, remedy, seconds, waste, e.of_step(seconds))
+        yield Finding("long ring", _places(c for c, _, _ in same), text, remedy, seconds, waste, e.of_step(seconds))
 
 
 def _rematerialised(e: Evidence) -> Iterator[Finding]:
