@@ -52,7 +52,7 @@ def test_reports_are_as_written_down(model: str, name: str, report_of: Any, pyte
 
 
 def test_no_dump_is_left_over() -> None:
-    assert {file.name for file in GOLDEN.iterdir()} == {f"{m}_{name}.txt" for m in PRESETS for name in LAYOUTS}
+    assert {file.name for file in GOLDEN.glob("*.txt")} == {f"{m}_{name}.txt" for m in PRESETS for name in LAYOUTS}
 
 
 @pytest.mark.parametrize("model", PRESETS)

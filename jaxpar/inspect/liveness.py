@@ -97,7 +97,8 @@ class _Scan:
         if entry:
             held = _in_place(held, where, self.module.aliased)
         last = _last_uses(where, held, entry)
-        alive: set[_Made] = set()
+        # The program's arguments lie there from the start, wherever the schedule names them.
+        alive = {made for p in where.parameters for group in held[p.name] for made in group} if entry else set()
         best: tuple[frozenset[_Made], tuple[Buffer, ...]] = (frozenset(), ())
         most = -1
         for i, instruction in enumerate(where):

@@ -241,7 +241,8 @@ def too_large(text: str, remat: str = "", held: Sequence[Held] = ()) -> Finding 
     if found is None:
         return None
     used, limit = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
-    said = f"{show_bytes(used)} wanted of the {show_bytes(limit)} that a program may take, {show_bytes(used - limit)} too much"
+    part = " of temporaries" if "HLO temporaries" in text else ""
+    said = f"{show_bytes(used)}{part} wanted of the {show_bytes(limit)} that a program may take, {show_bytes(used - limit)} too much"
     state = sum(h.bytes for h in held)
     category = "temporaries"
     if held:

@@ -70,10 +70,10 @@ def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
     """
     kept = _load(file)
     remedy = f"Remedy: remove {file} and run again to write it anew, or name another file."
-    for what, word in (("topology", "topology"), ("mesh", "mesh"), ("versions", "versions")):
+    for what, word in (("topology", "another topology"), ("mesh", "another mesh"), ("versions", "other versions")):
         if kept[what] != facts[what]:
             raise ConfigError(
-                f"golden file {file}: it is of another {word} ({_show(kept[what])}) than this program ({_show(facts[what])}), "
+                f"golden file {file}: it is of {word} ({_show(kept[what])}) than this program ({_show(facts[what])}), "
                 f"so their figures cannot be compared. {remedy}"
             )
     return differences(kept, facts)

@@ -71,8 +71,11 @@ def memory_picture(memory: Footprint) -> str:
             whole.append(Piece(at, size, colour, f"{name}: {show_bytes(size)}"))
             rows.append((name, [Piece(0, size, colour, f"{name}: {show_bytes(size)}")], show_bytes(size)))
             at += size
-    mark = None if memory.limit is None else (float(memory.limit), f"{show_bytes(memory.limit)} of the device")
-    return bars([("at the peak", whole, show_bytes(memory.total)), *rows], at, mark)
+    of = f" of {show_bytes(memory.limit)}" if memory.limit is not None else ""
+    # A line far to the right would leave no room for the bars.
+    near = memory.limit is not None and memory.limit < 4 * at
+    mark = (float(memory.limit), f"{show_bytes(memory.limit)} of the device") if near and memory.limit else None
+    return bars([("at the peak", whole, show_bytes(memory.total) + of), *rows], at, mark)
 
 
 def wire_picture(report: Audit) -> str:
