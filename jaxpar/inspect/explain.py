@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import LayoutError
+from jaxpar.inspect.memory import Memory, estimate
 from jaxpar.inspect.report import Report, Row, device_bytes, show_bytes
 from jaxpar.layout import Layout, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
@@ -37,7 +38,8 @@ def explain(
       tx: any optax transform.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, global sizes.
       loss_fn: as for :func:`jaxpar.train_step`. With it (and ``batch``) the activations that the model constrains are
-        listed too, and unused rules are certain.
+        listed too, unused rules are certain, and the memory of a step is estimated, for the device that the mesh names
+        (``MeshSpec.on``).
 
     Returns:
       A :class:`Report`; problems are listed in it, not raised.
@@ -63,16 +65,21 @@ def explain(
             )
             used |= gradient.used
             problems += [] if tensor.problems else gradient.problems
-    extra, plain_batch = _batch(layout, batch)
+    inputs, plain_batch = _batch(layout, batch)
     traced = loss_fn is not None and batch is not None
+    extra = inputs
     if loss_fn is not None and batch is not None:
-        extra += _activations(layout, loss_fn, state, plain_batch)
+        extra = [*inputs, *_activations(layout, loss_fn, state, plain_batch)]
     for tensor in extra:
         used |= tensor.resolved.used
         problems += tensor.problems
         rows.append(_row(layout, tensor, tensor.role))
+    memory = None
+    if loss_fn is not None and batch is not None:
+        memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems)
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
-    return Report(sizes, layout.mesh.size, tuple(rows), _unused(layout, used), traced, tuple(dict.fromkeys(problems)))
+    unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
+    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory)
 
 
 def check(
@@ -115,6 +122,19 @@ def check(
     if problems:
         raise LayoutError(problems)
     return report
+
+
+def _memory(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    tensors: Sequence[Tensor],
+    problems: Sequence[str],
+) -> Memory:
+    if problems:
+        return Memory("", {}, ("the layout has problems",))
+    return estimate(layout, loss_fn, state, batch, tensors)
 
 
 def _row(layout: Layout, tensor: Tensor, part: str) -> Row:

@@ -8,9 +8,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from jaxpar.inspect.memory import Memory
 
 PARTS = ("params", "opt_state", "rest", "batch", "activations", "other")
 """The groups of rows, in the order in which they are printed."""
@@ -70,6 +73,7 @@ class Report:
       unused: rules that nothing used.
       traced: whether the activations were traced, so that ``unused`` is certain.
       problems: everything that is wrong, one text each.
+      memory: what a step takes of each device's memory, estimated; ``None`` without a batch and a loss.
     """
 
     mesh: dict[str, int]
@@ -78,6 +82,7 @@ class Report:
     unused: tuple[str, ...]
     traced: bool
     problems: tuple[str, ...]
+    memory: Memory | None = None
 
     def __getitem__(self, path: str) -> Row:
         """The row of one tensor, as ``report["params/blocks/attention/q"]``.
@@ -128,6 +133,14 @@ class Report:
                     table.add_row(*(_escape(c) for c in row.cells()), style="red" if row.problems else None)
                 yield table
         yield self._totals_table()
+        if self.memory is not None:
+            yield f"[italic]{self._memory_title()}"  # as a table's title it would be folded to the table's width
+            table = Table(box=None, padding=(0, 2, 0, 0))
+            table.add_column("part")
+            table.add_column("bytes/device", justify="right")
+            for cells in self.memory.cells(show_bytes):
+                table.add_row(*(_escape(c) for c in cells))
+            yield table
         yield from (_escape(line) for line in self.remarks())
 
     def _totals_table(self) -> Any:
@@ -140,6 +153,10 @@ class Report:
             cells = (t.part, str(t.tensors), show_bytes(t.bytes), show_bytes(t.device_bytes))
             table.add_row(*cells, f"{t.replicated:.2%}", f"{t.copies:.2f}")
         return table
+
+    def _memory_title(self) -> str:
+        target = self.memory.target if self.memory is not None else ""
+        return f"memory at the peak of a step{f' on a {target}' if target else ''}, estimated"
 
     def headline(self) -> str:
         """The mesh in one line."""
@@ -174,12 +191,18 @@ class Report:
         tables.append(
             "<h4>totals</h4>" + _html(("part", "tensors", "bytes", "bytes/device", "replicated", "copies"), totals)
         )
+        if self.memory is not None:
+            cells = self.memory.cells(show_bytes)
+            tables.append(f"<h4>{html.escape(self._memory_title())}</h4>" + _html(("part", "bytes/device"), cells))
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self.remarks())
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
     def to_json(self) -> str:
-        """The whole report as JSON: rows, totals, unused rules, problems."""
-        return json.dumps({**asdict(self), "totals": [asdict(t) for t in self.totals()]}, indent=1)
+        """The whole report as JSON: rows, totals, unused rules, problems, memory."""
+        data = {**asdict(self), "totals": [asdict(t) for t in self.totals()]}
+        if self.memory is not None:
+            data["memory"]["total"] = self.memory.total
+        return json.dumps(data, indent=1)
 
 
 def device_bytes(shape: Sequence[int], itemsize: int, ways: Sequence[int]) -> int:

@@ -1,0 +1,161 @@
+"""The memory estimate against the compiler: ``uv run python benchmarks/memory_estimate.py [--compile] [--write]``.
+
+Reads the points of ``tests/plan/memory_points.json`` (a Llama, a layout and a TPU topology each), and prints the estimate
+beside the peak that the compiler gave, as the table of ``docs/memory.md``; ``--write`` puts it there. With ``--compile``,
+points that have no figures yet are compiled first (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), two CPU minutes each, and the
+file is written after each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import jaxpar as jp
+from jaxpar.config import load_yaml, merge
+from jaxpar.inspect.memory import Memory
+from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.losses import next_token_loss
+from jaxpar.plan.aot import aim
+from jaxpar.topology import Topology
+
+ROOT = Path(__file__).parents[1]
+POINTS = ROOT / "tests" / "plan" / "memory_points.json"
+DOCS, MARKS = ROOT / "docs" / "memory.md", ("<!-- table -->", "<!-- end of table -->")
+
+
+def inputs(point: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that ``jp.explain`` and ``jp.compile_for`` share, for one point."""
+    data = merge(load_yaml(ROOT / "configs" / "layouts" / f"{point['layout']}.yaml"), {"mesh": point["mesh"]})
+    shape = jax.ShapeDtypeStruct((point["batch"], point["seq"]), "int32")
+    return {
+        "layout": jp.Layout.from_dict(data, devices=Topology.parse(point["topology"]).devices),
+        "make_model": make_llama(LlamaConfig(**point["model"])),
+        "tx": optax.adamw(1e-3),
+        "loss_fn": next_token_loss,
+        "batch": {name: jp.tag(shape, "batch", "seq") for name in ("tokens", "targets")},
+    }
+
+
+def estimate_of(point: dict[str, Any]) -> Memory:
+    """The estimate for one point, on its topology."""
+    given = inputs(point)
+    given["layout"] = aim(given["layout"], Topology.parse(point["topology"]))
+    memory = jp.explain(**given).memory
+    assert memory is not None
+    return memory
+
+
+def table(points: Sequence[dict[str, Any]]) -> str:
+    """The errors as a Markdown table, MiB on one device, and a line on their spread."""
+    head = (
+        "model",
+        "remat",
+        "layout",
+        "topology",
+        "tokens",
+        "weights",
+        "state",
+        "activations",
+        "estimate",
+        "compiler",
+        "error",
+    )
+    rows, errors = [], []
+    for point in points:
+        if "compiled" not in point:
+            continue
+        memory, peak = estimate_of(point), point["compiled"]["peak"]
+        total = memory.total or 0
+        errors.append(total / peak - 1)
+        parts = memory.parts
+        sums = (
+            parts["parameters"] + parts["weight copies"],
+            parts["optimizer"] + parts["gradients"] + parts["batch and rest"],
+            parts["saved activations"] + parts["working"],
+        )
+        rows.append((*words(point), *(f"{n / 2**20:.0f}" for n in (*sums, total, peak)), f"{errors[-1]:+.1%}"))
+    lines = [head, ("---",) * 5 + ("---:",) * 6, *rows]
+    worst = sorted(errors, key=abs)
+    mean = sum(map(abs, errors)) / max(len(errors), 1)
+    inside = sum(abs(e) <= 0.1 for e in errors)
+    note = (
+        f"{len(errors)} points, {inside} of them within 10 %; mean error {mean:.1%}, largest {worst[-1]:+.1%}."
+        if worst
+        else ""
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{note}\n"
+
+
+def words(point: dict[str, Any]) -> tuple[str, ...]:
+    """A point in the words of the table."""
+    model = LlamaConfig(**point["model"])
+    shape = (
+        f"{model.layers} × {model.embed}/{model.mlp}, {model.heads}/{model.kv_heads} × {model.head_dim}, {model.vocab}"
+    )
+    odd = [text for text, is_so in (("tied", model.tie_embeddings), (model.dtype, model.dtype != "bfloat16")) if is_so]
+    odd += [f"stored {model.param_dtype}"] if model.param_dtype != "float32" else []
+    layout = point["layout"] + "".join(f", {axis} {size}" for axis, size in point["mesh"].items())
+    tokens = f"{point['batch']} × {point['seq']}"
+    return ", ".join((shape, *odd)), model.remat, layout, point["topology"], tokens
+
+
+def compile_missing(file: Path, names: Sequence[str]) -> None:
+    """Compile the points that have no figures, or those that are named, and write the figures into the file."""
+    for name in [point["name"] for point in json.loads(file.read_text())["points"]]:
+        data = json.loads(file.read_text())  # again: points may be added while this runs
+        point = next((point for point in data["points"] if point["name"] == name), None)
+        if point is None or (name not in names if names else "compiled" in point):
+            continue
+        try:
+            program = jp.compile_for(point["topology"], **inputs(point))
+        except jp.errors.CompileError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
+        point["compiled"] = {key: program.memory[key] for key in ("argument", "output", "temp", "alias", "peak")}
+        data["versions"] = program.versions
+        write(file, data)
+        print(f"{name}: {program.memory['peak'] / 2**20:.0f} MiB, {program.compile_cpu_seconds:.0f} CPU s", flush=True)
+
+
+def write(file: Path, data: dict[str, Any]) -> None:
+    """One point a line, replaced in one piece."""
+    points = ",\n  ".join(json.dumps(point) for point in data["points"])
+    text = f'{{\n "versions": {json.dumps(data["versions"])},\n "points": [\n  {points}\n ]\n}}\n'
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+        new.write(text)
+    os.replace(new.name, file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="compile the points that have no figures yet")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
+    parser.add_argument("--points", type=Path, default=POINTS)
+    parser.add_argument("names", nargs="*", help="only these points; with --compile, compile them again")
+    options = parser.parse_args()
+    if options.compile:
+        compile_missing(options.points, options.names)
+    points = json.loads(options.points.read_text())["points"]
+    text = table([point for point in points if not options.names or point["name"] in options.names])
+    print(text, end="")
+    if options.write:
+        before, after = (
+            DOCS.read_text(encoding="utf-8").split(MARKS[0])[0],
+            DOCS.read_text(encoding="utf-8").split(MARKS[1])[1],
+        )
+        DOCS.write_text(f"{before}{MARKS[0]}\n{text}{MARKS[1]}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""``estimate``: what a train step takes of each device's memory, from its trace alone: nothing is compiled.
+
+Parameters, optimizer state and batch are known exactly. The rest follows from a walk through the traced step that assumes
+what XLA:TPU was seen to do; ``docs/memory.md`` has the assumptions, and the errors against the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxpar.errors import JaxparError
+from jaxpar.inspect.estimate import Moment, Walk
+from jaxpar.inspect.program import Reader
+from jaxpar.layout import Layout, to_spec
+from jaxpar.state import Tensor
+from jaxpar.step import train_step
+
+_ROLES = {"params": "parameters", "opt_state": "optimizer"}
+PARTS = ("parameters", "optimizer", "batch and rest", "gradients", "weight copies", "saved activations", "working")
+"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, what loops keep for the
+backward pass (which a remat policy decides), and what is alive beside at the worst moment."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of one device's memory at the step's worst moment.
+
+    Attributes:
+      target: the device that the step was traced for, as ``TPU v5 lite``; ``cpu`` where the mesh names none.
+      parts: part → bytes on one device, of :data:`PARTS`; where something could not be estimated, only what is known.
+      unknown: what keeps the rest from being estimated: operations by name, or why the step cannot be traced.
+    """
+
+    target: str
+    parts: dict[str, int]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int | None:
+        """Bytes in all; ``None`` where it could not be estimated."""
+        return None if self.unknown else sum(self.parts.values())
+
+    def cells(self, show: Callable[[int], str]) -> list[tuple[str, str]]:
+        """Parts and total as words, for a table; what is not estimated is named.
+
+        >>> Memory("cpu", {"parameters": 8}, ("fft",)).cells(str)
+        [('parameters', '8'), ('not estimated', 'fft')]
+        """
+        known = [(part, show(size)) for part, size in self.parts.items()]
+        if self.unknown:
+            return [*known, ("not estimated", ", ".join(self.unknown))]
+        return [*known, ("total", show(self.total or 0))]
+
+
+def estimate(
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, tensors: Sequence[Tensor], **options: Any
+) -> Memory:
+    """What a step needs, without compiling it.
+
+    Args:
+      layout: on a mesh with or without devices; ``MeshSpec.on(topology)`` says what the step is for.
+      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
+      state, batch: shapes.
+      tensors: where each leaf of both lies, in their order.
+    """
+    device = layout.mesh.abstract_mesh.abstract_device
+    target = "cpu" if device is None else str(device.device_kind)
+    known = dict.fromkeys(PARTS[:3], 0)
+    leaves, treedef = jax.tree.flatten((state, batch))
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, to_spec(tensor.resolved)))
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+    reader = Reader(layout.sizes)
+    try:
+        traced = train_step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
+    except (JaxparError, TypeError, ValueError, NotImplementedError) as error:
+        reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        return Memory(target, known, (reason,))
+    program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
+    for tensor, value in zip(tensors, program.inputs, strict=True):
+        known[_ROLES.get(tensor.role, PARTS[2])] += value.bytes
+    walk = Walk(program, placed=program.results[: len(jax.tree.leaves(state))])
+    moment = walk.peak()
+    if reader.unknown:
+        return Memory(target, known, tuple(sorted(reader.unknown)))
+    return Memory(target, known | _sorted(moment, walk))
+
+
+def _sorted(moment: Moment, walk: Walk) -> dict[str, int]:
+    """What is held at the peak, by part."""
+    parts = dict.fromkeys(PARTS[3:], 0)
+    gradients, copies = walk.behind_results(), walk.copies_of_inputs()
+    for held in moment.held:
+        if held.depth:
+            part = "working"
+        elif held.value in gradients:
+            part = "gradients"
+        elif held.value in copies:
+            part = "weight copies"
+        else:
+            part = "saved activations" if held.stacked else "working"
+        parts[part] += held.bytes
+    return parts

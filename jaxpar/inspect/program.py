@@ -1,0 +1,206 @@
+"""A traced program as a flat list of operations on values that know how they are divided over devices.
+
+Calls (jit, remat, custom derivatives, ``shard_map``) are opened up; loops and branches keep theirs as programs of their own.
+Nothing is compiled: what divides a value follows from the arguments' shardings and the ``sharding_constraint`` on the way
+(:mod:`jaxpar.inspect.spread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxpar.inspect.report import device_bytes
+from jaxpar.inspect.spread import Spec, UnknownSpread, full, ways, without
+from jaxpar.inspect.spread import spread as spread_of
+
+_OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
+_OPENED |= {"checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+SMALL = 2**20
+"""Bytes below which it does not matter how a value is divided."""
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant)."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    spec: Spec | None
+    sizes: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """On one device."""
+        spec = self.spec or ((),) * len(self.shape)
+        return device_bytes(self.shape, self.itemsize, [ways(axes, self.sizes) for axes in spec])
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """One operation. ``reads`` and ``makes`` are its operands and results; loops and branches have ``bodies``."""
+
+    name: str
+    reads: list[Value]
+    makes: list[Value]
+    bodies: list[Program] = field(default_factory=list)
+    consts: int = 0
+    carries: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """Operations in the order of the trace, on ``inputs``, for ``results``."""
+
+    inputs: list[Value]
+    ops: list[Op]
+    results: list[Value]
+
+
+class Reader:
+    """Reads jaxprs into programs.
+
+    Attributes:
+      unknown: names of operations through which the division of a large value could not be followed.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        self.unknown: set[str] = set()
+
+    def read(self, jaxpr: Any, specs: Iterable[Spec | None]) -> Program:
+        """The program of a jaxpr whose arguments are divided as ``specs`` say."""
+        inputs = [self._value(var.aval, spec) for var, spec in zip(jaxpr.invars, specs, strict=True)]
+        ops: list[Op] = []
+        results = self._open(jaxpr, inputs, ops)
+        return Program(inputs, ops, results)
+
+    def _value(self, aval: Any, spec: Spec | None) -> Value:
+        shape = tuple(getattr(aval, "shape", ()))
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        return Value(shape, itemsize, spec if spec is None else full(spec, len(shape)), self.sizes)
+
+    def _open(self, jaxpr: Any, inputs: Sequence[Value], ops: list[Op]) -> list[Value]:
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {var: self._value(var.aval, None) for var in jaxpr.constvars}
+
+        def get(var: Any) -> Value:
+            return self._value(var.aval, None) if isinstance(var, Literal) else values[var]
+
+        for eqn in jaxpr.eqns:
+            reads = [get(var) for var in eqn.invars]
+            values.update(zip(eqn.outvars, self._eqn(eqn, reads, ops), strict=True))
+        return [get(var) for var in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _OPENED:
+            inner = params[_OPENED[name]]
+            return self._open(getattr(inner, "jaxpr", inner), reads, ops)
+        if name == "shard_map":
+            return self._shard_map(eqn, reads, ops)
+        if name == "scan":
+            return self._scan(eqn, reads, ops)
+        if name in ("while", "cond"):
+            return self._branches(eqn, reads, ops)
+        makes = [self._value(var.aval, None) for var in eqn.outvars]
+        try:
+            specs = spread_of(name, params, reads, makes, self.sizes)
+        except UnknownSpread:
+            large = max((v.bytes for v in (*reads, *makes)), default=0) > SMALL
+            if large and any(any(v.spec or ()) for v in reads):
+                self.unknown.add(name)
+            specs = [None] * len(makes)
+        for value, spec in zip(makes, specs, strict=True):
+            value.spec = spec
+        ops.append(Op(name, reads, makes))
+        return makes
+
+    def _shard_map(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        """The inside of a ``shard_map`` has the shapes of one device; only other axes divide its values further."""
+        inner, manual = eqn.params["jaxpr"], frozenset(eqn.params["newly_manual_axes"])
+        inputs = []
+        for value, spec, var in zip(reads, eqn.params["in_specs"], inner.invars, strict=True):
+            wanted = full(spec, len(value.shape))
+            rest = without(value.spec, manual)
+            local = self._value(var.aval, rest)
+            moved = value.spec is not None and wanted != tuple(
+                tuple(axis for axis in axes if axis in manual) for axes in value.spec
+            )
+            ops.append(Op("reshard" if moved else "local", [value], [local]))
+            inputs.append(local)
+        results = self._open(inner, inputs, ops)
+        outer = []
+        for value, spec, var in zip(results, eqn.params["out_specs"], eqn.outvars, strict=True):
+            rest = without(value.spec, manual) or ((),) * len(value.shape)
+            joined = tuple((*axes, *more) for axes, more in zip(full(spec, len(rest)), rest, strict=True))
+            outer.append(self._value(var.aval, joined))
+            ops.append(Op("local", [value], [outer[-1]]))
+        return outer
+
+    def _scan(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        inner = eqn.params["jaxpr"].jaxpr
+        consts, carries = _scan_counts(eqn, inner)
+        specs = [v.spec for v in reads[: consts + carries]]
+        specs += [None if v.spec is None else v.spec[1:] for v in reads[consts + carries :]]
+        body = self.read(inner, specs)
+        for _ in range(2):
+            # What is carried lies as the body leaves it, where nothing says how it comes in.
+            found = [result.spec for result in body.results[:carries]]
+            merged = [new if old is None else old for old, new in zip(specs[consts:], found, strict=False)]
+            if merged == specs[consts : consts + carries]:
+                break
+            specs[consts : consts + carries] = merged
+            body = self.read(inner, specs)
+        makes = []
+        for i, (result, var) in enumerate(zip(body.results, eqn.outvars, strict=True)):
+            spec = specs[consts + i] if i < carries else None if result.spec is None else ((), *result.spec)
+            makes.append(self._value(var.aval, spec))
+        ops.append(Op("scan", reads, makes, [body], consts, carries))
+        return [
+            *(self._relaid(v, body, r, ops) for v, r in zip(makes[:carries], body.results, strict=False)),
+            *makes[carries:],
+        ]
+
+    def _relaid(self, value: Value, body: Program, result: Value, ops: list[Op]) -> Value:
+        """What a loop fills along an inner dim lies in the loop's own order; what reads it later gets a copy."""
+        made_by = {made: op for op in body.ops for made in op.makes}
+        op = made_by.get(result)
+        while op is not None and op.name == "sharding_constraint":
+            op = made_by.get(op.reads[0])
+        if op is None or op.name != "dynamic_update_slice":
+            return value
+        whole, piece = op.reads[0], op.reads[1]
+        dim = next((d for d, (a, b) in enumerate(zip(whole.shape, piece.shape, strict=True)) if a != b), 0)
+        outer = device_bytes(whole.shape[:dim], 1, [ways(axes, self.sizes) for axes in (whole.spec or ())[:dim]])
+        if outer == 1 or whole.spec is None:
+            return value
+        copy = Value(value.shape, value.itemsize, value.spec, self.sizes)
+        ops.append(Op("relaid", [value], [copy]))
+        return copy
+
+    def _branches(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        params = eqn.params
+        if eqn.primitive.name == "cond":
+            bodies = [self.read(b.jaxpr, [v.spec for v in reads[1:]]) for b in params["branches"]]
+            makes = [
+                self._value(var.aval, result.spec) for var, result in zip(eqn.outvars, bodies[0].results, strict=True)
+            ]
+            ops.append(Op("cond", reads, makes, bodies))
+            return makes
+        skip, consts = params["cond_nconsts"], params["body_nconsts"]
+        inside = reads[skip:]
+        body = self.read(params["body_jaxpr"].jaxpr, [v.spec for v in inside])
+        makes = [self._value(var.aval, v.spec) for var, v in zip(eqn.outvars, inside[consts:], strict=True)]
+        ops.append(Op("while", inside, makes, [body], consts, len(makes)))
+        return makes
+
+
+def _scan_counts(eqn: Any, inner: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried: what is stacked has a dim more outside."""
+    stacked = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, inner.invars, strict=True))
+    carries = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
+    return len(eqn.invars) - stacked - carries, carries

@@ -1,0 +1,273 @@
+"""How the mesh axes that divide an operation's operands divide its results: a forward rule for each kind of operation.
+
+A spec has a tuple of mesh axes for each dim, major to minor. ``None`` is that of a constant, which lies as it is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+Spec = tuple[tuple[str, ...], ...]
+
+
+class UnknownSpread(Exception):
+    """No rule for this operation."""
+
+
+class _Array(Protocol):
+    shape: tuple[int, ...]
+    spec: Spec | None
+
+
+def full(spec: Iterable[Any], rank: int) -> Spec:
+    """A ``PartitionSpec`` with a tuple of axes for each of ``rank`` dims.
+
+    >>> full(("data", None, ("a", "b")), 4)
+    (('data',), (), ('a', 'b'), ())
+    """
+    axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) if isinstance(a, tuple) else () for a in spec]
+    return (*axes, *[()] * (rank - len(axes)))
+
+
+def ways(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts these axes divide."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def without(spec: Spec | None, axes: Collection[str]) -> Spec | None:
+    """A spec less some axes."""
+    return None if spec is None else tuple(tuple(a for a in dim if a not in axes) for dim in spec)
+
+
+def merge(specs: Sequence[Spec | None], rank: int) -> Spec | None:
+    """What divides the result of an elementwise operation: each dim as the first operand that divides it, no axis twice."""
+    known = [spec for spec in specs if spec is not None]
+    if not known:
+        return None
+    dims: list[tuple[str, ...]] = [()] * rank
+    for spec in known:
+        for i, axes in enumerate(spec):
+            taken = {axis for dim in dims for axis in dim}
+            if not dims[i] and not taken & set(axes):
+                dims[i] = axes
+    return tuple(dims)
+
+
+def spread(
+    name: str, params: Mapping[str, Any], reads: Sequence[_Array], makes: Sequence[_Array], sizes: Mapping[str, int]
+) -> list[Spec | None]:
+    """The specs of an operation's results.
+
+    Raises:
+      UnknownSpread: there is no rule for it.
+    """
+    if name in ("sharding_constraint", "reshard", "mesh_cast"):
+        sharding = params.get("sharding", params.get("dst_sharding"))
+        spec = getattr(sharding, "spec", None)
+        return [full(spec, len(makes[0].shape)) if spec is not None else reads[0].spec]
+    if name == "optimization_barrier":
+        return [x.spec for x in reads]
+    if name in ("iota", "random_seed", "random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_split"):
+        return [None] * len(makes)
+    if all(x.spec is None for x in reads):
+        return [None] * len(makes)
+    rule = _RULES.get(name) or (_reduce if name.startswith(("reduce_", "arg")) and "axes" in params else None)
+    if rule is not None:
+        return [rule(params, reads, out, sizes) for out in makes]
+    if name.startswith(_ALONG):
+        _whole(name, params, reads[0])
+    shape = makes[0].shape if makes else ()
+    if all(out.shape == shape for out in makes) and all(_stretches(x.shape, shape) for x in reads):
+        found = merge([x.spec for x in reads if x.shape], len(shape))
+        return [found] * len(makes)
+    raise UnknownSpread(name)
+
+
+_ALONG = ("cum", "sort", "fft", "cholesky", "triangular_solve", "lu", "qr", "householder", "eig", "svd", "top_k", "rev")
+"""Operations whose results look as if made element by element, but mix the elements of a dim."""
+
+
+def _whole(name: str, params: Mapping[str, Any], read: _Array) -> None:
+    """What mixes the elements of a dim can be followed only where no axis divides that dim."""
+    rank = len(read.shape)
+    mixed = params.get("axis", params.get("dimension", params.get("dimensions", (rank - 2, rank - 1))))
+    if name == "fft":
+        mixed = range(rank - len(params["fft_lengths"]), rank)
+    dims = (mixed,) if isinstance(mixed, int) else mixed
+    if any((read.spec or ((),) * rank)[dim] for dim in dims):
+        raise UnknownSpread(name)
+
+
+def _stretches(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether an elementwise operation takes ``shape`` for ``to``: dims of 1 and scalars stretch."""
+    return not shape or (len(shape) == len(to) and all(a in (b, 1) for a, b in zip(shape, to, strict=True)))
+
+
+def _dot(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    (lhs_in, rhs_in), (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    left, right = (x.spec or ((),) * len(x.shape) for x in reads[:2])
+    dims = [left[i] or right[j] for i, j in zip(lhs_batch, rhs_batch, strict=True)]
+    dims += [axes for i, axes in enumerate(left) if i not in (*lhs_in, *lhs_batch)]
+    dims += [axes for i, axes in enumerate(right) if i not in (*rhs_in, *rhs_batch)]
+    return _once(dims)
+
+
+def _once(dims: Iterable[tuple[str, ...]]) -> Spec:
+    """Each axis in one dim only: the first."""
+    seen: set[str] = set()
+    found = []
+    for axes in dims:
+        found.append(() if seen & set(axes) else axes)
+        seen |= set(axes)
+    return tuple(found)
+
+
+def _broadcast(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    dims: list[tuple[str, ...]] = [()] * len(out.shape)
+    for i, axes in zip(params["broadcast_dimensions"], reads[0].spec or (), strict=False):
+        dims[i] = axes
+    return tuple(dims)
+
+
+def _transpose(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    spec = reads[0].spec or ()
+    return tuple(spec[i] for i in params["permutation"])
+
+
+def _squeeze(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i not in params["dimensions"])
+
+
+def _reduce(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i not in params["axes"])
+
+
+def _same_dims(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    """Dims that keep their size keep their axes: slices, pads, concatenations, updates."""
+    same = [x for x in reads if len(x.shape) == len(out.shape)]
+    specs = [
+        tuple(axes if a == b else () for axes, a, b in zip(x.spec, x.shape, out.shape, strict=True))
+        for x in same
+        if x.spec is not None
+    ]
+    return merge(specs, len(out.shape)) or ((),) * len(out.shape)
+
+
+def _update(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec | None:
+    return reads[0].spec if reads[0].spec is not None else _same_dims(params, reads[:2], out, sizes)
+
+
+def _reshape(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    spec = reads[0].spec or ()
+    dims: list[tuple[str, ...]] = [()] * len(out.shape)
+    for before, after in _groups(reads[0].shape, out.shape):
+        # The major dim of a group of dims that are joined or split carries the axes.
+        major = next((i for i in before if reads[0].shape[i] > 1), None)
+        target = next((i for i in after if out.shape[i] > 1), None)
+        if major is None or target is None:
+            continue
+        if out.shape[target] % ways(spec[major], sizes) == 0:
+            dims[target] = spec[major]
+    return tuple(dims)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
+    """The smallest runs of dims with equal products.
+
+    >>> list(_groups((4, 6, 5), (4, 2, 3, 5)))
+    [([0], [0]), ([1], [1, 2]), ([2], [3])]
+    """
+    i = j = 0
+    while i < len(before) and j < len(after):
+        left, right, a, b = [i], [j], before[i], after[j]
+        while a != b:
+            if a < b and i + 1 < len(before):
+                i += 1
+                left.append(i)
+                a *= before[i]
+            elif b < a and j + 1 < len(after):
+                j += 1
+                right.append(j)
+                b *= after[j]
+            else:
+                return
+        yield left, right
+        i, j = i + 1, j + 1
+
+
+def _gather(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    numbers, (table, places) = params["dimension_numbers"], reads[:2]
+    kept = [
+        i
+        for i in range(len(table.shape))
+        if i not in (*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ()))
+    ]
+    window = dict(zip(numbers.offset_dims, kept, strict=True))
+    batch = iter(places.spec or ((),) * len(places.shape))
+    dims = []
+    for i in range(len(out.shape)):
+        if i in window:
+            whole = params["slice_sizes"][window[i]] == table.shape[window[i]]
+            dims.append(table.spec[window[i]] if table.spec is not None and whole else ())
+        else:
+            dims.append(next(batch))
+    return _once(sorted_batch_first(dims, window))
+
+
+def sorted_batch_first(dims: Sequence[tuple[str, ...]], window: Mapping[int, int]) -> list[tuple[str, ...]]:
+    """The dims in their order, window dims losing an axis that a batch dim has too."""
+    taken = {axis for i, axes in enumerate(dims) if i not in window for axis in axes}
+    return [axes if i not in window or not taken & set(axes) else () for i, axes in enumerate(dims)]
+
+
+def _collective(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    """Inside a ``shard_map`` shapes are local; other axes go through."""
+    return reads[0].spec or ((),) * len(out.shape)
+
+
+def _kernel(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    """A kernel runs on one device's arrays; outside of a ``shard_map`` nobody divides it."""
+    if any(any(x.spec or ()) for x in reads):
+        raise UnknownSpread("pallas_call")
+    return ((),) * len(out.shape)
+
+
+def _conv(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    numbers = params["dimension_numbers"]
+    dims: list[tuple[str, ...]] = [()] * len(out.shape)
+    for x, side, i, o in ((reads[0], numbers.lhs_spec, 0, 0), (reads[1], numbers.rhs_spec, 0, 1)):
+        if x.spec is not None:
+            dims[numbers.out_spec[o]] = x.spec[side[i]]
+    return _once(dims)
+
+
+_RULES: dict[str, Any] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "expand_dims": _reshape,
+    "reshape": _reshape,
+    "gather": _gather,
+    "scatter": _update,
+    "scatter-add": _update,
+    "scatter_add": _update,
+    "dynamic_update_slice": _update,
+    "pallas_call": _kernel,
+} | dict.fromkeys(("slice", "dynamic_slice", "pad", "concatenate", "split", "select_and_scatter_add"), _same_dims)
+_RULES |= dict.fromkeys(
+    (
+        "all_gather",
+        "all_to_all",
+        "psum",
+        "psum_invariant",
+        "psum_scatter",
+        "reduce_scatter",
+        "ppermute",
+        "all_gather_invariant",
+    ),
+    _collective,
+)

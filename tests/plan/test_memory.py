@@ -1,0 +1,155 @@
+"""The memory estimate: against what the compiler said of many steps, by hand on small ones, and what it refuses to guess."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.inspect.memory import PARTS, Memory, estimate
+from jaxpar.models.vit import ViTConfig, make_vit, vit_loss
+
+ROOT = Path(__file__).parents[2]
+POINTS = [p for p in json.loads((ROOT / "tests/plan/memory_points.json").read_text())["points"] if "compiled" in p]
+SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "memory_estimate.py"))
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point["name"])
+def test_the_estimate_is_within_a_tenth_of_the_compiler(point: dict[str, Any]) -> None:
+    memory: Memory = SCRIPT["estimate_of"](point)
+    assert memory.unknown == () and memory.total is not None
+    exact = sum(memory.parts[part] for part in PARTS[:3])
+    assert exact == pytest.approx(point["compiled"]["argument"], rel=0.01)
+    assert memory.total == pytest.approx(point["compiled"]["peak"], rel=0.1)
+
+
+def test_the_docs_have_a_row_of_every_point() -> None:
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    for point in POINTS:
+        assert f"| {' | '.join(SCRIPT['words'](point))} |" in text, "benchmarks/memory_estimate.py --write"
+
+
+LAYOUT = jp.Layout(jp.MeshSpec(data=4).abstract(), jp.Rules(batch="data", embed=None, mlp=None))
+MIB = 2**20
+
+
+def explained(make: Any, loss: Any, batch: Any, layout: jp.Layout = LAYOUT) -> Memory:
+    memory = jp.explain(layout, make, optax.sgd(0.1, momentum=0.9), batch=batch, loss_fn=loss).memory
+    assert memory is not None
+    return memory
+
+
+def rows(n: int, width: int) -> Any:
+    return jp.tag(jax.ShapeDtypeStruct((n, width), np.float32), "batch", None)
+
+
+def square(key: jax.Array) -> dict[str, Any]:
+    return {"w": jp.tag(jax.random.normal(key, (512, 512)), "embed", "mlp")}
+
+
+def test_two_matmuls_by_hand() -> None:
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(jnp.tanh(batch @ model["w"]) @ model["w"]) ** 2)
+
+    memory = explained(square, loss, rows(2048, 512))
+    # Each device has 512 rows, so every activation is 1 MiB, as the weight, its moment, its gradient and the batch are.
+    assert {part: memory.parts[part] / MIB for part in PARTS[:3]} == pytest.approx(
+        {"parameters": 1, "optimizer": 1, "batch and rest": 1}, abs=1e-3
+    )
+    # Two activations of the forward pass, the gradient of one, and what the first of two weight gradients takes.
+    assert memory.total is not None and 6 * MIB <= memory.total <= 7.1 * MIB
+
+
+def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -> None:
+    def loss(model: Any, batch: jax.Array, remat: bool) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(jnp.tanh(x @ w) @ w), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, model["w"])[0])
+
+    def make(key: jax.Array) -> dict[str, Any]:
+        return {"w": jp.tag(jax.random.normal(key, (8, 512, 512)), None, "embed", "mlp")}
+
+    kept = explained(make, lambda m, b: loss(m, b, False), rows(2048, 512))
+    again = explained(make, lambda m, b: loss(m, b, True), rows(2048, 512))
+    assert again.parts["saved activations"] == 8 * MIB
+    assert kept.parts["saved activations"] > 2 * again.parts["saved activations"]
+    assert again.parts["gradients"] == kept.parts["gradients"] == 8 * MIB
+
+
+def test_what_cannot_be_followed_is_named_and_has_no_total() -> None:
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.abs(jnp.fft.fft(batch @ model["w"])))
+
+    def along(model: Any, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.cumsum(batch @ model["w"], axis=0))
+
+    def odd(model: Any, batch: jax.Array) -> jax.Array:
+        parts = jax.lax.reduce_window(batch @ model["w"], 0.0, jax.lax.add, (1, 2), (1, 2), "VALID")
+        return jnp.mean(parts)
+
+    assert explained(square, loss, rows(4096, 512)).unknown == ()
+    assert explained(square, along, rows(4096, 512)).unknown == ("cumsum",)
+    memory = explained(square, odd, rows(4096, 512))
+    assert memory.unknown == ("reduce_window_sum",) and memory.total is None
+    assert set(memory.parts) == set(PARTS[:3])
+    assert memory.cells(str)[-1] == ("not estimated", "reduce_window_sum")
+
+
+def test_a_step_that_does_not_trace_is_a_reason_not_an_exception(mlp: Any) -> None:
+    batch = jp.tag(jax.ShapeDtypeStruct((8, 16), np.float32), "batch", None)
+
+    def endless(model: Any, batch: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda loss: loss < 0, lambda loss: loss + 1, mlp.loss(model, batch))
+
+    memory = explained(mlp.make, endless, batch, mlp.layout())
+    assert memory.unknown[0].startswith(
+        "the step cannot be traced: Reverse-mode differentiation does not work for lax.while"
+    )
+    assert memory.total is None
+    bad = jp.tag(jax.ShapeDtypeStruct((6, 16), np.float32), "batch", None)
+    report = jp.explain(mlp.layout(), mlp.make, optax.sgd(0.1), batch=bad, loss_fn=mlp.loss)
+    assert report.memory == Memory("", {}, ("the layout has problems",))
+
+
+@pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "fsdp_tp_sp"])
+def test_a_linen_model_is_estimated_too(name: str, layout_of: Any) -> None:
+    config = ViTConfig()
+    images = jp.tag(jax.ShapeDtypeStruct((1024, 16, 16, 3), np.float32), "batch", None, None, None)
+    labels = jp.tag(jax.ShapeDtypeStruct((1024,), np.int32), "batch")
+    memory = explained(make_vit(config), vit_loss(config), {"images": images, "labels": labels}, layout_of(name, 8))
+    assert memory.unknown == () and memory.total is not None
+    assert memory.total > 2 * sum(memory.parts[part] for part in PARTS[:3])
+
+
+def test_the_report_shows_it_in_text_html_and_json(mlp: Any) -> None:
+    batch = jp.tag(jax.ShapeDtypeStruct((8, 16), np.float32), "batch", None)
+    on = jp.Layout(jp.MeshSpec(data=4).on("v5e:2x2"), mlp.rules)
+    report = jp.explain(on, mlp.make, optax.sgd(0.1), batch=batch, loss_fn=mlp.loss)
+    assert report.memory is not None and report.memory.target == "TPU v5 lite"
+    assert "memory at the peak of a step on a TPU v5 lite, estimated\n" in report.to_text()
+    assert "<h4>memory at the peak of a step on a TPU v5 lite, estimated</h4>" in report._repr_html_()
+    data = json.loads(report.to_json())["memory"]
+    assert data["total"] == report.memory.total == sum(data["parts"].values())
+    assert json.loads(jp.explain(on, mlp.make, optax.sgd(0.1)).to_json())["memory"] is None
+
+
+def test_estimate_takes_the_step_s_options(mlp: Any) -> None:
+    from jaxpar.inspect.explain import _batch
+    from jaxpar.state import place, shape_state
+
+    batch = jp.tag(jax.ShapeDtypeStruct((8, 16), np.float32), "batch", None)
+    state = shape_state(mlp.layout(), mlp.make, optax.sgd(0.1))
+    inputs, plain = _batch(mlp.layout(), batch)
+    tensors = [*place(mlp.layout(), state), *inputs]
+    plain_step = estimate(mlp.layout(), mlp.loss, state, plain, tensors)
+    kept = estimate(mlp.layout(), mlp.loss, state, plain, tensors, keep_grads=True)
+    assert (kept.total or 0) >= (plain_step.total or 0) > 0
