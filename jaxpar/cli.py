@@ -49,6 +49,7 @@ class Explain:
     devices: Annotated[int | None, tyro.conf.arg(help="how many devices (default: what the config's mesh says)")] = None
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
+    topology: Annotated[str | None, tyro.conf.arg(help="trace the step for its chips, as v5e:4x4 (memory)")] = None
 
     def run(self) -> int:
         return _report(self, strict=None)
@@ -133,7 +134,14 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
     import jaxpar as jp
 
     job = _job(command.config, command.set, run=False)
-    layout = job.layout(command.devices or job.abstract_devices())
+    if command.topology is None:
+        layout = job.layout(command.devices or job.abstract_devices())
+    else:
+        from jaxpar.plan.aot import aim
+        from jaxpar.topology import Topology
+
+        parsed = Topology.parse(command.topology)
+        layout = aim(job.layout(command.devices or parsed.devices), parsed)
     inputs = {"batch": job.batch_spec(), "loss_fn": job.loss_fn}
     report = jp.explain(layout, job.make_model, job.tx, **inputs)
     for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):

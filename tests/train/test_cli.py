@@ -133,3 +133,11 @@ def test_verify_names_the_first_module_that_diverges(
 def test_verify_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(QUICKSTART), "--steps", "0", *settings()]) == 1
     assert capsys.readouterr().err == "ConfigError: verify: steps is 0, but at least 1 is wanted.\n"
+
+
+def test_explain_estimates_memory_for_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:4x2"]) == 0
+    text = capsys.readouterr().out
+    assert "memory at the peak of a step on a TPU v5 lite, estimated\n" in text
+    assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:2x2", "--devices", "8"]) == 1
+    assert "the mesh has 8 devices" in capsys.readouterr().err
