@@ -1,0 +1,297 @@
+"""MaxText and jaxpar compiled for the same TPUs, side by side: ``uv run python benchmarks/maxtext_aot.py``.
+
+Nothing here needs a TPU. What it needs is the TPU compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``) and uv on the path: the
+first run installs MaxText 0.2.5 as its users would, in an environment of its own beside jaxpar's cache (3 GB). Each run of
+the table compiles MaxText's train step and jaxpar's one after the other, in processes of their own, and counts both programs
+with ``jaxpar.audit``. ``wire`` is what one device sends in a step, ``peak`` its memory, ``compile`` the CPU seconds of the
+compiler alone, on both sides without tracing. Those want an idle machine, and only their ratio means something.
+
+Shapes, weights in fp32 with AdamW, compute in bf16, full remat: ``1b`` has embed 2048, 16 layers, 16 heads of 128, a gated MLP
+of 7168, a vocabulary of 32,000 and 2 × 2,048 tokens a device; ``8b`` is Llama 3.1 8B with 1 × 4,096 tokens a device.
+
+``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 devices, and holds the compiler's time to 1.3 × the first.
+
+Seen for ``1b_fsdp16`` (2026-11, jax 0.12.0.1): MaxText 6.31 GB and 1,851 MiB with the libtpu 0.0.52 that it installs, 2,185 MiB
+with 0.0.50.1, which this jax asks for and jaxpar uses: 6.01 GB and 1,763 MiB. 3.157e13 matmul FLOPs on both sides. For one
+libtpu on both sides make the environment by hand, and name it with ``--maxtext-python``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.inspect.audit import Audit, audit
+from jaxpar.models.llama import LlamaConfig
+from jaxpar.plan.aot import cache_folder, compile_for
+from jaxpar.topology import Topology
+from jaxpar.train.config import load_run
+from jaxpar.train.job import Job, make_job
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent / "configs" / "bench"
+MAXTEXT = "0.2.5"
+GROWTH = ("v5e:4x4", "v5e:16x16", "v5p:16x16x16")
+GROWTH_GOAL = 1.3
+BF16 = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the table.
+
+    Attributes:
+      config: in ``configs/bench``.
+      maxtext: its settings for the shape, or ``None`` to compile ours alone.
+      settings: changes to ``config``.
+      wire: the most GB on the wire; ``by_hand``: the same, as a multiple of the figure by hand.
+      peak: the most MiB; without one, MaxText's.
+      compile: the most CPU seconds, as a multiple of MaxText's.
+    """
+
+    config: str
+    maxtext: tuple[str, ...] | None
+    settings: tuple[str, ...] = ()
+    wire: float | None = None
+    by_hand: float | None = None
+    peak: float | None = None
+    compile: float | None = None
+
+
+QUIET = ["run_name=t", "base_output_directory=out", "dataset_type=synthetic", "enable_checkpointing=false"]
+QUIET += ["log_config=false"]
+LLAMA_8B = ("model_name=llama3.1-8b",)
+RUNS = {
+    "1b_fsdp16": Run("1b_fsdp16", (), wire=6.25, peak=1800, compile=48 / 60),
+    "1b_fsdp4_tp4": Run("1b_fsdp4_tp4", (), wire=11.2, peak=2300, compile=60 / 79),
+    "1b_save_outputs": Run("1b_fsdp4_tp4", None, ("model.remat=save_outputs",), wire=9.6, peak=2900),
+    "8b_fsdp16": Run("8b_fsdp16", LLAMA_8B, by_hand=1.02, compile=1),
+    "8b_fsdp4_tp4": Run("8b_fsdp4_tp4", LLAMA_8B, by_hand=1.05, compile=1),
+}
+
+
+def by_hand(model: LlamaConfig, data: int, tensor: int, tokens: int) -> dict[str, float]:
+    """Bytes that one device must send in a step, everything in bf16: FSDP over ``data``, tensor + sequence over ``tensor``.
+
+    To gather or to scatter X bytes over N devices, each sends X · (N - 1) / N.
+
+    - ``layers``: weights are gathered for the forward pass and again for the backward pass, their gradients scattered once.
+    - ``ends``: head and embedding are gathered once (the loss keeps the head for its backward pass), their gradients scattered
+      once. A lookup that exchanges rows (:mod:`jaxpar.models.embedding`) can send less than this, where rows are fewer
+      than words; both programs do that under FSDP alone, for 0.2 GB less at 1B and 1.9 GB less at 8B.
+    - ``stream``: the residual stream of a data shard's ``tokens``, gathered before and scattered after each block: 4 in
+      the forward pass, 4 in the backward pass. Full remat repeats the 2 gathers and the scatter after attention; nobody needs
+      that after the MLP. ``save_outputs`` repeats the gathers alone.
+    - ``stream_ends``: the same out of the embedding and into the head, and back.
+
+    For 1B this gives 5.97 GB (FSDP 16), 10.25 (FSDP 4 × TP 4) and 9.45 (block outputs kept). The goals were set with 6.1, 10.9
+    and 9.2: the first gathers the head twice; the second repeats both scatters of a layer; the last two leave out
+    ``stream_ends``.
+    """
+    attention = model.embed * model.head_dim * 2 * (model.heads + model.kv_heads)
+    kept = BF16 * (data - 1) / data / tensor
+    hop = BF16 * tokens * model.embed * (tensor - 1) / tensor
+    repeated = {"full": 3, "save_outputs": 2}[model.remat]
+    return {
+        "layers": 3 * kept * model.layers * (attention + 3 * model.embed * model.mlp),
+        "ends": (2 + 2) * kept * model.embed * model.vocab,
+        "stream": (8 + repeated) * hop * model.layers,
+        "stream_ends": 4 * hop,
+    }
+
+
+def facts(report: Audit, memory: dict[str, int], seconds: float, versions: dict[str, str]) -> dict[str, Any]:
+    """What both columns show."""
+    told = json.loads(report.to_json())
+    kept = ("exposed_bytes", "matmul_flops", "kernel_flops", "certain")
+    figures = {name: told[name] for name in kept} | {"wire_bytes": report.wire_bytes(), "wire": told["wire_bytes"]}
+    return figures | {"memory": memory, "compile_cpu_seconds": seconds, "versions": versions}
+
+
+def job_of(run: Run, devices: int, layers: int | None) -> Job:
+    """The run's job with the batch for so many devices; its configuration is for 16."""
+    settings = [*run.settings, *([f"model.layers={layers}"] if layers else [])]
+    batch = make_job(load_run(CONFIGS / f"{run.config}.yaml", settings)).config.data.batch
+    return make_job(load_run(CONFIGS / f"{run.config}.yaml", [*settings, f"data.batch={batch * devices // 16}"]))
+
+
+def compile_ours(job: Job, topology: Topology, keep: bool) -> dict[str, Any]:
+    """What ``jaxpar check --topology`` compiles, counted."""
+    layout = job.layout(topology.devices)
+    options = {"clip_norm": job.config.optimizer.clip_norm, "compiler_options": job.compiler_options(topology.platform)}
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        if not keep:
+            os.environ["JAXPAR_CACHE"] = folder  # empty, so that it is compiled
+        step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), **options)
+    traced = time.process_time() - began
+    report = audit(step, mesh=layout.mesh)
+    figures = facts(report, step.memory, step.compile_cpu_seconds, step.versions)
+    return figures | {"trace_cpu_seconds": traced, "cached": step.cached}
+
+
+def maxtext_settings(run: Run, job: Job, topology: Topology, layers: int | None) -> list[str]:
+    """The run in MaxText's words; its own defaults are the 1B shape."""
+    cores = 2 if topology.kind in ("v4", "v5p") else 1  # it names slices of these by cores, not by chips
+    tensor = job.layout(topology.devices).sizes["model"]
+    data = job.config.data
+    parallel = [f"ici_fsdp_parallelism={topology.devices // tensor}", f"ici_tensor_parallelism={tensor}"]
+    shape = [f"per_device_batch_size={data.batch // topology.devices}", f"max_target_length={data.seq}"]
+    depth = [f"base_num_decoder_layers={layers}", "override_model_config=true"] if layers else []
+    slices = [f"compile_topology={topology.kind}-{topology.devices * cores}", "compile_topology_num_slices=1"]
+    return [*slices, *shape, *(parallel if tensor > 1 else []), *QUIET, *(run.maxtext or ()), *depth]
+
+
+def compile_maxtext(python: str, settings: Sequence[str]) -> dict[str, Any]:
+    """MaxText's train step, counted by the same audit as ours."""
+    own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PYTHONPATH")}
+    # It caches what it compiles in the home folder, and would take no time the second time.
+    own |= {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, str(HERE / "maxtext_driver.py"), folder, *settings]
+        done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+        if done.returncode or not (Path(folder) / "result.json").is_file():
+            raise SystemExit(f"MaxText failed with status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+        told = json.loads((Path(folder) / "result.json").read_text())
+        mesh = {axis: size for axis, size in told["mesh"].items() if size > 1}
+        report = audit((Path(folder) / "program.hlo").read_text(), mesh=mesh)
+    figures = facts(report, told["memory"], told["compile_cpu_seconds"], told["versions"])
+    return figures | {"trace_cpu_seconds": told["trace_cpu_seconds"], "mesh": mesh}
+
+
+def maxtext_python(given: str | None) -> str:
+    """An interpreter with MaxText: the one given, or one made once beside jaxpar's cache."""
+    if given:
+        return given
+    folder = cache_folder().parent / f"maxtext-{MAXTEXT}"
+    python, whole = folder / "bin" / "python", folder / "whole"
+    if not whole.is_file():
+        uv = shutil.which("uv")
+        if uv is None:
+            raise SystemExit("installing MaxText needs uv. Remedy: pip install uv, or --maxtext-python.")
+        print(f"installing MaxText {MAXTEXT} in {folder}", file=sys.stderr)
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", "3.12", str(folder)], check=True)
+        install = [uv, "pip", "install", "--quiet", "--python", str(python), f"maxtext[tpu]=={MAXTEXT}"]
+        subprocess.run(install, cwd=folder, check=True)  # from the project's folder uv would hold it to our pins
+        whole.touch()
+    return str(python)
+
+
+def judge(run: Run, ours: dict[str, Any], theirs: dict[str, Any] | None, hand: float) -> list[tuple[str, bool]]:
+    """The goals of a run, in words, and whether each is met."""
+    wire, peak = ours["wire_bytes"] / 1e9, ours["memory"]["peak"] / 2**20
+    most = run.wire if run.by_hand is None else run.by_hand * hand / 1e9
+    goals = [(f"wire {wire:.2f} ≤ {most:.2f} GB", wire <= most)] if most is not None else []
+    if run.peak is not None:
+        goals.append((f"peak {peak:.0f} ≤ {run.peak:.0f} MiB", peak <= run.peak))
+    if theirs is not None:
+        limit = theirs["memory"]["peak"] / 2**20
+        if run.peak is None:
+            goals.append((f"peak {peak:.0f} < {limit:.0f} MiB", peak < limit))
+        if run.compile is not None:
+            ratio = ours["compile_cpu_seconds"] / theirs["compile_cpu_seconds"]
+            goals.append((f"compile {ratio:.2f} ≤ {run.compile:.2f} × MaxText's", ratio <= run.compile))
+        goals.append(("matmul FLOPs not above MaxText's", ours["matmul_flops"] <= theirs["matmul_flops"]))
+    return goals
+
+
+HEAD = "run              side     wire GB  exposed GB  peak MiB  matmul FLOPs  compile CPU s"
+
+
+def say(name: str, side: str, text: str) -> None:
+    """A line of the table."""
+    print(f"{name:15}  {side:7}  {text}", flush=True)
+
+
+def row(figures: dict[str, Any]) -> str:
+    """One side of a run, under ``HEAD``."""
+    gigabytes = f"{figures['wire_bytes'] / 1e9:7.2f}  {figures['exposed_bytes'] / 1e9:10.2f}"
+    compiled = f"{figures['memory']['peak'] / 2**20:8.0f}  {figures['matmul_flops']:12.4g}"
+    notes = ("  (found in the cache)" if figures.get("cached") else "") + (
+        "" if figures["certain"] else "  LOWER BOUNDS"
+    )
+    return f"{gigabytes}  {compiled}  {figures['compile_cpu_seconds']:13.0f}{notes}"
+
+
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Ours over theirs, and the versions of both."""
+    peak = ours["memory"]["peak"] / theirs["memory"]["peak"]
+    wire, seconds = (ours[name] / theirs[name] for name in ("wire_bytes", "compile_cpu_seconds"))
+    versions = [f"{k} {v} and {ours['versions'][k]}" for k, v in theirs["versions"].items() if k in ours["versions"]]
+    return f"{wire:7.3f}  {'':10}  {peak:8.3f}  {'':12}  {seconds:13.3f}  ({', '.join(versions)})"
+
+
+def compare(name: str, run: Run, options: argparse.Namespace, python: str | None) -> dict[str, Any]:
+    """Compile both sides of a run, print its rows and goals."""
+    topology = Topology.parse(options.topology)
+    job = job_of(run, topology.devices, options.layers)
+    theirs = None
+    if python is not None and run.maxtext is not None:
+        theirs = compile_maxtext(python, maxtext_settings(run, job, topology, options.layers))
+        say(name, "MaxText", row(theirs))
+    ours = compile_ours(job, topology, options.keep_cache)
+    say("" if theirs else name, "jaxpar", row(ours))
+    if theirs:
+        say("", "ratio", ratios(ours, theirs))
+    sizes, tokens = job.layout(topology.devices).sizes, job.config.data.batch * job.config.data.seq
+    terms = by_hand(job.model, sizes["data"], sizes["model"], tokens // sizes["data"])
+    hand = sum(terms.values())
+    say("", "by hand", f"{hand / 1e9:7.2f}  ({', '.join(f'{k} {v / 1e9:.2f}' for k, v in terms.items() if v)})")
+    as_set = options.topology == "v5e:4x4" and options.layers is None
+    goals = judge(run, ours, theirs, hand) if as_set else []
+    for text, met in goals:
+        say("", "pass" if met else "FAIL", text)
+    return {"maxtext": theirs, "jaxpar": ours, "by_hand": terms, "goals": dict(goals)}
+
+
+def growth(options: argparse.Namespace) -> dict[str, Any]:
+    """The compiler's time for the 8B FSDP step as the devices grow, one sequence each."""
+    found: dict[str, Any] = {}
+    for name in GROWTH:
+        topology = Topology.parse(name)
+        job = job_of(RUNS["8b_fsdp16"], topology.devices, options.layers)
+        found[name] = compile_ours(job, topology, options.keep_cache)
+        ratio = found[name]["compile_cpu_seconds"] / found[GROWTH[0]]["compile_cpu_seconds"]
+        found[name]["goals"] = {f"{ratio:.2f} ≤ {GROWTH_GOAL} × {GROWTH[0]}": ratio <= GROWTH_GOAL}
+        say(name, f"{topology.devices}", row(found[name]))
+        say("", "pass" if ratio <= GROWTH_GOAL else "FAIL", f"compile {ratio:.2f} ≤ {GROWTH_GOAL} × the first")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", default=",".join(RUNS), help="which, by name, with commas (default: %(default)s)")
+    parser.add_argument("--topology", default="v5e:4x4", help="goals are held to on %(default)s only")
+    parser.add_argument("--growth", action="store_true", help="compile ours for ever more devices instead")
+    parser.add_argument("--layers", type=int, help="make the models this deep, to try things out")
+    parser.add_argument("--maxtext-python", metavar="FILE", help=f"an interpreter with MaxText {MAXTEXT}")
+    parser.add_argument("--keep-cache", action="store_true", help="take ours from jaxpar's cache where it is there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    names = options.runs.split(",")
+    if unknown := sorted(set(names) - RUNS.keys()):
+        parser.error(f"no run {', '.join(unknown)}; runs are {', '.join(RUNS)}")
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # jax's own, which a user may have turned on
+    print(f"load of this machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    both = not options.growth and any(RUNS[name].maxtext is not None for name in names)
+    python = maxtext_python(options.maxtext_python) if both else None
+    print(HEAD)
+    figures = growth(options) if options.growth else {n: compare(n, RUNS[n], options, python) for n in names}
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    return 0 if all(met for found in figures.values() for met in found["goals"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""MaxText's half of ``maxtext_aot.py``, run by MaxText's interpreter: ``python maxtext_driver.py FOLDER SETTINGS...``.
+
+It runs MaxText's own ``train_compile`` and looks over its shoulder: FOLDER gets ``program.hlo``, the optimised HLO, and
+``result.json``, with CPU seconds, the compiler's memory analysis and the mesh. Nothing here imports jaxpar.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import maxtext
+from maxtext.trainers.pre_train import train_compile
+
+MEMORY = ("argument_size", "output_size", "temp_size", "alias_size", "peak_memory")
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process so far, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def watched(folder: Path, compile_: Any, mesh: dict[str, int]) -> Any:
+    """``Lowered.compile`` that also writes down what it made: the compiler's seconds, and all those before it."""
+    began = cpu_seconds()
+
+    def compile_and_tell(lowered: Any, *args: Any, **options: Any) -> Any:
+        before = cpu_seconds()
+        compiled = compile_(lowered, *args, **options)
+        seconds = cpu_seconds() - before
+        (folder / "program.hlo").write_text(compiled.as_text())
+        stats = compiled.memory_analysis()
+        facts = {
+            "compile_cpu_seconds": seconds,
+            "trace_cpu_seconds": before - began,
+            "memory": {name.rsplit("_", 1)[0]: int(getattr(stats, f"{name}_in_bytes")) for name in MEMORY},
+            "mesh": mesh,
+            "versions": {name: version(name) for name in ("maxtext", "jax", "libtpu")},
+        }
+        (folder / "result.json").write_text(json.dumps(facts, indent=1))
+        return compiled
+
+    return compile_and_tell
+
+
+def main(folder: Path, settings: list[str]) -> None:
+    """Compile what the settings say; the step is the last program compiled, so its facts are those that stay."""
+    mesh: dict[str, int] = {}
+    make_mesh = train_compile.get_topology_mesh
+
+    def mesh_and_tell(config: Any) -> Any:
+        made = make_mesh(config)
+        mesh.update({str(axis): int(size) for axis, size in made.shape.items()})
+        return made
+
+    train_compile.get_topology_mesh = mesh_and_tell
+    jax.stages.Lowered.compile = watched(folder, jax.stages.Lowered.compile, mesh)
+    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    train_compile.main([train_compile.__file__, str(base), *settings])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
