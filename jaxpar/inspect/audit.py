@@ -247,7 +247,7 @@ def _memory(program: Any) -> dict[str, int]:
         return {}
 
     def size(name: str) -> int:
-        return int(getattr(stats, f"{name}_in_bytes", 0))
+        return int(getattr(stats, f"{name}_in_bytes", 0) or 0)  # an ahead-of-time one may hold None
 
     found = {name: size(f"{name}_size") for name in ("argument", "output", "temp", "alias")}
     host = sum(size(f"host_{name}_size") for name in ("argument", "output", "temp")) - size("host_alias_size")

@@ -210,7 +210,7 @@ def examine(
     """
     about = about or About()
     module = parse(step.text)
-    report = _named(dataclasses.replace(audit(step, mesh=sizes), memory=step.memory), held)
+    report = _named(dataclasses.replace(audit(step.text, mesh=sizes), memory=step.memory), held)
     line = roofline(report, step.topology, tokens=about.tokens or None, model_flops=about.model_flops or None)
     device = accelerator(Topology.parse(step.topology).kind)
     memory = footprint(peak(module), held, step.memory, sizes, device)

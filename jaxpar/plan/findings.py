@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxpar.inspect.audit import Audit
 from jaxpar.inspect.collectives import Collective, wire_bytes
-from jaxpar.inspect.liveness import Buffer
 from jaxpar.inspect.report import show_bytes
 from jaxpar.plan.footprint import Footprint, Held
+from jaxpar.plan.recognise import is_logits, is_scores
 from jaxpar.plan.remarks import Rematerialised
 from jaxpar.plan.roofline import Roofline, Transfers, show_time
 
@@ -126,7 +127,7 @@ def knob(category: str, remat: str = "") -> str:
     """What makes a category of memory smaller.
 
     >>> knob("optimizer")
-    "shard it over another axis, as rules: {optimizer: {over: data}}, or over more devices."
+    'shard it over another axis, as rules: {optimizer: {over: data}}, or over more devices.'
     """
     again = "" if remat in ("", "full") else f"compute activations again (model.remat=full, now {remat}); "
     texts = {
@@ -275,43 +276,17 @@ def _rematerialised(e: Evidence) -> Iterator[Finding]:
 def _large_buffers(e: Evidence) -> Iterator[Finding]:
     """Logits and attention scores among the ten largest tensors that the step itself makes."""
     made = [buffer for _, buffer in e.memory.buffers if not buffer.argument][:10]
-    for kind, is_one, remedy in (("logits", _is_logits, _SPLIT_LOGITS), ("attention scores", _is_scores, _BLOCKWISE)):
-        found = [buffer for buffer in made if is_one(buffer, e)]
+    for kind, is_one, remedy in (
+        ("logits", partial(is_logits, vocab=e.vocab), _SPLIT_LOGITS),
+        ("attention scores", partial(is_scores, seq=e.seq), _BLOCKWISE),
+    ):
+        found = [buffer for buffer in made if is_one(buffer, e.held, e.sizes)]
         if found:
             size = sum(buffer.bytes for buffer in found)
             shapes = ", ".join(dict.fromkeys(buffer.shape for buffer in found))
             text = f"{show_bytes(size)} of the peak ({e.of_memory(size):.1%} of the memory) are {kind}: {shapes}"
             where = next((b.source for b in found if b.source), found[0].op_name or "the compiler")
             yield Finding(kind, where, text, remedy, 0.0, size, e.of_memory(size))
-
-
-def _is_logits(buffer: Buffer, e: Evidence) -> bool:
-    """Whether one dim is the vocabulary or its shard, and the others are not those of the tables that share it."""
-    tables = [h for h in e.held if h.category == "parameters" and e.vocab in h.shape]
-    partners = {n // way for h in tables for n in h.shape if n != e.vocab for way in _products(e.sizes)}
-    widths = {n for h in e.held if h.category == "parameters" for n in h.shape} - {e.vocab}
-    shards = {e.vocab // way for way in _products(e.sizes) if e.vocab and e.vocab % way == 0} - widths
-    found = next((n for n in reversed(buffer.dims) if n > 1 and n in shards), None)
-    if found is None:
-        return False
-    rest = [n for n in buffer.dims if n > 1]
-    rest.remove(found)
-    return bool(rest) and not (len(rest) == 1 and rest[0] in partners)
-
-
-def _is_scores(buffer: Buffer, e: Evidence) -> bool:
-    """Whether two dims are the whole sequence; where that is also a width of the model, jax's name must say so."""
-    if not e.seq or buffer.dims.count(e.seq) < 2:
-        return False
-    widths = {n for h in e.held if h.category == "parameters" for n in h.shape}
-    return e.seq not in widths or buffer.dims.count(e.seq) > 2 or "BNTS" in buffer.op_name
-
-
-def _products(sizes: Mapping[str, int]) -> set[int]:
-    found = {1}
-    for size in sizes.values():
-        found |= {size * n for n in found}
-    return found
 
 
 def _replicated(e: Evidence) -> Iterator[Finding]:

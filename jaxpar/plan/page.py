@@ -25,9 +25,11 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
       title: of the page, as the run's name.
       layout: HTML to put at the end, as where every tensor lies.
 
-    >>> about = Checkup("v5e:2x2", {"data": 4}, None, None, None, None, (), ())
-    >>> page(about, "a < b")[:61]
-    '<!doctype html><html lang="en"><head><meta charset="utf-8"><t'
+    >>> from jaxpar.plan.findings import Finding
+    >>> large = Finding("does not fit", "activations", "4 GiB too much", "a smaller batch", 0.0, 4 * 2**30, 1.25)
+    >>> about = Checkup("v5e:2x2", {"data": 4}, None, None, None, None, (large,), ())
+    >>> "<h1>a &lt; b</h1>" in page(about, "a < b")
+    True
     """
     name = html.escape(title)
     parts = [

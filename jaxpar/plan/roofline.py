@@ -244,7 +244,7 @@ def _time(c: Collective, links: Links, pace: float) -> _Timed:
     phases = links.phases(c)
     once = sum(phase.seconds for phase in phases)
     exposed = once * c.exposed_bytes / c.wire_bytes if c.wire_bytes else 0.0
-    covered = once - exposed
+    covered = max(once - exposed, 0.0)  # less rounding
     hidden = min(covered, c.beside_flops * pace) if c.beside_flops else covered
     transfers = Transfers(
         axes=c.axes,

@@ -10,23 +10,28 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar as jp
 from jaxpar.cli import main
 from jaxpar.inspect.audit import audit
+from jaxpar.inspect.hlo import parse
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.plan import aot
 from jaxpar.plan.aot import aim, compile_for
 from jaxpar.plan.compilers import COMPILERS
+from jaxpar.plan.remarks import rematerialised
 from jaxpar.topology import Topology, platform_of
 
 PYTHON, GPU_PYTHON = (COMPILERS[platform].variable for platform in ("tpu", "gpu"))
 ROOT = Path(__file__).parents[2]
 FSDP = ROOT / "configs" / "layouts" / "fsdp.yaml"
+GOLDEN = ROOT / "tests" / "golden" / "program_quickstart_v5e.json"
 MODEL = LlamaConfig(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
 SHAPE = (8, 128)
 
@@ -62,7 +67,9 @@ def tpu_python(folder: Path) -> str:
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv is not None, "the suite runs under uv"
     python = str(folder / "bin" / "python")
-    requirements = (f"jax[tpu]=={jax.__version__}", "flatbuffers")
+    # The golden file's compiler: a patch of libtpu may compile otherwise.
+    kept = json.loads(GOLDEN.read_text(encoding="utf-8"))["versions"]["libtpu"]
+    requirements = (f"jax[tpu]=={jax.__version__}", f"libtpu=={kept}", "flatbuffers")
     for command in (
         ("venv", "--python", sys.executable, str(folder)),
         ("pip", "install", "--python", python, *requirements),
@@ -73,7 +80,11 @@ def tpu_python(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pytestconfig: pytest.Config,
 ) -> None:
     monkeypatch.setenv(PYTHON, tpu_python(tmp_path / "tpu"))
     layout = jp.Layout.from_yaml(FSDP, devices=8)
@@ -87,6 +98,9 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
     assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
     assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
     _too_large(layout)
+    _warned()
+    if pytestconfig.getoption("--update-golden"):
+        GOLDEN.unlink()
     _from_the_command_line(tmp_path, capsys)
 
 
@@ -98,12 +112,35 @@ def _too_large(layout: jp.Layout) -> None:
         compiled("v5e:2x4", layout, huge)
 
 
+def _warned() -> None:
+    """The compiler's warning is kept with what it compiled, and found again with it."""
+    layout = aim(jp.Layout(jp.MeshSpec(replica=2, data=2, model=2).abstract(), jp.Rules()), Topology.parse("v5e:2x4"))
+
+    def at(*spec: object) -> NamedSharding:
+        return NamedSharding(layout.mesh, PartitionSpec(*spec))
+
+    def moved(x: jax.Array) -> jax.Array:
+        y = jax.lax.with_sharding_constraint(jnp.sin(x), at("replica"))
+        return jax.lax.with_sharding_constraint(jnp.cos(y), at(None, ("data", "replica")))
+
+    x = jax.ShapeDtypeStruct((512, 512), "float32", sharding=at("replica", None))
+    for _ in range(2):
+        program = aot.compile_program(Topology.parse("v5e:2x4"), layout, moved, (x,))
+        (warning,) = program.warnings
+        found = rematerialised(warning, parse(program.text))
+        assert found is not None and (found.tensor, found.bytes) == ("f32[512,512]", 2**20)
+        assert (found.before, found.after) == ("replica, ·", "·, data+replica")
+        assert found.source.startswith("_warned.<locals>.moved (test_aot.py:")
+
+
 def _from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: folder / f"check.{name}" for name in ("json", "html", "hlo")}
     options = [word for name, file in files.items() for word in (f"--{name}", str(file))]
+    options += ["--golden", str(GOLDEN)]
     assert main(["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:2x4", *options]) == 0
     screen = capsys.readouterr().out
     assert "no problem" in screen and "compiled for v5e:2x4 (TPU v5 lite)" in screen and "all-gather" in screen
+    assert f"golden file {GOLDEN}: " in screen and "fits v5e:2x4" in screen
     facts = json.loads(files["json"].read_text())
     assert facts["matmul_flops"] > 0 and facts["memory"]["argument"] > 0 and facts["wire_bytes"]["total"] > 0
     assert files["hlo"].read_text().startswith("HloModule") and files["html"].read_text().count("<table>") > 5
