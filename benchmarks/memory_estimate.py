@@ -1,6 +1,6 @@
 """The memory estimate against the compiler: ``uv run python benchmarks/memory_estimate.py [--compile] [--write]``.
 
-Reads the points of ``tests/plan/memory_points.json`` (a Llama, a layout and a TPU topology each), and prints the estimate
+Reads the points of ``tests/plan/memory_points.json`` (a model, a layout and a TPU topology each), and prints the estimate
 beside the peak that the compiler gave, as the table of ``docs/memory.md``; ``--write`` puts it there. With ``--compile``,
 points that have no figures yet are compiled first (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), two CPU minutes each, and the
 file is written after each of them.
@@ -25,6 +25,7 @@ from jaxpar.config import load_yaml, merge
 from jaxpar.inspect.memory import Memory
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
+from jaxpar.models.vit import ViTConfig, make_vit, vit_loss
 from jaxpar.plan.aot import aim
 from jaxpar.topology import Topology
 
@@ -36,14 +37,23 @@ DOCS, MARKS = ROOT / "docs" / "memory.md", ("<!-- table -->", "<!-- end of table
 def inputs(point: dict[str, Any]) -> dict[str, Any]:
     """The arguments that ``jp.explain`` and ``jp.compile_for`` share, for one point."""
     data = merge(load_yaml(ROOT / "configs" / "layouts" / f"{point['layout']}.yaml"), {"mesh": point["mesh"]})
+    layout = jp.Layout.from_dict(data, devices=Topology.parse(point["topology"]).devices)
+    rest = _vit(point) if point.get("family") == "vit" else _llama(point)
+    return {"layout": layout, "tx": optax.adamw(1e-3), **rest}
+
+
+def _llama(point: dict[str, Any]) -> dict[str, Any]:
     shape = jax.ShapeDtypeStruct((point["batch"], point["seq"]), "int32")
-    return {
-        "layout": jp.Layout.from_dict(data, devices=Topology.parse(point["topology"]).devices),
-        "make_model": make_llama(LlamaConfig(**point["model"])),
-        "tx": optax.adamw(1e-3),
-        "loss_fn": next_token_loss,
-        "batch": {name: jp.tag(shape, "batch", "seq") for name in ("tokens", "targets")},
-    }
+    batch = {name: jp.tag(shape, "batch", "seq") for name in ("tokens", "targets")}
+    return {"make_model": make_llama(LlamaConfig(**point["model"])), "loss_fn": next_token_loss, "batch": batch}
+
+
+def _vit(point: dict[str, Any]) -> dict[str, Any]:
+    config = ViTConfig(**point["model"])
+    images = jax.ShapeDtypeStruct((point["batch"], config.image, config.image, config.channels), "float32")
+    labels = jax.ShapeDtypeStruct((point["batch"],), "int32")
+    batch = {"images": jp.tag(images, "batch", None, None, None), "labels": jp.tag(labels, "batch")}
+    return {"make_model": make_vit(config), "loss_fn": vit_loss(config), "batch": batch}
 
 
 def estimate_of(point: dict[str, Any]) -> Memory:
@@ -98,13 +108,17 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 def words(point: dict[str, Any]) -> tuple[str, ...]:
     """A point in the words of the table."""
+    layout = point["layout"] + "".join(f", {axis} {size}" for axis, size in point["mesh"].items())
+    if point.get("family") == "vit":
+        vit = ViTConfig(**point["model"])
+        shape = f"ViT {vit.layers} × {vit.embed}/{vit.mlp}, {vit.heads} heads, {vit.classes} classes, {vit.dtype}"
+        return shape, "none", layout, point["topology"], f"{point['batch']} × {(vit.image // vit.patch) ** 2}"
     model = LlamaConfig(**point["model"])
     shape = (
         f"{model.layers} × {model.embed}/{model.mlp}, {model.heads}/{model.kv_heads} × {model.head_dim}, {model.vocab}"
     )
     odd = [text for text, is_so in (("tied", model.tie_embeddings), (model.dtype, model.dtype != "bfloat16")) if is_so]
     odd += [f"stored {model.param_dtype}"] if model.param_dtype != "float32" else []
-    layout = point["layout"] + "".join(f", {axis} {size}" for axis, size in point["mesh"].items())
     tokens = f"{point['batch']} × {point['seq']}"
     return ", ".join((shape, *odd)), model.remat, layout, point["topology"], tokens
 

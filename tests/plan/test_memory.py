@@ -98,6 +98,19 @@ def test_what_cannot_be_followed_is_named_and_has_no_total() -> None:
 
     assert explained(square, loss, rows(4096, 512)).unknown == ()
     assert explained(square, along, rows(4096, 512)).unknown == ("cumsum",)
+
+    @jax.custom_batching.custom_vmap
+    def closed(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    @closed.def_vmap
+    def _(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        return x * 2, batched[0]
+
+    def hidden(model: Any, batch: jax.Array) -> jax.Array:
+        return jnp.mean(batch @ model["w"]) + jax.lax.stop_gradient(closed(batch)).mean()
+
+    assert explained(square, hidden, rows(8, 512)).unknown == ("custom_vmap_call",)
     memory = explained(square, odd, rows(4096, 512))
     assert memory.unknown == ("reduce_window_sum",) and memory.total is None
     assert set(memory.parts) == set(PARTS[:3])
