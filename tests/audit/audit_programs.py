@@ -34,14 +34,17 @@ class UnrolledLlama(nnx.Module):
         self.norm = RMSNorm(config)
         self.head = kernel((config.embed, config.vocab), "embed", "vocab")
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def hidden(self, tokens: jax.Array) -> jax.Array:
         dtype = jnp.dtype(self.config.dtype)
         positions = jax.lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
         rope = rope_table(positions, self.config)
         x = jp.hint(jnp.take(self.embedding[...].astype(dtype), tokens, axis=0), "batch", "seq", "embed")
         for block in self.blocks:
             x = nnx.remat(Block.__call__)(block, x, rope) if self.config.remat == "full" else block(x, rope)
-        return jp.hint(self.norm(x) @ self.head[...].astype(dtype), "batch", "seq", "vocab")
+        return jp.hint(self.norm(x), "batch", "seq", "embed")
+
+    def unembedding(self) -> jax.Array:
+        return self.head[...].astype(jnp.dtype(self.config.dtype))
 
 
 def layout_on(name: str, devices: Any, **mesh: int) -> jp.Layout:
