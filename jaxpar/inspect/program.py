@@ -20,7 +20,15 @@ from jaxpar.inspect.spread import spread as spread_of
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _OPENED |= {"checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 # What they run works on single elements, or in a device's own fast memory.
-_OWN_CODE: tuple[str, ...] = ("pallas_call", "reduce", "reduce_window", "select_and_scatter", "scatter", "scatter-add", "scatter_add")
+_OWN_CODE: tuple[str, ...] = (
+    "pallas_call",
+    "reduce",
+    "reduce_window",
+    "select_and_scatter",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+)
 _OWN_CODE += ("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max", "scatter-apply")
 SMALL = 2**20
 """Bytes below which it does not matter how a value is divided."""
