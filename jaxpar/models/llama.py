@@ -276,7 +276,8 @@ class Llama(nnx.Module):
 def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
     """What the backward pass keeps of a layer: ``save_outputs`` keeps what a collective has made, and repeats none.
 
-    No policy keeps gathered weights: they would undo the sharding of the parameters.
+    Gathered weights should not be kept, which would undo the sharding of the parameters; ``none`` still keeps them, because what
+    their name is put on can be saved without it.
     """
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
