@@ -31,6 +31,13 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
     return checkpoint_name(_gather(tuple(dims), w), GATHERED)
 
 
+def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """A checkpoint policy that keeps everything but gathered weights, neither under their name nor before they have it."""
+    if primitive.name == "custom_vjp_call":  # of which a gather's is the only one that does nothing but constrain
+        return [equation.primitive.name for equation in parameters["call_jaxpr"].eqns] != ["sharding_constraint"]
+    return parameters.get("name") != GATHERED
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(dims: tuple[str | None, ...], w: jax.Array) -> jax.Array:
     return hint(w, *dims)

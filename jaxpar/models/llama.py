@@ -25,7 +25,7 @@ from jaxpar.attn.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
-from jaxpar.weights import GATHERED, gather_weight
+from jaxpar.weights import all_but_gathered, gather_weight
 
 
 @dataclass(frozen=True)
@@ -276,14 +276,13 @@ class Llama(nnx.Module):
 def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
     """What the backward pass keeps of a layer: ``save_outputs`` keeps what a collective has made, and repeats none.
 
-    Gathered weights should not be kept, which would undo the sharding of the parameters; ``none`` still keeps them, because what
-    their name is put on can be saved without it.
+    No policy keeps gathered weights: they would undo the sharding of the parameters.
     """
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
     policies = jax.checkpoint_policies
     policy = {
-        "none": policies.save_anything_except_these_names(GATHERED),
+        "none": all_but_gathered,
         "full": policies.nothing_saveable,
         "dots": policies.dots_with_no_batch_dims_saveable,
         "save_outputs": policies.save_only_these_names("block_output"),

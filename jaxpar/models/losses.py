@@ -65,28 +65,25 @@ def _weighted_nll(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, w
     """The sum of the weighted losses of all positions."""
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
 
-    def one(total: jax.Array, p: jax.Array) -> tuple[jax.Array, None]:
-        nll_BWT, _, _ = _nll(_piece(x, p) @ head_EV, _piece(targets, p))
-        return total + jnp.sum(nll_BWT * _piece(weight, p)), None
-
-    return jax.lax.scan(one, jnp.zeros((), jnp.promote_types(x_BSE.dtype, jnp.float32)), jnp.arange(x.shape[2]))[0]
+    nll_PBWT = jax.lax.map(lambda p: _nll(_piece(x, p) @ head_EV, _piece(targets, p))[0], jnp.arange(x.shape[2]))
+    return jnp.sum(jnp.moveaxis(nll_PBWT, 0, 2) * weight)
 
 
 def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> tuple[Any, Any]:
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
 
-    def one(carry: tuple[jax.Array, jax.Array], p: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        total, grad_BWPTV = carry
+    def one(grad_BWPTV: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight_BWT = _piece(weight, p)
         nll_BWT, probability_BWTV, right_BWTV = _nll(_piece(x, p) @ head_EV, _piece(targets, p))
         grad_BWTV = ((probability_BWTV - right_BWTV) * weight_BWT[..., None]).astype(x_BSE.dtype)
         grad_BWPTV = jax.lax.dynamic_update_index_in_dim(grad_BWPTV, grad_BWTV, p, 2)
-        return (total + jnp.sum(nll_BWT * weight_BWT), hint(grad_BWPTV, *_GRAD_DIMS)), nll_BWT
+        return hint(grad_BWPTV, *_GRAD_DIMS), nll_BWT
 
     empty = hint(jnp.zeros((*x.shape[:-1], head_EV.shape[1]), x_BSE.dtype), *_GRAD_DIMS)
-    zero = jnp.zeros((), jnp.promote_types(x_BSE.dtype, jnp.float32))
-    (total, grad_BWPTV), nll_PBWT = jax.lax.scan(one, (zero, empty), jnp.arange(x.shape[2]))
-    return total, (x, head_EV, grad_BWPTV, jnp.moveaxis(nll_PBWT, 0, 2).reshape(targets_BS.shape))
+    grad_BWPTV, nll_PBWT = jax.lax.scan(one, empty, jnp.arange(x.shape[2]))
+    nll_BWPT = jnp.moveaxis(nll_PBWT, 0, 2)
+    # One sum after the loop: inside it each piece would cross the mesh.
+    return jnp.sum(nll_BWPT * weight), (x, head_EV, grad_BWPTV, nll_BWPT.reshape(targets_BS.shape))
 
 
 def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:

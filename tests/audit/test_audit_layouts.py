@@ -24,8 +24,10 @@ MESHES = {
     "fsdp_tp": {"data": 4, "model": 2},
 }
 NORMS = (2 * CONFIG.layers + 1) * CONFIG.embed
-TABLES = 2 * CONFIG.vocab * CONFIG.embed
-BLOCKS = CONFIG.params - NORMS - TABLES
+HEAD = CONFIG.vocab * CONFIG.embed
+BLOCKS = CONFIG.params - NORMS - 2 * HEAD
+# A device has fewer tokens than the table has words, so tokens are gathered and rows exchanged instead of the table.
+TOKENS = BATCH * SEQ
 
 
 @cache
@@ -53,12 +55,13 @@ def test_data_parallelism_reduces_each_gradient_once():
 
 def test_fully_sharded_gathers_each_layer_twice_and_scatters_it_once():
     report = audited("fsdp")
-    assert report.wire_bytes("all-gather", "data") == 7 / 8 * 4 * (2 * BLOCKS + TABLES)
+    assert report.wire_bytes("all-gather", "data") == 7 / 8 * 4 * (2 * BLOCKS + HEAD + TOKENS)
+    assert report.wire_bytes("all-to-all", "data") == 7 / 8 * 4 * 2 * TOKENS / 8 * CONFIG.embed
     # The CPU compiler has no reduce-scatter: it reduces all of a gradient and keeps a slice.
     scatters = report.select("reduce-scatter", "data")
     assert {c.form for c in scatters} == {"all-reduce + slice"}
-    assert sum(c.result_bytes * c.count for c in scatters) == 4 * (BLOCKS + TABLES) / 8
-    assert report.wire_bytes("reduce-scatter", "data") == 2 * 7 / 8 * 4 * (BLOCKS + TABLES)
+    assert sum(c.result_bytes * c.count for c in scatters) == 4 * (BLOCKS + HEAD) / 8
+    assert report.wire_bytes("reduce-scatter", "data") == 2 * 7 / 8 * 4 * (BLOCKS + HEAD)
     # Norms are not sharded. The loss, and the norms of the nine sharded gradients, are scalars.
     assert report.wire_bytes("all-reduce", "data") == 2 * 7 / 8 * 4 * (NORMS + 1 + 9)
 
@@ -66,12 +69,11 @@ def test_fully_sharded_gathers_each_layer_twice_and_scatters_it_once():
 def test_hybrid_sharding_gathers_within_a_group_only():
     report = audited("hsdp")
     assert {c.axes for c in report.select("all-gather")} == {("data",)}
-    assert report.wire_bytes("all-gather", "data") == 3 / 4 * 4 * (2 * BLOCKS + TABLES)
-    # The lookup's gradient is reduced over all eight devices before four of them slice it: no scatter over those eight.
+    assert report.wire_bytes("all-gather", "data") == 3 / 4 * 4 * (2 * BLOCKS + HEAD + TOKENS / 2)
     assert {c.kind for c in report.collectives if c.axes == ("replica", "data")} == {"all-reduce"}
-    # Between the groups travels what is left of a gradient after the scatter within them (all but the lookup's).
+    # Between the groups travels what is left of a gradient after the scatter within them.
     between = [c for c in report.select("all-reduce", "replica") if c.axes == ("replica",)]
-    assert sum(c.result_bytes * c.count for c in between) == 4 * (BLOCKS + TABLES // 2) / 4
+    assert sum(c.result_bytes * c.count for c in between) == 4 * (BLOCKS + 2 * HEAD) / 4
 
 
 @pytest.mark.parametrize("name", ["tp", "tp_sp", "fsdp_tp"])
@@ -85,4 +87,4 @@ def test_tensor_parallelism_never_gathers_logits(name):
 
 
 def test_fully_sharded_tensor_parallelism_gathers_half_of_each_weight():
-    assert audited("fsdp_tp").wire_bytes("all-gather", "data") == 3 / 4 * 4 * (2 * BLOCKS + TABLES) / 2
+    assert audited("fsdp_tp").wire_bytes("all-gather", "data") == 3 / 4 * 4 * (BLOCKS + HEAD / 2 + TOKENS)
