@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 # Lower floors first; a module imports only from its own floor or from lower ones.
 FLOORS = (
-    ("errors", "simulate"),
+    ("errors", "simulate", "versions"),
     ("names", "texts"),
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),

@@ -7,7 +7,6 @@ the platform's plugin.
 from __future__ import annotations
 
 import json
-import operator
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ import jax
 import jaxpar
 from jaxpar.errors import CompileError, MissingExtraError
 from jaxpar.topology import Topology
+from jaxpar.versions import numbers_of, satisfies
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
             f"lowered it. Remedy: pip install {compiler.install} there."
         )
     wanted = _wanted(compiler, requires("jax") or [])
-    if not _satisfies(plugin, wanted):
+    if not satisfies(plugin, wanted):
         raise CompileError(
             f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} wants {compiler.plugin}{wanted}. Remedy: pip "
             f"install {compiler.install} there."
@@ -134,32 +134,10 @@ def _wanted(compiler: Compiler, requirements: list[str]) -> str:
     return next((found[1] for found in map(re.compile(pattern).fullmatch, requirements) if found), "")
 
 
-def _satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is one of those wanted; a clause in a form that is not known here is taken to hold."""
-    compare = {"==": operator.eq, "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-    have = _numbers(version)
-    for clause in wanted.split(","):
-        found = re.fullmatch(r"(==|<=|>=|<|>)(\d+(?:\.\d+)*)(\.\*)?", clause)
-        if found is None:
-            continue
-        limit = _numbers(found[2])
-        part = have[: len(limit)] if found[3] else have
-        length = max(len(part), len(limit))  # 0.12 and 0.12.0 are the same
-        left, right = (numbers + (0,) * (length - len(numbers)) for numbers in (part, limit))
-        if not compare[found[1]](left, right):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    leading = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(number) for number in leading[0].split(".")) if leading else ()
-
-
 def description_of(topology: Topology, versions: dict[str, str]) -> dict[str, Any]:
     """A topology as ``jax.experimental.topologies.get_topology_desc`` wants it: its keyword arguments."""
     if topology.platform == "gpu":
-        cudnn = _numbers(versions.get("nvidia-cudnn-cu13", "9"))
+        cudnn = numbers_of(versions.get("nvidia-cudnn-cu13", "9"))
         named = zip(("major", "minor", "patch"), cudnn, strict=False)
         library = f"dnn_version_info {{ {' '.join(f'{name}: {number}' for name, number in named)} }}\n"
         target = Path(__file__).with_name(f"{topology.kind}.textproto").read_text(encoding="utf-8")

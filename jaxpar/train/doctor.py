@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import operator
 import os
 import re
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.errors import JaxparError
+from jaxpar.versions import satisfies
 
 Status = Literal["ok", "warn", "bad"]
 PORT = 8482
@@ -258,41 +258,6 @@ def port(variables: Mapping[str, str]) -> Check:
             remedy = "end the process that holds it, or take another port"
             return Check("port", "bad", f"the coordinator's port {text} cannot be had: {error.strerror}", remedy)
     return Check("port", "ok", f"the coordinator's port {text} is free")
-
-
-def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is within a range as package metadata write it.
-
-    A clause in a form that is not known here is taken to hold.
-
-    >>> satisfies("0.12.0.1", ">=0.11,<0.13"), satisfies("0.12.0", "==0.11.*")
-    (True, False)
-    """
-    compare = {
-        "==": operator.eq,
-        "!=": operator.ne,
-        "<=": operator.le,
-        ">=": operator.ge,
-        "<": operator.lt,
-        ">": operator.gt,
-    }
-    have = _numbers(version)
-    for clause in wanted.replace(" ", "").split(","):
-        found = re.fullmatch(r"(==|!=|<=|>=|<|>)(\d+(?:\.\d+)*)(\.\*)?", clause)
-        if found is None:
-            continue
-        limit = _numbers(found[2])
-        part = have[: len(limit)] if found[3] else have
-        length = max(len(part), len(limit))  # 0.12 and 0.12.0 are the same
-        left, right = (numbers + (0,) * (length - len(numbers)) for numbers in (part, limit))
-        if not compare[found[1]](left, right):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    leading = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(number) for number in leading[0].split(".")) if leading else ()
 
 
 def _parse(requirement: str) -> tuple[str, str, str]:

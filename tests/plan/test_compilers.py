@@ -13,6 +13,7 @@ from jaxpar.errors import CompileError, MeshError, MissingExtraError
 from jaxpar.plan import compilers, worker
 from jaxpar.plan.compilers import COMPILERS, description_of, environment_of, versions_of
 from jaxpar.topology import Topology
+from jaxpar.versions import satisfies
 
 METADATA = [
     'libtpu==0.0.50.*; extra == "tpu"',
@@ -108,7 +109,7 @@ def test_this_jax_says_which_compilers_it_wants() -> None:
     ],
 )
 def test_versions_are_compared_by_number(version: str, wanted: str, fits: bool) -> None:
-    assert compilers._satisfies(version, wanted) is fits
+    assert satisfies(version, wanted) is fits
 
 
 def test_a_topology_is_asked_for_as_the_compiler_names_it() -> None:
