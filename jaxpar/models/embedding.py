@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes
 
+_ADDED = 4096
+
 
 def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
     """Rows of a table with the dims ``vocab`` and ``embed``, in ``dtype``: [batch, residual_seq, embed].
@@ -53,13 +55,14 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
     batch, seq = _axes(tokens_BS, "batch", "seq")
     split = _axes(table_VE, "vocab", "embed", role="params")
     residual = current_layout().resolve(("residual_seq",), tokens_BS.shape[1:]).axes[0]
+    others = tuple(axis for axis in (*batch, *seq) if axis not in (*split[0], *split[1]))
     scattered = split[0] != () and residual == (*seq, *split[0])
 
     def local(table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         ids_BS = jax.lax.all_gather(tokens_BS, spread, axis=0, tiled=True)
         if split[0]:
             ids_BS -= jax.lax.axis_index(split[0]) * table_VE.shape[0]
-        rows_BSE = jnp.take(table_VE, ids_BS, axis=0, mode="clip")
+        rows_BSE = _rows(jax.lax.pcast(table_VE, others, to="varying"), ids_BS)
         if split[0]:
             mine_BS = (ids_BS >= 0) & (ids_BS < table_VE.shape[0])
             rows_BSE = jnp.where(mine_BS[..., None], rows_BSE, 0)
@@ -76,3 +79,32 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
         out_specs=PartitionSpec(batch, residual if scattered else seq, None),
     )(table_VE, jnp.clip(tokens_BS, 0, words - 1))
     return hint(x_BSE, "batch", "residual_seq", "embed")
+
+
+@jax.custom_vjp
+def _rows(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    """Rows of one device's table; a row's gradients are summed in at least fp32."""
+    return jnp.take(table_VE, ids_BS, axis=0, mode="clip")
+
+
+def _rows_forward(table_VE: jax.Array, ids_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rows(table_VE, ids_BS), (ids_BS, table_VE)
+
+
+def _rows_backward(saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
+    """Add up the rows some thousand at a time: a TPU sorts the ids first, and a long sort is long to compile."""
+    ids_BS, table_VE = saved
+    words, embed = table_VE.shape
+    missing = -ids_BS.size % min(_ADDED, ids_BS.size)
+    ids_PT = jnp.pad(jnp.clip(ids_BS.ravel(), 0, words - 1), (0, missing)).reshape(-1, min(_ADDED, ids_BS.size))
+    grad_PTE = jnp.pad(grad_BSE.reshape(-1, embed), ((0, missing), (0, 0))).reshape(*ids_PT.shape, embed)
+
+    def add(sum_VE: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return sum_VE.at[piece[0]].add(piece[1].astype(sum_VE.dtype)), None
+
+    empty = jnp.zeros_like(table_VE, jnp.promote_types(grad_BSE.dtype, jnp.float32))
+    sum_VE, _ = jax.lax.scan(add, empty, (ids_PT, grad_PTE))
+    return sum_VE.astype(table_VE.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)

@@ -57,8 +57,9 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
         for aval, spec in zip(program.in_avals, specs, strict=True)
     ]
     jitted = jax.jit(program.call, donate_argnums=tuple(request["donated"]))
+    lowered = jitted.lower(*inputs)
     before = resource.getrusage(resource.RUSAGE_SELF)
-    compiled = jitted.lower(*inputs).compile(compiler_options=request["compiler_options"])
+    compiled = lowered.compile(compiler_options=request["compiler_options"])
     after = resource.getrusage(resource.RUSAGE_SELF)
     (here / "program.hlo").write_text(compiled.as_text() or "")
     stats = compiled.memory_analysis()
