@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxpar.step import eval_step as eval_step
     from jaxpar.step import train_step as train_step
     from jaxpar.weights import gather_weight as gather_weight
+    from jaxpar.weights import project as project
 
 _HOMES = {
     "Layout": "layout",
@@ -57,6 +58,7 @@ _HOMES = {
     "explain": "inspect.explain",
     "first_of": "rules",
     "gather_weight": "weights",
+    "project": "weights",
     "hint": "layout",
     "init": "state",
     "over": "rules",

@@ -8,43 +8,77 @@ where each device keeps a part. Said once per weight, it gathers them once, in t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.layout import current_layout, hint
+from jaxpar.rules import Axes
 
 GATHERED = "gathered_weight"
 """The name of gathered weights for checkpoint policies: saved, they would undo the sharding of the parameters."""
 
 type _Dims = tuple[str | None, ...]
+type _Shapes = tuple[tuple[int, ...], ...]
 
 
-def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None, rows: int | None = None) -> jax.Array:
+def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Array:
     """``w`` in ``dtype``, laid out by the activation rules; its gradient by the rules of the role ``gradients``.
 
     Axes that split ``w`` only in the role ``params`` are gathered here. The gradient is reduced in ``dtype`` too.
 
+    Raises:
+      LayoutError: as :func:`jaxpar.hint`.
+    """
+    w = w if dtype is None else w.astype(dtype)
+    return checkpoint_name(_gather(dims, 0, (w.shape,), w), GATHERED)
+
+
+def project(x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None) -> tuple[jax.Array, ...]:
+    """``x`` [..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
+
+    Weights that lie alike are gathered as one matrix and multiplied at once: one collective and one matmul instead of several.
+    Stored as [embed, heads, head_dim], they are matrices here: a TPU would tile them anew for the matmul otherwise.
+
     Args:
-      w: the parameter.
-      dims: its logical dims.
-      dtype: of the compute; that of ``w`` if not given.
-      rows: give ``w`` as a matrix, of which the first so many dims of ``w`` are the rows. A TPU holds matrices in tiles of
-        their last two dims: to gather [embed, heads, head_dim] and multiply by it as a matrix would tile it anew.
+      x: what each weight multiplies.
+      weights: pairs of a weight and its logical dims; the first is the one that is summed over.
+      dtype: of the weights in the compute; their own if not given.
+
+    Returns:
+      For each weight an array [..., *weight.shape[1:]].
 
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
 
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
-    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed=None, heads=None, head_dim=None)):
-    ...     gather_weight(jnp.ones((8, 4, 2)), "embed", "heads", "head_dim", dtype="bfloat16", rows=1).shape
-    (8, 8)
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed=None, heads=None, kv_heads=None, head_dim=None)):
+    ...     q, k = project(
+    ...         jnp.ones((2, 8)),
+    ...         (jnp.ones((8, 4, 3)), ("embed", "heads", "head_dim")),
+    ...         (jnp.ones((8, 2, 3)), ("embed", "kv_heads", "head_dim")),
+    ...     )
+    >>> q.shape, k.shape
+    ((2, 4, 3), (2, 2, 3))
     """
-    w = w if dtype is None else w.astype(dtype)
-    return checkpoint_name(_gather(dims, rows, w.shape, w), GATHERED)
+    ws = [w if dtype is None else w.astype(dtype) for w, _ in weights]
+    results: dict[int, jax.Array] = {}
+    for ways, group in _alike([dims for _, dims in weights], ws):
+        dims, some = weights[group[0]][1], [ws[i] for i in group]
+        w_EWF = checkpoint_name(_gather(dims, ways, tuple(w.shape for w in some), *some), GATHERED)
+        y = jnp.tensordot(x, w_EWF, 1)
+        if ways and some[0].ndim > 2:
+            # What heads want of the order in memory would else reach into the matmuls, forward and backward.
+            y = jax.lax.optimization_barrier(y)
+        parts = jnp.split(y, _ends(ways, [w.shape for w in some]), -1) if ways else [y]
+        results |= {i: y.reshape(*x.shape[:-1], *ws[i].shape[1:]) for i, y in zip(group, parts, strict=True)}
+    return tuple(results[i] for i in range(len(ws)))
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -54,44 +88,60 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return parameters.get("name") != GATHERED
 
 
-_OF_GATHER = {"sharding_constraint", "reshape"}
+_OF_GATHER = {"sharding_constraint", "reshape", "concatenate"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(dims: _Dims, rows: int | None, shape: tuple[int, ...], w: jax.Array) -> jax.Array:
-    if rows is None:
-        return hint(w, *dims)
-    merged = _merged(dims, rows, w, "activations")
-    return hint(w.reshape(_matrix(shape, rows)), *merged) if merged else hint(w, *dims).reshape(_matrix(shape, rows))
+def _gather(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
+    """One weight as it is stored; or, with ``ways``, some that lie alike side by side: [rows, ways, columns of all]."""
+    if not ways:
+        return hint(ws[0], *dims)
+    parts = [w.reshape(w.shape[0], ways, -1) for w in ws]
+    return hint(jnp.concatenate(parts, 2), *dims[:2], None)
 
 
-def _forward(dims: _Dims, rows: int | None, shape: tuple[int, ...], w: jax.Array) -> tuple[jax.Array, None]:
-    return _gather(dims, rows, shape, w), None
+def _forward(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> tuple[jax.Array, None]:
+    return _gather(dims, ways, shapes, *ws), None
 
 
-def _backward(dims: _Dims, rows: int | None, shape: tuple[int, ...], _: None, grad: jax.Array) -> tuple[jax.Array]:
-    w = jax.ShapeDtypeStruct(shape, grad.dtype)
-    merged = _merged(dims, rows, w, "gradients") if rows else None
-    if merged:
-        return (hint(grad, *merged, role="gradients").reshape(shape),)
-    return (hint(grad.reshape(shape), *dims, role="gradients"),)
+def _backward(dims: _Dims, ways: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
+    if not ways:
+        return (hint(grad, *dims, role="gradients"),)
+    # Behind a barrier: taken apart before it is scattered, the sum over devices would be made whole on each of them.
+    grad = jax.lax.optimization_barrier(hint(grad, *dims[:2], None, role="gradients"))
+    parts = jnp.split(grad, _ends(ways, shapes), 2)
+    return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 _gather.defvjp(_forward, _backward)
 
 
-def _merged(dims: _Dims, rows: int, w: Any, role: str) -> _Dims | None:
-    """Dims that lay the matrix of ``w`` out as ``dims`` lay ``w``; ``None`` if there are none.
+def _ends(ways: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where each but the last of the weights ends among the columns of all."""
+    return list(itertools.accumulate(math.prod(shape[1:]) // ways for shape in shapes))[:-1]
 
-    Some whole heads are a part of [heads * head_dim] in one piece; a part of every head is not.
+
+def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
+    """Ways and places of the weights that can be one matrix; ways are 0 for one that can only be taken as it is stored."""
+    groups: dict[Any, list[int]] = {}
+    for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
+        lies = [_columns(names, w, role) for role in ("activations", "gradients")]
+        groups.setdefault(i if None in lies else (w.dtype, *lies), []).append(i)
+    sizes = current_layout().sizes
+    for key, group in groups.items():
+        yield 0 if isinstance(key, int) else math.prod(sizes[axis] for axis in key[1][1]), group
+
+
+def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
+    """Axes of rows and of columns, if the weight's matrix can lie as the weight does.
+
+    Some whole heads are columns of [embed, heads * head_dim] in one piece; a part of every head is not.
     """
     layout = current_layout()
     lies = layout.resolve(dims, w.shape, role=role, dtype=w.dtype)
-    if lies.problems or any(axes for i, axes in enumerate(lies.axes) if i not in (0, rows)):
+    if lies.problems or len(dims) < 2 or any(lies.axes[2:]) or jax.sharding.get_abstract_mesh().manual_axes:
         return None
-    merged = layout.resolve((dims[0], dims[rows]), _matrix(w.shape, rows), role=role, dtype=w.dtype)
-    return (dims[0], dims[rows]) if merged.axes == (lies.axes[0], lies.axes[rows]) else None
-
-
-def _matrix(shape: tuple[int, ...], rows: int) -> tuple[int, int]:
-    return math.prod(shape[:rows]), math.prod(shape[rows:])
+    ways = math.prod(layout.sizes[axis] for axis in lies.axes[1])
+    shape = (w.shape[0], ways, w.size // w.shape[0] // ways)
+    same = layout.resolve((*dims[:2], None), shape, role=role, dtype=w.dtype).axes == (*lies.axes[:2], ())
+    return (lies.axes[0], lies.axes[1]) if same else None

@@ -12,7 +12,8 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.attn.dispatch import attention
-from jaxpar.attn.splash import splash, stated_flops
+from jaxpar.attn.mha import mha
+from jaxpar.attn.splash import splash
 from jaxpar.errors import LayoutError
 
 RULES = jp.Rules(batch="data", seq="context", heads="model", kv_heads=jp.first_of("model", None), head_dim="ulysses")
@@ -57,6 +58,16 @@ def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int
     assert largest_gap(lambda q, k, v: splash(q, k, v, interpret=True), *x) <= 2e-5
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "seq", "head_dim"),
+    [(2, 2, 256, 64), (4, 2, 130, 24), (4, 1, 7, 6), (1, 1, 70, 128)],
+    ids=["whole blocks", "grouped, padded", "one key head, odd sizes", "smaller blocks"],
+)
+def test_the_gpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
+    x = inputs(2, seq, heads, kv_heads, head_dim)
+    assert largest_gap(lambda q, k, v: mha(q, k, v, interpret=True), *x) <= 2e-5
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "model": 4}, {"data": 2, "context": 4}, {"ulysses": 2, "model": 4}], ids=str
@@ -77,7 +88,11 @@ def program(topology: str, spec: jp.MeshSpec, kv_heads: int = 4, **options: Any)
 def test_on_a_tpu_each_device_runs_the_kernel_on_its_heads() -> None:
     text = program("v5e:2x4", jp.MeshSpec(data=2, model=4))
     assert "splash_mha_fwd" in text and "bf16[4,256,1,128]" in text
-    assert "splash" not in program("h100:8", jp.MeshSpec(data=2, model=4))
+
+
+def test_on_a_gpu_each_device_runs_the_kernel_on_its_heads() -> None:
+    text = program("h100:8", jp.MeshSpec(data=2, model=4))
+    assert "mha_forward" in text and "bf16[4,256,1,128]" in text and "splash" not in text
 
 
 def test_fewer_key_heads_than_shards_are_repeated() -> None:
@@ -103,10 +118,36 @@ def test_what_the_kernel_cannot_do_is_dense_or_an_error(spec: jp.MeshSpec, text:
 
 
 def test_flash_elsewhere_is_an_error() -> None:
-    with pytest.raises(LayoutError, match=re.escape("its kernel runs on TPU, but the mesh is of gpu devices")):
-        program("h100:8", jp.MeshSpec(data=8), impl="flash")
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), RULES)
+    text = "attention(impl='flash'): its kernels run on TPU and GPU, but the mesh is of cpu devices."
+    with layout, pytest.raises(LayoutError, match=re.escape(text)):
+        attention(*inputs(8, 4, 4, 4, 6), impl="flash")
 
 
-def test_the_kernel_states_the_flops_of_the_blocks_it_visits() -> None:
-    # 1,024 positions are 2 × 2 blocks of 512, of which 3 are visited: 2 · B · H · 3 · 512² · D.
-    assert stated_flops((2, 1024, 4, 64), 512, 1024) == f"attention_matmul_flops_{2 * 2 * 4 * 3 * 512 * 512 * 128}"
+def test_double_precision_stays_it() -> None:
+    layout = jp.Layout(jp.MeshSpec(data=8).on("h100:8"), RULES)
+    with jax.enable_x64(True), layout:
+        shapes = [jax.ShapeDtypeStruct((8, 16, 4, 64), jnp.float64)] * 3
+        assert "mha_forward" not in str(jax.make_jaxpr(attention)(*shapes))
+        text = "attention(impl='flash'): its kernel computes in float32, but the queries are float64."
+        with pytest.raises(LayoutError, match=re.escape(text)):
+            jax.make_jaxpr(lambda *x: attention(*x, impl="flash"))(*shapes)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("topology", "stated"),
+    [
+        # 1,024 positions are 2 × 2 blocks of 512, of which 3 are visited: 2 · B · H · 3 · 512² · D.
+        ("v5e:2x4", [3 * 512 * 512]),
+        # Forward 8 × 8 blocks of 128, of which 36 are; in the gradient 32 × 32 of 32, of which 528 are.
+        ("h100:8", [36 * 128 * 128, 528 * 32 * 32]),
+    ],
+)
+def test_the_kernels_state_the_flops_of_the_blocks_they_visit(topology: str, stated: list[int]) -> None:
+    layout = jp.Layout(jp.MeshSpec(data=8).on(topology), RULES)
+    shapes = [jax.ShapeDtypeStruct((16, 1024, 4, 128), jnp.bfloat16)] * 3
+    with layout:
+        text = jax.jit(attention).trace(*shapes).lower(lowering_platforms=("tpu",) if topology[0] == "v" else ("cuda",))
+    names = "_".join(str(2 * 2 * 4 * scores * 128) for scores in stated)
+    assert f"attention_matmul_flops_{names}/" in text.as_text(debug_info=True)

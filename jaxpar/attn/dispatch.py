@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpar.attn.mha import mha
 from jaxpar.attn.splash import splash
 from jaxpar.errors import LayoutError, listing
 from jaxpar.layout import current_layout, hint
@@ -17,6 +18,8 @@ from jaxpar.topology import platform_of
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
+KERNELS = {"tpu": splash, "gpu": mha}
+"""Platform → the kernel that is ``flash`` there."""
 
 
 def attention(
@@ -33,8 +36,8 @@ def attention(
     Args:
       q_BSHD: queries [batch, seq, heads, head_dim].
       k_BSKD, v_BSKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
-      impl: ``dense`` builds the scores [seq, seq]; ``flash`` never does, and is there on TPU, where the layout leaves seq
-        and head_dim whole; ``auto`` takes ``flash`` where it is there.
+      impl: ``dense`` builds the scores [seq, seq]; ``flash`` never does, and is there on TPU and GPU, where the layout leaves
+        seq and head_dim whole, for four bytes a number at most; ``auto`` takes ``flash`` where it is there.
       q_dims, kv_dims: logical dims of queries and of keys and values.
 
     Returns:
@@ -45,7 +48,7 @@ def attention(
     """
     q, k, v = hint(q_BSHD, *q_dims), hint(k_BSKD, *kv_dims), hint(v_BSKD, *kv_dims)
     q_axes, kv_axes = _axes(q, q_dims), _axes(k, kv_dims)
-    why_not = _no_flash(q_axes, kv_axes)
+    why_not = _no_flash(q_axes, kv_axes, q.dtype)
     if impl == "flash" and why_not:
         raise LayoutError(f"attention(impl='flash'): {why_not}. Remedy: impl='auto' or 'dense'.")
     if impl == "dense" or why_not:
@@ -54,7 +57,7 @@ def attention(
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *q_dims) for x in (k, v))
         kv_axes = q_axes
-    return _sharded(splash, q_axes, kv_axes)(q, k, v)
+    return _sharded(KERNELS[platform_of(current_layout().mesh)], q_axes, kv_axes)(q, k, v)
 
 
 def _axes(x: jax.Array, dims: Sequence[str | None]) -> tuple[Axes, ...]:
@@ -64,11 +67,13 @@ def _axes(x: jax.Array, dims: Sequence[str | None]) -> tuple[Axes, ...]:
     return resolve(layout.rules, sizes, tuple(dims), x.shape, itemsize=x.dtype.itemsize).axes
 
 
-def _no_flash(q_axes: Sequence[Axes], kv_axes: Sequence[Axes]) -> str:
+def _no_flash(q_axes: Sequence[Axes], kv_axes: Sequence[Axes], dtype: Any) -> str:
     """Why the kernel cannot run here; empty where it can."""
     platform = platform_of(current_layout().mesh)
-    if platform != "tpu":
-        return f"its kernel runs on TPU, but the mesh is of {platform} devices"
+    if platform not in KERNELS:
+        return f"its kernels run on TPU and GPU, but the mesh is of {platform} devices"
+    if dtype.itemsize > 4:
+        return f"its kernel computes in float32, but the queries are {dtype.name}"
     for dim, size in ((1, "sequence"), (3, "head dim")):
         split = q_axes[dim] or kv_axes[dim]
         if split:

@@ -18,6 +18,9 @@ _BOOKKEEPING = (
     "xla_ffi_python|xla_python|cu_threefry"
 )
 
+# Matmuls of attention kernels, by what stands first in their names.
+_MATMULS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "preprocess": 0, "backward": 7}
+
 
 def matmul_flops(instruction: Instruction, where: Computation) -> int:
     """Multiply-adds × 2 of a ``dot``, a ``convolution`` or a library's matmul call; 0 for anything else.
@@ -67,13 +70,15 @@ def _stated_by_scope(instruction: Instruction) -> int | None:
     """FLOPs of an attention kernel whose caller says in a scope's name what one of its matmuls costs.
 
     The forward kernel does two of them (scores, output), the gradient kernels also repeat the scores: of queries three, of
-    keys and values four, of all in one kernel five.
+    keys and values four, one that makes both, seven. A second number is the cost in the gradient kernels.
     """
-    scope = re.search(r"attention_matmul_flops_(\d+)", instruction.op_name)
-    kernel = re.search(r"(fwd|dq|dkv)", instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2])
+    scope = re.search(r"attention_matmul_flops_(\d+)(?:_(\d+))?", instruction.op_name)
+    name = instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2]
+    kernel = re.search("|".join(_MATMULS), name)
     if scope is None or kernel is None:
         return None
-    return int(scope[1]) * {"fwd": 2, "dq": 3, "dkv": 4}[kernel[1]]
+    forward, gradient = int(scope[1]), int(scope[2] or scope[1])
+    return _MATMULS[kernel[0]] * (forward if kernel[0] in ("fwd", "forward") else gradient)
 
 
 def _dot(out: ArrayType, lhs: ArrayType, contracting: str | None) -> int:

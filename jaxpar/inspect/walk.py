@@ -19,7 +19,7 @@ from jaxpar.inspect.loops import trip_count
 from jaxpar.inspect.overlap import Schedule
 
 _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
-_VERBS = frozenset(("_apply", "constrain", "hint", "lay_out"))
+_VERBS = frozenset(("_apply", "_backward", "_gather", "constrain", "gather_weight", "hint", "lay_out", "project"))
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ the logical dims: of the parameters (``axes``) and of the activations (``hint``)
 dim ``residual_seq``, inside attention and MLP it is ``seq``: a table that sends ``residual_seq`` to ``model`` too is
 Megatron's sequence parallelism (arXiv:2205.05198).
 
-Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, F heads × head
-dim, V vocabulary.
+Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxpar.attn.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
-from jaxpar.weights import all_but_gathered, gather_weight
+from jaxpar.weights import all_but_gathered, gather_weight, project
 
 
 @dataclass(frozen=True)
@@ -178,16 +177,14 @@ class Attention(nnx.Module):
         self.dtype = jnp.dtype(c.dtype)
 
     def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q = self._heads(x_BSE, self.q[...], "heads")
-        k = self._heads(x_BSE, self.k[...], "kv_heads")
-        v = self._heads(x_BSE, self.v[...], "kv_heads")
+        kv_dims = ("embed", "kv_heads", "head_dim")
+        # One by one: gathered together they come too late to hide behind the matmul before.
+        (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), dtype=self.dtype)
+        (k,) = project(x_BSE, (self.k[...], kv_dims), dtype=self.dtype)
+        (v,) = project(x_BSE, (self.v[...], kv_dims), dtype=self.dtype)
         o_BSHD = attention(rotate(q, rope), rotate(k, rope), v)
-        w_FE = gather_weight(self.o[...], "heads", "head_dim", "embed", dtype=self.dtype, rows=2)
-        return o_BSHD.reshape(*o_BSHD.shape[:2], -1) @ w_FE
-
-    def _heads(self, x_BSE: jax.Array, w_EHD: jax.Array, dim: str) -> jax.Array:
-        w_EF = gather_weight(w_EHD, "embed", dim, "head_dim", dtype=self.dtype, rows=1)
-        return (x_BSE @ w_EF).reshape(*x_BSE.shape[:2], *w_EHD.shape[1:])
+        w_HDE = gather_weight(self.o[...], "heads", "head_dim", "embed", dtype=self.dtype)
+        return jnp.einsum("BSHD,HDE->BSE", o_BSHD, w_HDE)
 
 
 class SwiGLU(nnx.Module):
@@ -201,8 +198,9 @@ class SwiGLU(nnx.Module):
         self.dtype = jnp.dtype(c.dtype)
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
-        gate = hint(x_BSE @ gather_weight(self.gate[...], "embed", "mlp", dtype=self.dtype), "batch", "seq", "mlp")
-        up = hint(x_BSE @ gather_weight(self.up[...], "embed", "mlp", dtype=self.dtype), "batch", "seq", "mlp")
+        dims = ("embed", "mlp")
+        gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), dtype=self.dtype)
+        gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         return (jax.nn.silu(gate) * up) @ gather_weight(self.down[...], "mlp", "embed", dtype=self.dtype)
 
 
