@@ -13,7 +13,7 @@ of 7168, a vocabulary of 32,000 and 2 × 2,048 tokens a device; ``8b`` is Llama 
 the quickest: one compile's CPU seconds vary by a tenth.
 
 Seen for ``1b_fsdp16`` (2026-11, jax 0.12.0.1): MaxText 6.31 GB and 1,851 MiB with the libtpu 0.0.52 that it installs, 2,185 MiB
-with 0.0.50.1, which this jax asks for and jaxpar uses: 6.01 GB and 1,763 MiB. 3.157e13 matmul FLOPs on both sides. For one
+with 0.0.50.1, which this jax asks for and jaxpar uses: 6.01 GB and 1,779 MiB. 3.157e13 matmul FLOPs on both sides. For one
 libtpu on both sides make the environment by hand, and name it with ``--maxtext-python``.
 """
 
