@@ -9,8 +9,8 @@ compiler alone, on both sides without tracing. Those want an idle machine, and o
 Shapes, weights in fp32 with AdamW, compute in bf16, full remat: ``1b`` has embed 2048, 16 layers, 16 heads of 128, a gated MLP
 of 7168, a vocabulary of 32,000 and 2 × 2,048 tokens a device; ``8b`` is Llama 3.1 8B with 1 × 4,096 tokens a device.
 
-``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 devices, and holds the compiler's time to 1.3 × the first. ``--repeat 3`` compiles in turn and shows
-the quickest: one compile's CPU seconds vary by a tenth.
+``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 devices, and holds the compiler's time to 1.3 × the first.
+``--repeat 3`` compiles in turn and shows the quickest: one compile's CPU seconds vary by a tenth.
 
 Seen for ``1b_fsdp16`` (2026-11, jax 0.12.0.1): MaxText 6.31 GB and 1,851 MiB with the libtpu 0.0.52 that it installs, 2,185 MiB
 with 0.0.50.1, which this jax asks for and jaxpar uses: 6.01 GB and 1,779 MiB. 3.157e13 matmul FLOPs on both sides. For one

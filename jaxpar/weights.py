@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar.errors import LayoutError
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes
 
@@ -54,7 +55,7 @@ def project(x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None) 
       For each weight an array [..., *weight.shape[1:]].
 
     Raises:
-      LayoutError: as :func:`jaxpar.hint`.
+      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dim is not of the size of the last of ``x``.
 
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
@@ -67,6 +68,12 @@ def project(x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None) 
     >>> q.shape, k.shape
     ((2, 4, 3), (2, 2, 3))
     """
+    for w, dims in weights:
+        if w.shape[:1] != x.shape[-1:]:
+            raise LayoutError(
+                f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: its first dim has to be "
+                f"as large as the last of x. Remedy: transpose the weight, or pass what it belongs to."
+            )
     ws = [w if dtype is None else w.astype(dtype) for w, _ in weights]
     results: dict[int, jax.Array] = {}
     for ways, group in _alike([dims for _, dims in weights], ws):

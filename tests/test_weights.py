@@ -124,6 +124,15 @@ def test_heads_that_do_not_divide_are_refused_as_the_weight_alone_would_be() -> 
     assert problem == str(alone.value).partition(": ")[2] and "'heads'" in problem
 
 
+def test_a_weight_of_another_width_is_refused() -> None:
+    with jp.Layout(MESH.build(), RULES["all alike"]), pytest.raises(LayoutError) as caught:
+        jp.project(jnp.ones((2, 5, 6)), (jnp.ones((8, 4, 4)), Q))
+    assert str(caught.value) == (
+        "project(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, 5, 6): its first "
+        "dim has to be as large as the last of x. Remedy: transpose the weight, or pass what it belongs to."
+    )
+
+
 LOOKUP = jp.Rules(
     batch=("data",),
     seq=None,
