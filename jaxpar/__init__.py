@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxpar import testing as testing
     from jaxpar.arrays import put as put
     from jaxpar.attn.dispatch import attention as attention
+    from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
@@ -55,6 +56,7 @@ _HOMES = {
     "constrain": "layout",
     "current_layout": "layout",
     "eval_step": "step",
+    "exchange_local": "exchange",
     "explain": "inspect.explain",
     "first_of": "rules",
     "gather_weight": "weights",

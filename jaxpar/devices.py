@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpar import texts
@@ -39,10 +39,20 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
             block = dict(list(sizes.items())[i:])
             raise MeshError(texts.torn_block(sizes, block, len(counts), groups, whole))
     # The devices are groups × whole, so the outermost axes together always hold the factors of the groups.
-    dcn, left = [], len(counts)
-    for size in shape:
-        dcn.append(math.gcd(size, left))
-        left //= dcn[-1]
+    dcn = list(take(sizes, len(counts), sizes).values())
     ici = [size // outer for size, outer in zip(shape, dcn, strict=True)]
     options = {"process_is_granule": not by_slice, "allow_split_physical_axes": True}
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **options)
+
+
+def take(sizes: Mapping[str, int], count: int, order: Iterable[str]) -> dict[str, int]:
+    """The factor of each axis that goes to a level of ``count`` devices, axes in ``order`` taking what they can.
+
+    >>> take({"data": 4, "model": 4}, 8, ["data", "model"])
+    {'data': 4, 'model': 2}
+    """
+    taken = dict.fromkeys(sizes, 1)
+    for axis in order:
+        taken[axis] = math.gcd(sizes[axis], count)
+        count //= taken[axis]
+    return taken

@@ -103,8 +103,9 @@ def _gather(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> jax.Arra
     """One weight as it is stored; or, with ``ways``, some that lie alike side by side: [rows, ways, columns of all]."""
     if not ways:
         return hint(ws[0], *dims)
-    parts = [w.reshape(w.shape[0], ways, -1) for w in ws]
-    return hint(jnp.concatenate(parts, 2), *dims[:2], None)
+    w_EWF = jnp.concatenate([w.reshape(w.shape[0], ways, -1) for w in ws], 2)
+    # Behind a barrier, or the compiler gathers the weight as it is stored and tiles all of it anew afterwards.
+    return hint(jax.lax.optimization_barrier(w_EWF), *dims[:2], None)
 
 
 def _forward(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> tuple[jax.Array, None]:

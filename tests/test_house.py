@@ -19,7 +19,7 @@ FLOORS = (
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
     ("layout",),
-    ("arrays", "attn", "linen", "nnx", "weights"),
+    ("arrays", "attn", "exchange", "linen", "nnx", "weights"),
     ("model",),
     ("state",),
     ("step",),

@@ -16,8 +16,9 @@ from typing import Any
 
 from jaxpar.errors import AuditError, did_you_mean, listing
 from jaxpar.inspect.collectives import KINDS, Collective
-from jaxpar.inspect.hlo import parse
+from jaxpar.inspect.hlo import Module, parse
 from jaxpar.inspect.report import show_bytes
+from jaxpar.inspect.slices import Slices, slices_named
 from jaxpar.inspect.walk import Walk
 
 _COLUMNS = ("collective", "axes", "count", "dtype", "results", "on the wire", "notes", "from")
@@ -158,6 +159,7 @@ class Audit:
 
 def _notes(c: Collective) -> str:
     marks = (
+        (bool(c.between_slices), "between slices"),
         (c.arrays > 1, f"{c.arrays} arrays"),
         (c.overlapped, "overlapped"),
         (0 < c.exposed_bytes < c.wire_bytes, "partly overlapped"),
@@ -176,8 +178,7 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
         there is a single axis ``devices``.
 
     Raises:
-      AuditError: no HLO text, text cut short, a mesh of another size than the program's, or a program of several TPU
-        slices.
+      AuditError: no HLO text, text cut short, or a mesh of another size than the program's.
 
     >>> import jax, jax.numpy as jnp, jaxpar as jp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -187,22 +188,9 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
     >>> report.wire_bytes("all-reduce", "data")  # 2 · 7/8 of 32 floats
     224.0
     """
-    text = _text(program)
-    module = parse(text)
-    if '"xla_megascale_runtime"' in text:
-        raise AuditError(
-            f"the program is that of one of several TPU slices, of {module.partitions} devices each, which send to each other "
-            f"through their hosts; what they send is not read yet. Remedy: audit the program for one slice."
-        )
-    given = {"devices": module.partitions} if mesh is None else mesh if isinstance(mesh, Mapping) else mesh.shape
-    sizes = {str(axis): int(size) for axis, size in given.items()}
-    if math.prod(sizes.values()) != module.partitions:
-        shape = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-        raise AuditError(
-            f"the program runs on {module.partitions} devices, but the mesh has {math.prod(sizes.values())} ({shape}). "
-            f"Remedy: pass the mesh that the program was compiled for."
-        )
-    walk = Walk(module, sizes)
+    module = parse(_text(program))
+    sizes, slices = _mesh(module, mesh)
+    walk = Walk(module, sizes if slices is None else slices.inside, slices)
     work = walk.run()
     return Audit(
         mesh=sizes,
@@ -215,6 +203,24 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
         silent_kernels=tuple(walk.silent_kernels),
         memory=_memory(program),
     )
+
+
+def _mesh(module: Module, mesh: Any) -> tuple[dict[str, int], Slices | None]:
+    """The mesh as axis → size, and how it lies on slices where the program is for several."""
+    named = slices_named(module)
+    given = {"devices": module.partitions * max(named, 1)} if mesh is None else getattr(mesh, "shape", mesh)
+    sizes = {str(axis): int(size) for axis, size in given.items()}
+    devices = math.prod(sizes.values())
+    slices = Slices.of(sizes, module.partitions) if named else None
+    fits = devices == module.partitions if slices is None else slices.count == named
+    if not fits or devices % module.partitions:
+        shape = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        several = f" of each of {named} slices" if named else ""
+        raise AuditError(
+            f"the program runs on {module.partitions} devices{several}, but the mesh has {devices} ({shape}). "
+            f"Remedy: pass the mesh that the program was compiled for."
+        )
+    return sizes, slices
 
 
 def _text(program: Any) -> str:

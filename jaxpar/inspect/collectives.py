@@ -42,6 +42,8 @@ class Collective:
       module: the modules around that line, outermost first, where their ``__call__`` methods show.
       tensor: the program's argument that it moves, when it moves one whole or in slices.
       op_name: jax's path of the operation.
+      between_slices: in a program for several TPU slices, whether it runs between slices, through their hosts, or inside of
+        each; ``None`` in all other programs.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class Collective:
     module: str
     tensor: str
     op_name: str
+    between_slices: bool | None = None
 
     @property
     def total_wire_bytes(self) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jaxpar.inspect.hlo import CALLS, Computation, Instruction, Module
+from jaxpar.inspect.slices import rendezvous
 
 _MOVES = frozenset(
     ("copy", "convert", "bitcast", "bitcast-convert", "transpose", "reshape", "opt-barrier", "copy-start", "copy-done")
@@ -38,6 +41,15 @@ class Flow:
             self._users[where.name] = found
         return self._users[where.name].get(name, [])
 
+    def readers(self, instruction: Instruction, where: Computation) -> Iterator[Instruction]:
+        """What takes a value in the end, through moves and tuples, inside of one computation."""
+        taken = self.received(instruction, where) if instruction.opcode == "send" else instruction
+        for user in self.users(taken.name, where) if taken else ():
+            if user.opcode in _MOVES or user.opcode in ("get-tuple-element", "all-gather-done"):
+                yield from self.readers(user, where)
+            else:
+                yield user
+
     def inner(self, instruction: Instruction) -> Computation | None:
         """What a fusion or a call runs."""
         names = instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
@@ -61,11 +73,28 @@ class Flow:
         if instruction.opcode in ("collective-permute", "collective-permute-start"):
             return instruction.operands[0], where
         if instruction.opcode == "get-tuple-element":
-            return self._element(instruction.index, where[instruction.operands[0]], where)
+            source = where[instruction.operands[0]]
+            if source.opcode == "recv-done":
+                return self._sent(source, where)
+            return self._element(instruction.index, source, where)
         if instruction.opcode == "parameter":
             return self._argument(int(instruction.arguments), where)
         inner = self.inner(instruction)
         return self._through(inner.root, inner, instruction, where) if inner else None
+
+    def _sent(self, done: Instruction, where: Computation) -> tuple[str, Computation] | None:
+        """What other slices of a TPU program receive here: they all send the same."""
+        name = rendezvous(where[done.operands[0]])
+        sends = (i for i in where if i.opcode == "send" and rendezvous(i) == name)
+        return next(((i.operands[0], where) for i in sends), None) if name else None
+
+    def received(self, send: Instruction, where: Computation) -> Instruction | None:
+        """The array that a program gets from other slices for what it sends them."""
+        name = rendezvous(send)
+        for done in where:
+            if done.opcode == "recv-done" and rendezvous(where[done.operands[0]]) == name:
+                return next((i for i in self.users(done.name, where) if i.index == 0), None)
+        return None
 
     def _through(
         self, value: Instruction, inner: Computation, fusion: Instruction, where: Computation

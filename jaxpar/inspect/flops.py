@@ -15,7 +15,7 @@ _LIBRARY_MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
 # Custom calls of the compilers themselves that compute nothing worth counting.
 _BOOKKEEPING = (
     "AllocateBuffer|AssumeGatherIndicesInBound|AsyncCollective|ConcatBitcast|TopK|MoveTo|PinTo|annotate_device_placement|"
-    "xla_ffi_python|xla_python|cu_threefry"
+    "xla_ffi_python|xla_python|cu_threefry|SliceId|ZeroCrop"
 )
 
 # Matmuls of attention kernels, by what stands first in their names.

@@ -43,10 +43,7 @@ def parts_of(
     """
     arrays = tuple(array for source in where.inputs(instruction) for array in source.types)
     if kind != "all-reduce":
-        given = sum(array.bytes for array in arrays)
-        whole = given * group if kind == "all-gather" else given
-        result = whole // group if kind == "reduce-scatter" else whole
-        return [Part(kind, "", arrays, result, wire_bytes(kind, whole, group))]
+        return [_plain(kind, arrays, group)]
     kept = [_kept(k, instruction, where, flow) for k in range(len(arrays))]
     # A slice that is larger than a device's share is some other slice.
     scattered = [n is not None and n * group <= array.size for n, array in zip(kept, arrays, strict=True)]
@@ -54,9 +51,25 @@ def parts_of(
     reduced = tuple(array for array, own in zip(arrays, scattered, strict=True) if not own)
     parts = [_scatter(sliced, group, fused=fused)] if sliced else []
     if reduced:
-        given = sum(array.bytes for array in reduced)
-        parts.append(Part(kind, "", reduced, given, wire_bytes(kind, given, group)))
+        parts.append(_plain(kind, reduced, group))
     return parts
+
+
+def part_between(kind: str, send: Instruction, where: Computation, group: int) -> Part:
+    """What a transfer between slices moves, among groups of ``group`` devices."""
+    arrays = where[send.operands[0]].types
+    if kind == "collective-permute":
+        given = sum(array.bytes for array in arrays)
+        return Part(kind, "", arrays, given, given)
+    return _plain(kind, arrays, group)
+
+
+def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
+    """A collective that is what it says, given these arrays on each device."""
+    given = sum(array.bytes for array in arrays)
+    whole = given * group if kind == "all-gather" else given
+    result = whole // group if kind == "reduce-scatter" else whole
+    return Part(kind, "", arrays, result, wire_bytes(kind, whole, group))
 
 
 def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool) -> Part:

@@ -8,6 +8,7 @@ from jaxpar.inspect.collectives import kind_of
 from jaxpar.inspect.costs import Costs, Work
 from jaxpar.inspect.flops import target
 from jaxpar.inspect.hlo import Computation, Instruction
+from jaxpar.inspect.slices import crosses, rendezvous
 
 _COMPUTE = frozenset(
     ("fusion", "fusion-start", "call", "call-start", "dot", "convolution", "custom-call", "while", "conditional")
@@ -47,11 +48,11 @@ class Schedule:
         A collective that ends in the loop's next run is in flight to the end of this one.
         """
         mark = self._fused_mark(start)
-        if mark is None and not start.opcode.endswith("-start"):
+        if mark is None and not start.opcode.endswith("-start") and not crosses(start):
             return Work()
         work = Work()
         for instruction in self._after(start, where):
-            if self._ends_it(instruction, start, mark):
+            if self._ends_it(instruction, start, mark, where):
                 break
             if instruction.opcode in _COMPUTE and not self._only_sends(instruction):
                 work += self._costs.of(instruction, where)
@@ -72,7 +73,10 @@ class Schedule:
         started = (inner[i.operands[0]] for i in inner if target(i) == "AsyncCollectiveStart")
         return next((_mark(instruction) for instruction in started), None)
 
-    def _ends_it(self, instruction: Instruction, start: Instruction, mark: _Mark | None) -> bool:
+    def _ends_it(self, instruction: Instruction, start: Instruction, mark: _Mark | None, where: Computation) -> bool:
+        if crosses(start):
+            done = instruction.opcode == "recv-done"
+            return done and rendezvous(where[instruction.operands[0]]) == rendezvous(start)
         if mark is None:
             return start.name in instruction.operands and instruction.opcode.endswith("-done")
         names = instruction.called("calls") if instruction.opcode == "fusion" else []

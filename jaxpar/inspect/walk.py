@@ -13,10 +13,11 @@ from jaxpar.inspect.collectives import Collective, axes_of, groups_of, kind_of, 
 from jaxpar.inspect.costs import Costs, Work
 from jaxpar.inspect.dataflow import Flow
 from jaxpar.inspect.flops import kernel_flops, target
-from jaxpar.inspect.forms import Part, loop_role, parts_of, ring_role
+from jaxpar.inspect.forms import Part, loop_role, part_between, parts_of, ring_role
 from jaxpar.inspect.hlo import CALLS, FUSIONS, Computation, Instruction, Location, Module
 from jaxpar.inspect.loops import trip_count
 from jaxpar.inspect.overlap import Schedule
+from jaxpar.inspect.slices import Slices, crosses, groups_between
 
 _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
 _VERBS = frozenset(("_apply", "_backward", "_gather", "constrain", "gather_weight", "hint", "lay_out", "project"))
@@ -44,10 +45,14 @@ class Scope:
 
 @dataclass
 class Walk:
-    """What a walk found: ``collectives`` that count, those of the ``other_arms`` of conditionals, and what is unknown."""
+    """What a walk found: ``collectives`` that count, those of the ``other_arms`` of conditionals, and what is unknown.
+
+    ``sizes`` is the mesh of the program's own devices; of a program for several ``slices``, the part inside of one.
+    """
 
     module: Module
     sizes: Mapping[str, int]
+    slices: Slices | None = None
     collectives: list[Collective] = field(default_factory=list)
     other_arms: list[Collective] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
@@ -70,6 +75,8 @@ class Walk:
             kind = kind_of(instruction)
             if kind is not None and not self._schedule.reprint(instruction, where):
                 self._collective(kind, instruction, where, scope)
+            elif self.slices is not None and crosses(instruction):
+                self._transfer(self.slices, instruction, where, scope)
             elif kernel_flops(instruction) is None and target(instruction) not in self.silent_kernels:
                 self.silent_kernels.append(target(instruction))
             inside = dataclasses.replace(scope, callers=(instruction, *scope.callers))
@@ -119,6 +126,13 @@ class Walk:
         # Among groups of one device nothing moves.
         for part in parts_of(kind, instruction, where, self.flow, size, fused=fused) if axes else ():
             self.collectives.append(self._describe(part, axes, size, instruction, where, scope))
+
+    def _transfer(self, slices: Slices, send: Instruction, where: Computation, scope: Scope) -> None:
+        kind, groups = groups_between(send)
+        members = groups.shape[1]
+        part = part_between(kind, send, where, members)
+        found = self._describe(part, slices.axes(groups), members, send, where, scope)
+        self.collectives.append(dataclasses.replace(found, between_slices=True))
 
     def _permute(self, instruction: Instruction, where: Computation, scope: Scope) -> None:
         pairs = pairs_of(instruction)
@@ -172,9 +186,10 @@ class Walk:
         flops = beside.matmul_flops + beside.kernel_flops
         # A matmul hides a transfer, and so does elementwise work on at least as many bytes; a stray scalar does not.
         hidden = flops > 0 or beside.hbm_bytes >= part.wire_bytes > 0
-        # What the compiler printed without a source comes from where its caller, or what it takes, comes from.
+        # What the compiler printed without a source comes from where its caller, or what it takes, or what takes it, does.
         sources = (instruction, *scope.callers[:1], *where.inputs(instruction), *scope.callers[1:])
         frames = next((f for i in sources if (f := self.module.frames(i))), [])
+        frames = frames or next((f for i in self.flow.readers(instruction, where) if (f := self.module.frames(i))), [])
         moved, home = self.flow.origin(instruction.operands[0], where)
         argument = moved.opcode == "parameter" and home.name == self.module.entry
         return Collective(
@@ -195,6 +210,7 @@ class Walk:
             module=module_path(frames),
             tensor=moved.op_name if argument else "",
             op_name=next((i.op_name for i in sources if i.op_name), ""),
+            between_slices=None if self.slices is None else False,
         )
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpar.exchange import exchange_local
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes
 
@@ -70,7 +71,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
             rows_BSE = jax.lax.psum_scatter(rows_BSE, split[0], scatter_dimension=1, tiled=True)
         elif split[0]:
             rows_BSE = jax.lax.psum(rows_BSE, split[0])
-        return jax.lax.all_to_all(rows_BSE, spread, split_axis=0, concat_axis=2, tiled=True)
+        return exchange_local(rows_BSE, spread, split_dim=0, concat_dim=2)
 
     words = table_VE.shape[0]
     x_BSE = jax.shard_map(

@@ -13,17 +13,19 @@ share the wires between them. A collective over several dims uses all of them at
 
 **What is sent.** The bytes are the audit's (``Collective.wire_bytes``), those of the best ring. Over several levels they are
 split as the hierarchical algorithm does it (gather across the outer level first, while the pieces are small), one level after
-the other. All-to-all on a torus pays for its detours: on n chips, ⌊n²/4⌋ pairs cross the middle. A permute is a shift to the
-neighbour, over one link, one way; one that may cross slices is taken to cross them.
+the other. A program for several TPU slices is compiled that way, and says itself which part crosses them. All-to-all on a torus
+pays for its detours: on n chips, ⌊n²/4⌋ pairs cross the middle. A permute is a shift to the neighbour, over one link, one way;
+one that may cross slices is taken to cross them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from jaxpar.devices import take
 from jaxpar.errors import MeshError, PlanError
 from jaxpar.inspect.collectives import Collective
 from jaxpar.plan.accelerators import Accelerator
@@ -107,19 +109,6 @@ def _dims_for(size: int, left: Sequence[int], shape: Sequence[int]) -> list[tupl
     return taken
 
 
-def take(sizes: Mapping[str, int], count: int, order: Iterable[str]) -> dict[str, int]:
-    """The factor of each axis that goes to a level of ``count`` devices, axes in ``order`` taking what they can.
-
-    >>> take({"data": 4, "model": 4}, 8, ["data", "model"])
-    {'data': 4, 'model': 2}
-    """
-    taken = dict.fromkeys(sizes, 1)
-    for axis in order:
-        taken[axis] = math.gcd(sizes[axis], count)
-        count //= taken[axis]
-    return taken
-
-
 class Links:
     """The links of a group of devices under a mesh.
 
@@ -173,10 +162,12 @@ class Links:
         """What one execution of a collective costs, level by level; none where nothing moves."""
         axes, kind = collective.axes, collective.kind
         groups = {level: math.prod(sizes[axis] for axis in axes) for level, sizes in self.levels.items()}
-        used = [level for level in groups if groups[level] > 1]
+        # A program of several slices says of each collective whether it runs between them.
+        told = collective.between_slices
+        used = [level for level, n in groups.items() if n > 1 and (told is None or told == (level == "DCN"))]
         if kind == "collective-permute":
             return [self._phase(used[0], axes, kind, collective.wire_bytes, 2)] if used else []
-        others = math.prod(groups.values()) - 1
+        others = math.prod(groups[level] for level in used) - 1
         found = []
         for level in used:
             outside = math.prod(groups[other] for other in used[: used.index(level)])

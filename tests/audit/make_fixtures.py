@@ -89,6 +89,12 @@ def tpu() -> Iterator[Fixture]:
     whole = jp.MeshSpec(data=16).build(devices)
     facts = {"tokens": 16 * 1024, "embed": 1024, "mlp": 4096, "layers": 3}
     yield Fixture("tpu_gathered_by_hand", programs.gathered_by_hand(whole, **facts), dict(whole.shape), facts)
+    several = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=4).devices
+    mesh = jp.MeshSpec(replica=2, data=4, model=2).build(several)
+    yield Fixture("tpu_slices_every_collective", programs.every_collective(mesh), dict(mesh.shape))
+    several = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2).devices
+    yield llama("tpu_slices_fsdp", programs.layout_on("fsdp", several, data=8), remat="full")
+    mesh = jp.MeshSpec(data=4, model=4).build(devices)
     yield Fixture("tpu_silent_kernel", programs.kernel_in_a_loop(mesh, 5, None), sizes)
 
 

@@ -55,6 +55,40 @@ def test_each_kind_compiled_for_tpu(stored):
     assert [c.form for c in report.select("reduce-scatter")] == ["all-reduce + slice"]
 
 
+def test_each_kind_over_slices(stored, stored_text):
+    """Four slices of 2 × 2: ``data`` lies over two of them. Each array is [4, 256] fp32; between slices goes what it must."""
+    report, whole = stored("tpu_slices_every_collective"), 4 * 256 * 4
+    assert {c.axes for c in report.collectives} == {("data",)}
+    between = {c.kind: (c.group, c.result_bytes, c.wire_bytes) for c in report.collectives if c.between_slices}
+    assert between == {
+        # Half of the array is scattered, and a quarter of it gathered, after and before the other half of the work inside.
+        "reduce-scatter": (2, whole // 4, whole / 4),
+        "all-gather": (2, whole // 2, whole / 4),
+        "all-reduce": (2, whole // 2, whole / 2),
+        "all-to-all": (4, whole, 3 / 4 * whole),
+        "collective-permute": (2, whole, whole),
+    }
+    inside = [c for c in report.collectives if not c.between_slices]
+    assert {c.group for c in inside} == {2} and {c.between_slices for c in inside} == {False}
+    assert sum(c.wire_bytes for c in inside if c.kind == "all-gather") == 2 * whole / 2
+    assert not report.silent_kernels  # that of the slice's number is none
+    # Without a mesh, all four slices are one axis.
+    assert jp.audit(stored_text("tpu_slices_every_collective")).mesh == {"devices": 16}
+
+
+def test_a_gather_over_slices_sends_what_any_gather_must(stored, facts):
+    """FSDP over two slices of four: one piece of a weight between them, then three of two each inside of a slice."""
+    report, config = stored("tpu_slices_fsdp"), facts("tpu_slices_fsdp")["config"]
+    size = 2 * config["embed"] * config["heads"] * config["head_dim"]
+    for name in ("q", "k", "v"):
+        same = [c for c in report.select("all-gather") if c.tensor.endswith(f"['{name}']")]
+        assert sum(c.total_wire_bytes for c in same if c.between_slices) == 2 * config["layers"] * size / 8
+        assert sum(c.total_wire_bytes for c in same if not c.between_slices) == 2 * config["layers"] * size * 6 / 8
+        # Between slices compute runs beside all of it, up to where its ``recv`` is done.
+        assert all(c.overlapped for c in same if c.between_slices)
+    assert report.certain and not report.silent_kernels
+
+
 def test_the_source_is_the_line_of_the_model(line_mesh):
     report = jp.audit(programs.every_collective(line_mesh).compile(), mesh=line_mesh)
     calls = {

@@ -145,12 +145,25 @@ def test_a_mesh_of_another_size(text, grid_mesh):
     assert jp.audit(text, mesh=grid_mesh).count(axis="model") == 15
 
 
-def test_a_program_of_several_slices(text):
-    # Such a program sends between slices through the hosts, in instructions that carry this name.
-    sends = text.replace("HloModule", 'HloModule // handler="xla_megascale_runtime" //', 1)
-    assert message(sends, {"data": 16}) == (
-        "the program is that of one of several TPU slices, of 8 devices each, which send to each other through their hosts; "
-        "what they send is not read yet. Remedy: audit the program for one slice."
+def test_a_program_of_several_slices(stored_text):
+    text, mesh = stored_text("tpu_slices_every_collective"), {"replica": 2, "data": 4, "model": 2}
+    assert message(text, {"data": 4}) == (
+        "the program runs on 4 devices of each of 4 slices, but the mesh has 4 (data=4). Remedy: pass the mesh that the "
+        "program was compiled for."
+    )
+    for wrong in ({"data": 32}, {"data": 18}):
+        assert message(text, wrong).startswith("the program runs on 4 devices of each of 4 slices, but the mesh has ")
+    assert re.fullmatch(
+        r"send\S*: a transfer between slices of type SHOUT is nothing the auditor knows\.",
+        message(text.replace("ALL_TO_ALL", "SHOUT"), mesh),
+    )
+    assert re.fullmatch(
+        r"send\S*: a transfer between slices of type unknown is nothing the auditor knows\.",
+        message(text.replace("_xla_megascale_transfer_type", "_type"), mesh),
+    )
+    assert re.fullmatch(
+        r"send\S*: _xla_megascale_target=\{\{1,2\S* is a spelling the auditor does not know\.",
+        message(text.replace("{{100000,", "{{1,2},{100000,"), mesh),
     )
 
 

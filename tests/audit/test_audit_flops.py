@@ -45,6 +45,17 @@ def test_a_llama_compiled_for_an_accelerator_has_the_flops_of_the_formula(name, 
     assert whole == pytest.approx(programs.training_flops(config, known["batch"], known["seq"]), rel=FOUR_DIGITS)
 
 
+def test_a_llama_on_two_slices_has_the_flops_of_the_formula(stored, facts):
+    """Its attention is the splash kernel, which counts apart."""
+    known, report = facts("tpu_slices_fsdp"), stored("tpu_slices_fsdp")
+    config, batch, seq = LlamaConfig(**known["config"]), known["batch"], known["seq"]
+    scores = 4 * 2 * 2 * batch * seq * seq * config.heads * config.head_dim * config.layers
+    assert report.matmul_flops * 8 == pytest.approx(
+        programs.training_flops(config, batch, seq) - scores, rel=FOUR_DIGITS
+    )
+    assert report.kernel_flops and not report.silent_kernels
+
+
 def test_the_remat_policies_differ_by_more_than_the_tolerance():
     flops = {
         remat: programs.training_flops(LlamaConfig(**SMALL, remat=remat), 8, 32) for remat in ("none", "dots", "full")

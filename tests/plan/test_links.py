@@ -54,6 +54,18 @@ def test_over_slices_the_small_pieces_cross_first() -> None:
     assert found == {"DCN": pytest.approx(1e6 / 3.125e9), "ICI": pytest.approx(30e6 / 100e9)}
 
 
+def test_a_program_that_says_what_crosses_slices_is_believed() -> None:
+    links = Links.of(Topology.parse("v5e:4x4*2"), accelerator("v5e"), {"data": 32})
+    between, inside = (
+        links.phases(collective("all-gather", ("data",), sent, between_slices=crossing))
+        for sent, crossing in ((1e6, True), (30e6, False))
+    )
+    assert [(phase.level, phase.seconds) for phase in between] == [("DCN", pytest.approx(1e6 / 3.125e9))]
+    assert [(phase.level, phase.seconds) for phase in inside] == [("ICI", pytest.approx(30e6 / 100e9))]
+    both = phases("v5e:4x4*2", {"data": 32}, "all-gather", ("data",), 31e6)
+    assert both == {phase.level: pytest.approx(phase.seconds) for phase in (*between, *inside)}
+
+
 def test_an_axis_outside_the_slices_crosses_whole_and_one_inside_never_does() -> None:
     mesh = {"data": 2, "model": 16}
     assert phases("v5e:4x4*2", mesh, "all-reduce", ("data",), 1e9) == {"DCN": pytest.approx(1e9 / 3.125e9)}

@@ -1,0 +1,60 @@
+"""``exchange_local``: an all-to-all, whatever the rounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar import exchange
+
+
+@given(st.integers(1, 20_000), st.integers(1, 64))
+def test_rounds_multiply_to_the_devices_and_are_small_where_they_can_be(devices: int, most: int) -> None:
+    found = exchange.rounds(devices, most)
+    assert math.prod(found) == devices
+    primes = all(n <= most or all(n % d for d in range(2, n)) for n in found)
+    assert primes, found
+    assert len(found) == 1 or 1 not in found
+
+
+@pytest.mark.parametrize("axes", ["data", ("model", "data")])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 2), (2, 0), (1, 2), (2, 2)])
+def test_an_exchange_in_rounds_is_an_all_to_all(
+    axes: str | tuple[str, ...], split: int, concat: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, bit for bit, with the mesh's axes in either order."""
+    monkeypatch.setattr(exchange, "MOST", 2)
+    mesh = jp.MeshSpec(data=4, model=2).build()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8 * 8, 8, 16)), jnp.float32)
+
+    def run(local: Any) -> tuple[jax.Array, jax.Array]:
+        """The result, and the gradient of a sum in which every element counts otherwise."""
+        mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model"))))
+        result, pull = jax.vjp(mapped, x)
+        return result, pull(jnp.arange(result.size, dtype=result.dtype).reshape(result.shape))[0]
+
+    in_rounds = run(lambda x: exchange.exchange_local(x, axes, split_dim=split, concat_dim=concat))
+    at_once = run(lambda x: jax.lax.all_to_all(x, axes, split, concat, tiled=True))
+    jax.tree.map(np.testing.assert_array_equal, in_rounds, at_once)
+
+
+def test_few_devices_exchange_at_once() -> None:
+    mesh = jp.MeshSpec(data=8).build()
+    spec = P("data")
+    local = jax.shard_map(
+        lambda x: exchange.exchange_local(x, "data", split_dim=0, concat_dim=1),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    report = jp.audit(jax.jit(local).lower(jnp.zeros((64, 4))).compile(), mesh=mesh)
+    assert report.count("all-to-all") == 1
