@@ -9,7 +9,7 @@ compiler alone, on both sides without tracing. Those want an idle machine, and o
 Shapes, weights in fp32 with AdamW, compute in bf16, full remat: ``1b`` has embed 2048, 16 layers, 16 heads of 128, a gated MLP
 of 7168, a vocabulary of 32,000 and 2 × 2,048 tokens a device; ``8b`` is Llama 3.1 8B with 1 × 4,096 tokens a device.
 
-``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 devices, and holds the compiler's time to 1.3 × the first.
+``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 v5p chips, and holds the compiler's time to 1.3 × the first.
 ``--repeat 3`` compiles in turn and shows the quickest: one compile's CPU seconds vary by a tenth.
 
 Seen for ``1b_fsdp16`` (2026-11, jax 0.12.0.1): MaxText 6.31 GB and 1,851 MiB with the libtpu 0.0.52 that it installs, 2,185 MiB
@@ -42,7 +42,7 @@ from jaxpar.train.job import Job, make_job
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs" / "bench"
 MAXTEXT = "0.2.5"
-GROWTH = ("v5e:4x4", "v5e:16x16", "v5p:16x16x16")
+GROWTH = ("v5p:2x2x4", "v5p:4x8x8", "v5p:16x16x16")  # one kind of chip: v5e ends at 256
 GROWTH_GOAL = 1.3
 BF16 = 2
 

@@ -2,7 +2,7 @@
 
 Reads the points of ``tests/plan/memory_points.json`` (a model, a layout and a TPU topology each), and prints the estimate
 beside the peak that the compiler gave, as the table of ``docs/memory.md``; ``--write`` puts it there. With ``--compile``,
-points that have no figures yet are compiled first (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), two CPU minutes each, and the
+points that have no figures yet are compiled first (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), one or two CPU minutes each, and the
 file is written after each of them.
 """
 

@@ -95,7 +95,7 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return parameters.get("name") != GATHERED
 
 
-_OF_GATHER = {"sharding_constraint", "reshape", "concatenate"}
+_OF_GATHER = {"sharding_constraint", "reshape", "concatenate", "optimization_barrier"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

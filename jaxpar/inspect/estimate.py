@@ -6,12 +6,14 @@ The assumptions, learnt from what XLA:TPU keeps (``docs/memory.md``):
 - Everything else is fused into what reads it. What a later operation needs of it is kept either as it is, or as the arrays
   it is made from, whichever is less.
 - Operations run in the order of the trace; updates are in place; donated arguments give their place to the results.
+- What a loop's body works on takes no main memory if all of it fits into the chip's vector memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from jaxpar.inspect.program import Op, Program, Value
 
@@ -49,10 +51,21 @@ class Moment:
 
 
 class Walk:
-    """Liveness of one program; bodies of loops are walked on their own, and add their worst moment."""
+    """Liveness of one program; bodies of loops are walked on their own, and add their worst moment.
 
-    def __init__(self, program: Program, *, placed: Iterable[Value] = (), depth: int = 0, carries: slice | None = None):
-        self.program, self.depth = program, depth
+    ``vector`` is the size of the vector memory in bytes.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        placed: Iterable[Value] = (),
+        vector: int = 0,
+        depth: int = 0,
+        carries: slice | None = None,
+    ):
+        self.program, self.vector, self.depth = program, vector, depth
         self.maker: dict[Value, Op] = {value: op for op in program.ops for value in op.makes}
         self.free = set(program.inputs)
         if carries is not None:
@@ -87,11 +100,14 @@ class Walk:
                 best, held = here, (frozenset(alive - own), inner.held)
             alive -= after
             total -= sum(v.bytes for v in after)
+        if self.depth and best <= self.vector:
+            return Moment(0, ())
         return Moment(best, (*self._describe(held[0]), *held[1]))
 
     def _inside(self, op: Op, dying: set[Value]) -> tuple[Moment, set[Value]]:
         """The worst moment inside of an operation, and which arrays out here are counted there: what a loop carries."""
-        walks = (Walk(body, depth=self.depth + 1, carries=_carried(op)).peak() for body in op.bodies)
+        inside = partial(Walk, vector=self.vector, depth=self.depth + 1, carries=_carried(op))
+        walks = (inside(body).peak() for body in op.bodies)
         worst = max(walks, key=lambda moment: moment.bytes, default=Moment(0, ()))
         if op.name not in _LOOPS:
             return worst, set()

@@ -20,6 +20,9 @@ from jaxpar.layout import Layout, to_spec
 from jaxpar.state import Tensor
 from jaxpar.step import train_step
 
+_VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
+"""MiB of vector memory by device kind, as jax's ``pallas.tpu.get_tpu_info_for_chip`` has them."""
+
 _ROLES = {"params": "parameters", "opt_state": "optimizer"}
 PARTS = ("parameters", "optimizer", "batch and rest", "gradients", "weight copies", "saved activations", "working")
 """The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, what loops keep for the
@@ -85,7 +88,7 @@ def estimate(
     program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
     for tensor, value in zip(tensors, program.inputs, strict=True):
         known[_ROLES.get(tensor.role, PARTS[2])] += value.bytes
-    walk = Walk(program, placed=program.results[: len(jax.tree.leaves(state))])
+    walk = Walk(program, placed=program.results[: len(jax.tree.leaves(state))], vector=_VECTOR.get(target, 0) << 20)
     moment = walk.peak()
     if reader.unknown:
         return Memory(target, known, tuple(sorted(reader.unknown)))
