@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxpar.errors import LayoutError
+
 MOST = 64
 """Devices of one round."""
 
@@ -24,6 +26,9 @@ def exchange_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, c
       axes: the mesh axes to exchange over, major to minor.
       split_dim, concat_dim: the pieces that arrive are joined along ``concat_dim``, in the order of the devices.
 
+    Raises:
+      LayoutError: the devices do not divide ``split_dim``.
+
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
     >>> from jax.sharding import PartitionSpec as P
@@ -35,6 +40,11 @@ def exchange_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, c
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     devices = math.prod(jax.lax.axis_size(name) for name in names)
+    if x.shape[split_dim] % devices:
+        raise LayoutError(
+            f"exchange_local(): dim {split_dim} of an array of shape {x.shape} cannot be cut into {devices} pieces, one for "
+            f"each device over {', '.join(names)}. Remedy: pad it to a multiple of {devices}."
+        )
     parts = rounds(devices, MOST)
     if len(parts) == 1:
         return jax.lax.all_to_all(x, names, split_dim, concat_dim, tiled=True)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar import exchange
+from jaxpar.errors import LayoutError
 
 
 @given(st.integers(1, 20_000), st.integers(1, 64))
@@ -58,3 +59,19 @@ def test_few_devices_exchange_at_once() -> None:
     )
     report = jp.audit(jax.jit(local).lower(jnp.zeros((64, 4))).compile(), mesh=mesh)
     assert report.count("all-to-all") == 1
+
+
+def test_pieces_that_do_not_come_out_even() -> None:
+    mesh = jp.MeshSpec(data=4, model=2).build()
+    swap = jax.shard_map(
+        lambda x: exchange.exchange_local(x, ("data", "model"), split_dim=1, concat_dim=0),
+        mesh=mesh,
+        in_specs=P(("data", "model")),
+        out_specs=P(("data", "model")),
+    )
+    with pytest.raises(LayoutError) as error:
+        jax.eval_shape(swap, jnp.zeros((8, 12)))
+    assert str(error.value) == (
+        "exchange_local(): dim 1 of an array of shape (1, 12) cannot be cut into 8 pieces, one for each device over data, "
+        "model. Remedy: pad it to a multiple of 8."
+    )
