@@ -97,7 +97,7 @@ def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
     kind = _KINDS.get(named[1]) if named else None
     if kind is None or target is None:
         what = f"a transfer between slices of type {named[1] if named else 'unknown'}"
-        raise AuditError(f"{send.name}: {what} is nothing the auditor knows.")
+        raise AuditError(f"{send.name}: {what} is nothing the auditor knows. Remedy: audit the program for one slice.")
     if target[1].startswith('"'):  # {1,2}x{0:3}: of each device in the range, those in the slices
         rows = [[int(n) - 1 for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}x", target[1])]
     else:
@@ -105,6 +105,7 @@ def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
         rows = [[int(n) // _NUMBERING - 1 for n in re.findall(r"\d+", row)] for row in lists]
     if not rows or len({len(row) for row in rows}) > 1 or min(map(min, rows)) < 0:
         raise AuditError(
-            f"{send.name}: _xla_megascale_target={target[1][:80]} is a spelling the auditor does not know."
+            f"{send.name}: _xla_megascale_target={target[1][:80]} is a spelling the auditor does not know. "
+            f"Remedy: audit the program for one slice."
         )
     return kind, np.array(rows)

@@ -154,15 +154,15 @@ def test_a_program_of_several_slices(stored_text):
     for wrong in ({"data": 32}, {"data": 18}):
         assert message(text, wrong).startswith("the program runs on 4 devices of each of 4 slices, but the mesh has ")
     assert re.fullmatch(
-        r"send\S*: a transfer between slices of type SHOUT is nothing the auditor knows\.",
+        r"send\S*: a transfer between slices of type SHOUT is nothing the auditor knows\. Remedy: audit the program for one slice\.",
         message(text.replace("ALL_TO_ALL", "SHOUT"), mesh),
     )
     assert re.fullmatch(
-        r"send\S*: a transfer between slices of type unknown is nothing the auditor knows\.",
+        r"send\S*: a transfer between slices of type unknown is nothing the auditor knows\. Remedy: audit the program for one slice\.",
         message(text.replace("_xla_megascale_transfer_type", "_type"), mesh),
     )
     assert re.fullmatch(
-        r"send\S*: _xla_megascale_target=\{\{1,2\S* is a spelling the auditor does not know\.",
+        r"send\S*: _xla_megascale_target=\{\{1,2\S* is a spelling the auditor does not know\. Remedy: audit the program for one slice\.",
         message(text.replace("{{100000,", "{{1,2},{100000,"), mesh),
     )
 
