@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import MeshError, did_you_mean
 
@@ -151,7 +151,23 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     >>> platform_of(AbstractMesh((4,), ("data",)))
     'cpu'
     """
+    device = _device_of(mesh)
+    return "cpu" if device is None else str(device.platform)
+
+
+def torus_of(mesh: Mesh | AbstractMesh) -> int:
+    """Dims of the torus that joins the devices of ``mesh``; 0 where there is none.
+
+    >>> from jax.sharding import AbstractMesh
+    >>> torus_of(AbstractMesh((64,), ("data",), abstract_device=Topology.parse("v5p:4x4x4").abstract_device))
+    3
+    """
+    device = _device_of(mesh)
+    kind = "" if device is None else device.device_kind
+    return next((its.dims for its in _KINDS.values() if its.device_kind == kind), 0)
+
+
+def _device_of(mesh: Mesh | AbstractMesh) -> Any:
     import jax
 
-    device = mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else mesh.abstract_device
-    return "cpu" if device is None else str(device.platform)
+    return mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else mesh.abstract_device

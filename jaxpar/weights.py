@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar import exchange
 from jaxpar.errors import LayoutError
-from jaxpar.layout import current_layout, hint
+from jaxpar.layout import current_layout, hint, to_spec
 from jaxpar.rules import Axes
 
 GATHERED = "gathered_weight"
@@ -95,17 +96,37 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return parameters.get("name") != GATHERED
 
 
-_OF_GATHER = {"sharding_constraint", "reshape", "concatenate", "optimization_barrier"}
+_OF_GATHER = {"sharding_constraint", "reshape", "concatenate", "optimization_barrier", "shard_map"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
     """One weight as it is stored; or, with ``ways``, some that lie alike side by side: [rows, ways, columns of all]."""
     if not ways:
-        return hint(ws[0], *dims)
+        return _gather_one(ws[0], *dims)
     w_EWF = jnp.concatenate([w.reshape(w.shape[0], ways, -1) for w in ws], 2)
     # Behind a barrier, or the compiler gathers the weight as it is stored and tiles all of it anew afterwards.
-    return hint(jax.lax.optimization_barrier(w_EWF), *dims[:2], None)
+    return _gather_one(jax.lax.optimization_barrier(w_EWF), *dims[:2], None)
+
+
+def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
+    """A hint; where the compiler would not gather at once, it is gathered in rounds before."""
+    layout = current_layout()
+    stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
+    pairs = zip(stored.axes, used.axes, strict=True)
+    gone = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
+    spread = [(dim, axes) for dim, axes in enumerate(gone) if axes]
+    parts = exchange.gather_rounds(layout.mesh, spread[0][1]) if len(spread) == 1 and None not in gone else ()
+    if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
+        return hint(w, *dims)
+    ((dim, axes),) = spread
+    gathered = jax.shard_map(
+        lambda w: exchange.gather_local(w, axes, dim=dim, parts=parts),
+        in_specs=to_spec(stored),
+        out_specs=to_spec(used),
+        check_vma=False,  # jax takes what rounds have gathered for different on every device
+    )(jax.lax.optimization_barrier(w))  # in its own dtype, not in that of what it was cast from
+    return hint(gathered, *dims)
 
 
 def _forward(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> tuple[jax.Array, None]:

@@ -1,4 +1,4 @@
-"""``exchange_local``: an all-to-all, whatever the rounds."""
+"""``exchange_local`` and ``gather_local``: an all-to-all and an all-gather, whatever the rounds."""
 
 from __future__ import annotations
 
@@ -46,6 +46,44 @@ def test_an_exchange_in_rounds_is_an_all_to_all(
     in_rounds = run(lambda x: exchange.exchange_local(x, axes, split_dim=split, concat_dim=concat))
     at_once = run(lambda x: jax.lax.all_to_all(x, axes, split, concat, tiled=True))
     jax.tree.map(np.testing.assert_array_equal, in_rounds, at_once)
+
+
+@pytest.mark.parametrize("axes", ["data", ("model", "data")])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gather_in_rounds_is_an_all_gather(axes: str | tuple[str, ...], dim: int) -> None:
+    """Bit for bit, in two and in three rounds, with the mesh's axes in either order."""
+    mesh = jp.MeshSpec(data=4, model=2).build()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 24)), jnp.float32)
+    found = []
+    for parts in {"data": [(4,), (2, 2)]}.get(str(axes), [(8,), (2, 4), (4, 2), (2, 2, 2)]):
+        gather = jax.shard_map(
+            lambda x, parts=parts: exchange.gather_local(x, axes, dim=dim, parts=parts),
+            mesh=mesh,
+            in_specs=P(None, axes) if dim else P(axes),
+            out_specs=P(),
+            check_vma=False,
+        )
+        found.append(jax.jit(gather)(x))
+    for result in found:
+        np.testing.assert_array_equal(result, x)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "axes", "parts"),
+    [
+        ("v5p:16x16x16", {"data": 4096}, ("data",), (256, 16)),
+        ("v5p:4x8x8", {"data": 64, "model": 4}, ("data", "model"), (32, 8)),
+        ("v4:4x4x4", {"data": 64}, ("data",), (16, 4)),
+        ("v5p:2x4x4", {"data": 32}, ("data",), (32,)),
+        ("v5p:4x8x8", {"data": 64, "model": 4}, ("data",), (64,)),
+        ("v5e:16x16", {"data": 256}, ("data",), (256,)),
+        ("h100:8x8", {"data": 64}, ("data",), (64,)),
+    ],
+)
+def test_only_a_whole_closed_torus_of_three_dims_is_gathered_in_rounds(
+    topology: str, mesh: dict[str, int], axes: tuple[str, ...], parts: tuple[int, ...]
+) -> None:
+    assert exchange.gather_rounds(jp.MeshSpec(**mesh).on(topology), axes) == parts
 
 
 def test_few_devices_exchange_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar import exchange
 from jaxpar.errors import LayoutError
 from jaxpar.models.embedding import lookup
 
@@ -50,8 +52,19 @@ def traced(name: str, kv_heads: int, **options: Any) -> str:
 CASES = [(name, 2 if name == "key heads that do not divide" else 4) for name in RULES]
 
 
+def in_two_rounds(mesh: Any, axes: Any) -> tuple[int, ...]:
+    """As over a closed 3-D torus, of which 8 devices have none."""
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    return (devices // 2, 2)
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["at once", "in rounds"])
 @pytest.mark.parametrize(("name", "kv_heads"), CASES)
-def test_projections_and_their_gradients_equal_plain_products(name: str, kv_heads: int) -> None:
+def test_projections_and_their_gradients_equal_plain_products(
+    name: str, kv_heads: int, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rounds:
+        monkeypatch.setattr(exchange, "gather_rounds", in_two_rounds)
     x, ws = inputs(kv_heads)
 
     def weighted(x: jax.Array, *ws: jax.Array) -> tuple[jax.Array, Any]:
@@ -178,3 +191,26 @@ def test_a_word_that_stands_everywhere_gets_its_whole_gradient_in_half_precision
     assert "all-to-all" in text
     # Summed in bfloat16, ones stop to count at 256.
     np.testing.assert_array_equal(np.asarray(grad[3], np.float32), np.float32(jnp.bfloat16(4800)))
+
+
+def test_a_weight_gathered_in_rounds_is_gathered_where_it_was_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gathers for one, of the same bytes on the wire and a few more; the gradient goes back as before."""
+    rules = jp.Rules(embed=None, mlp="model", params={"embed": "data"}, gradients={"embed": "data"})
+    mesh = jp.MeshSpec(data=4, model=2)
+    x, w = np.ones((4, 8), np.float32), np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+
+    def report() -> tuple[jp.Audit, Any]:
+        with jp.Layout(mesh.build(), rules) as layout:
+            placed = jax.device_put(w, layout.sharding(("embed", "mlp"), w.shape, role="params"))
+            fn = lambda w: jnp.sum(jnp.square(x @ jp.gather_weight(w, "embed", "mlp")))
+            step = jax.jit(jax.value_and_grad(fn)).lower(placed).compile()
+            return jp.audit(step, mesh=layout.mesh), jax.device_get(step(placed))
+
+    once, values = report()
+    monkeypatch.setattr(exchange, "gather_rounds", in_two_rounds)
+    rounds, others = report()
+    assert (once.count("all-gather"), rounds.count("all-gather")) == (1, 2)
+    # Rows of 8 × 2 columns of 4 bytes: 3 of 4 parts come from others at once; in rounds 1 of 2 rows, then 2 of 4.
+    assert once.wire_bytes("all-gather") == 8 * 8 * 4 * 3 / 4
+    assert rounds.wire_bytes("all-gather") == 4 * 8 * 4 * 1 / 2 + 8 * 8 * 4 * 1 / 2
+    jax.tree.map(np.testing.assert_array_equal, values, others)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.exchange import exchange_local
+from jaxpar.exchange import exchange_local, gather_local
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes
 
@@ -60,7 +60,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
     scattered = split[0] != () and residual == (*seq, *split[0])
 
     def local(table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        ids_BS = jax.lax.all_gather(tokens_BS, spread, axis=0, tiled=True)
+        ids_BS = gather_local(tokens_BS, spread, dim=0)
         if split[0]:
             ids_BS -= jax.lax.axis_index(split[0]) * table_VE.shape[0]
         rows_BSE = _rows(jax.lax.pcast(table_VE, others, to="varying"), ids_BS)
