@@ -129,7 +129,7 @@ def job_of(run: Run, devices: int, layers: int | None) -> Job:
 def compile_ours(job: Job, topology: Topology, keep: bool) -> dict[str, Any]:
     """What ``jaxpar check --topology`` compiles, counted."""
     layout = job.layout(topology.devices)
-    options = {"clip_norm": job.config.optimizer.clip_norm, "compiler_options": job.compiler_options(topology.platform)}
+    options = job.step_options() | {"compiler_options": job.compiler_options(topology.platform)}
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         if not keep:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxpar.model import tag as tag
     from jaxpar.plan.aot import compile_for as compile_for
     from jaxpar.plan.roofline import roofline as roofline
+    from jaxpar.precision import Precision as Precision
     from jaxpar.rules import Rules as Rules
     from jaxpar.rules import first_of as first_of
     from jaxpar.rules import over as over
@@ -42,12 +43,15 @@ if TYPE_CHECKING:
     from jaxpar.step import train_step as train_step
     from jaxpar.weights import gather_weight as gather_weight
     from jaxpar.weights import project as project
+    from jaxpar.zero import Zero as Zero
 
 _HOMES = {
     "Layout": "layout",
     "MeshSpec": "mesh",
+    "Precision": "precision",
     "Rules": "rules",
     "TrainState": "state",
+    "Zero": "zero",
     "abstract_state": "state",
     "attention": "attn.dispatch",
     "audit": "inspect.audit",

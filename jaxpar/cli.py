@@ -142,7 +142,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
         parsed = Topology.parse(command.topology)
         layout = aim(job.layout(command.devices or parsed.devices), parsed)
-    inputs = {"batch": job.batch_spec(), "loss_fn": job.loss_fn}
+    inputs = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.explain(layout, job.make_model, job.tx, **inputs)
     for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
         if file is not None:
@@ -176,7 +176,7 @@ def _compiled(command: Check, topology: str) -> int:
     tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
     flops = tokens * job.model.flops_per_token(seq)
     about = About(tokens, flops, job.model.vocab, seq, job.model.remat)
-    options = {"clip_norm": job.config.optimizer.clip_norm, "compiler_options": job.compiler_options(parsed.platform)}
+    options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
     found = check_up(parsed, *run, about=about, **options)
     if found.program is not None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jaxpar.errors import LayoutError, ModelError, listing
+from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
+from jaxpar.gradients import Gather, How, Reduce, gradients
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.model import show, to_path
+from jaxpar.objective import Metrics, loss_of
+from jaxpar.precision import Precision
 from jaxpar.state import TrainState, place
-
-Metrics = dict[str, Any]
 
 
 def train_step(
     layout: Layout,
     loss_fn: Callable[..., Any],
     *,
+    accumulate: int = 1,
+    gather: Gather = "use",
+    reduce: Reduce | None = None,
+    precision: str | Mapping[str, Any] | Precision | None = None,
     clip_norm: float | None = None,
     donate: bool = True,
     keep_grads: bool = False,
@@ -35,6 +39,14 @@ def train_step(
         What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
         It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
         values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
+      accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
+        or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over).
+      gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
+      reduce: ``once`` makes each device sum the gradients of its own rows, and reduces at the end: the loss is then the mean of
+        the devices' (weighted, as above), and a ``key`` differs from device to device. ``each`` leaves the reduction to the
+        compiler, which reduces every microbatch. If not given, ``once`` where microbatches are asked for and the batch's axes
+        split no parameter.
+      precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
       clip_norm: scale gradients down to this global norm.
       donate: give the old state's memory to the new one.
       keep_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
@@ -46,76 +58,51 @@ def train_step(
       LayoutError: a tensor does not fit the rules, or another layout is ambient.
       ModelError: ``loss_fn`` returned no scalar, or a metric under a name that is taken; or the step would change the
         shape or dtype of a parameter or of a carried array.
+
+    Raises (at once):
+      ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there.
     """
+    how = _how(accumulate, gather, reduce, precision)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with tracing_under(layout):
-            value, grads = jax.value_and_grad(loss_of(loss_fn, state, batch), has_aux=True)(state.params)
-            loss, (aux, rest) = value
-            grads = place_gradients(layout, state, grads)
+            found = gradients(layout, loss_fn, state, batch, how)
+            loss, grads = found.loss, found.grads
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
             kept = {"grads": grads} if keep_grads else {}
             if clip_norm is not None:
                 scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
             params, opt_state = _update(state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0])
-            new = TrainState(state.step + 1, params, opt_state, rest, state.key, state.static)
+            new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static)
             _check_same(state, new)
-            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **aux, **kept}
+            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 
 
-def eval_step(layout: Layout, loss_fn: Callable[..., Any]) -> jax.stages.Wrapped:
+def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Any) -> How:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")
+    for name, value, known in (("gather", gather, get_args(Gather)), ("reduce", reduce, (None, *get_args(Reduce)))):
+        if value not in known:
+            wanted = " or ".join(repr(option) for option in known)
+            raise ConfigError(f"{name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known[1:])}")
+    return How(accumulate, gather, reduce, Precision.of(precision))
+
+
+def eval_step(
+    layout: Layout, loss_fn: Callable[..., Any], *, precision: str | Mapping[str, Any] | Precision | None = None
+) -> jax.stages.Wrapped:
     """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated."""
+    computing = Precision.of(precision).computing
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         with tracing_under(layout):
-            loss, (aux, _) = loss_of(loss_fn, state, batch)(state.params)
+            loss, (aux, _) = loss_of(loss_fn, state, batch)(jax.tree.map(computing, state.params))
             return {"loss": loss, **aux}
 
     return jax.jit(evaluate)
-
-
-def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
-    """``params -> (loss, (aux, carried))``, the form ``jax.value_and_grad`` differentiates."""
-    kind = state.static.kind
-    wants_key = "key" in inspect.signature(loss_fn).parameters
-    extra = {"key": jax.random.fold_in(state.key, state.step)} if wants_key else {}
-
-    def compute(params: Any) -> tuple[jax.Array, Any]:
-        model = kind.merge(params, state.rest)
-        loss, aux, updates = _unpack(loss_fn(model, batch, **extra))
-        return loss, (aux, kind.carried(model, state.rest, updates))
-
-    return compute
-
-
-def _unpack(value: Any) -> tuple[Any, Metrics, Any]:
-    if isinstance(value, tuple) and len(value) not in (2, 3):
-        raise ModelError(
-            f"loss_fn returned a tuple of {len(value)}, but loss, (loss, aux) or (loss, aux, updates) is wanted."
-        )
-    loss, aux, updates = (*value, None)[:3] if isinstance(value, tuple) else (value, None, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
-        raise ModelError(
-            f"loss_fn returned a {type(loss).__name__} as the loss, but a floating scalar is wanted. Remedy: return loss, "
-            f"(loss, aux) or (loss, aux, updates)."
-        )
-    dtype = jnp.result_type(loss)
-    if jnp.shape(loss) != () or not jnp.issubdtype(dtype, jnp.floating):
-        remedy = "take the mean" if jnp.shape(loss) else "compute it in floating point"
-        raise ModelError(
-            f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype {dtype}, but a floating scalar is wanted. "
-            f"Remedy: {remedy}."
-        )
-    metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
-    taken = sorted({"loss", "grad_norm", "grads"} & set(metrics))
-    if taken:
-        raise ModelError(
-            f"loss_fn returned metrics named {listing(taken)}, which the step itself reports. Remedy: rename them."
-        )
-    return loss, metrics, updates
 
 
 def _update(
@@ -175,16 +162,3 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
         lay_out(layout.mesh, leaf, to_spec(tensor.resolved)) for leaf, tensor in zip(leaves, tensors, strict=True)
     ]
     return jax.tree.unflatten(treedef, placed)
-
-
-def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
-    """Gradients laid out by the rules of the role ``gradients``."""
-    dims = dict(state.static.dims)
-
-    def one(keys: Any, grad: jax.Array) -> jax.Array:
-        path = ("params", *to_path(keys))
-        names = dims.get(path, (None,) * grad.ndim)
-        spec = layout.spec(names, grad.shape, role="gradients", dtype=grad.dtype, path=f"gradient of {show(path)}")
-        return lay_out(layout.mesh, grad, spec)
-
-    return jax.tree_util.tree_map_with_path(one, grads)

@@ -19,8 +19,9 @@ import optax
 from jaxpar.arrays import put
 from jaxpar.layout import Layout, observing
 from jaxpar.model import MakeModel, show, to_path
+from jaxpar.objective import loss_of
 from jaxpar.state import init
-from jaxpar.step import loss_of, train_step
+from jaxpar.step import train_step
 
 FLOOR = 1e-3
 """A tensor's differences count against its own largest entry, but at least against this part of the model's largest
@@ -55,6 +56,7 @@ def compare(
     bound: float,
     seed: int = 0,
     clip_norm: float | None = None,
+    **options: Any,
 ) -> Verdict:
     """Train on ``data`` under two layouts, each from its own initial state, and compare loss and gradients of every step.
 
@@ -64,12 +66,13 @@ def compare(
       data: one batch per step, name → global array.
       dims: name → logical dims of that array.
       bound: largest relative difference allowed.
+      options: others of :func:`jaxpar.train_step`, for ``layout``; the reference takes each batch at once.
     """
     with jax.default_matmul_precision("highest"):
         states = [init(place, make_model, tx, seed=seed) for place in (reference, layout)]
         steps = [
-            train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True)
-            for place in (reference, layout)
+            train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True, **more)
+            for place, more in ((reference, {}), (layout, options))
         ]
         pairs = zip(*(jax.tree.leaves(jax.device_get(state.params)) for state in states), strict=True)
         equal = all(np.array_equal(a, b) for a, b in pairs)

@@ -5,7 +5,7 @@ Neither needs devices: both work from shapes, on a concrete or an abstract mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,9 @@ from jaxpar.inspect.memory import Memory, estimate
 from jaxpar.inspect.report import Report, Row, device_bytes, show_bytes
 from jaxpar.layout import Layout, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
+from jaxpar.objective import loss_of
 from jaxpar.rules import Over, Resolved
 from jaxpar.state import Tensor, place, shape_state
-from jaxpar.step import loss_of
 
 
 def explain(
@@ -29,6 +29,7 @@ def explain(
     *,
     batch: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    step: Mapping[str, Any] | None = None,
 ) -> Report:
     """Where every parameter, optimizer array, batch array and activation lies, with the rule and the reason.
 
@@ -40,6 +41,7 @@ def explain(
       loss_fn: as for :func:`jaxpar.train_step`. With it (and ``batch``) the activations that the model constrains are
         listed too, unused rules are certain, and the memory of a step is estimated, for the device that the mesh names
         (``MeshSpec.on``).
+      step: the arguments of :func:`jaxpar.train_step`, as ``{"accumulate": 4}``, for that estimate.
 
     Returns:
       A :class:`Report`; problems are listed in it, not raised.
@@ -76,7 +78,7 @@ def explain(
         rows.append(_row(layout, tensor, tensor.role))
     memory = None
     if loss_fn is not None and batch is not None:
-        memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems)
+        memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems, step or {})
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory)
@@ -89,20 +91,21 @@ def check(
     *,
     batch: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    step: Mapping[str, Any] | None = None,
     strict: bool = True,
     max_replicated: float | None = None,
 ) -> Report:
     """The report of :func:`explain`, or one error that lists everything wrong with it.
 
     Args:
-      layout, make_model, tx, batch, loss_fn: as for :func:`explain`.
+      layout, make_model, tx, batch, loss_fn, step: as for :func:`explain`.
       strict: an unused rule is a problem too (when the activations were traced, so that it is certain).
       max_replicated: largest share of the bytes of parameters and optimizer state that may lie whole on every device.
 
     Raises:
       LayoutError: with all problems.
     """
-    report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn)
+    report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
     problems = list(report.problems)
     if strict and report.traced:
         problems += [
@@ -131,10 +134,11 @@ def _memory(
     batch: Any,
     tensors: Sequence[Tensor],
     problems: Sequence[str],
+    step: Mapping[str, Any],
 ) -> Memory:
     if problems:
         return Memory("", {}, ("the layout has problems",))
-    return estimate(layout, loss_fn, state, batch, tensors)
+    return estimate(layout, loss_fn, state, batch, tensors, **step)
 
 
 def _row(layout: Layout, tensor: Tensor, part: str) -> Row:

@@ -25,14 +25,14 @@ from jaxpar.attn.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
-from jaxpar.weights import all_but_gathered, gather_weight, project
+from jaxpar.weights import GATHERED, all_but_gathered, gather_weight, project
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
-    ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    ``regather`` gathers sharded weights anew for the backward pass. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, or ``head_dim`` is odd.
@@ -53,6 +53,7 @@ class LlamaConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: Literal["none", "full", "dots", "save_outputs"] = "none"
+    regather: bool = True
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -276,7 +277,7 @@ class Llama(nnx.Module):
 def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
     """What the backward pass keeps of a layer: ``save_outputs`` keeps what a collective has made, and repeats none.
 
-    No policy keeps gathered weights: they would undo the sharding of the parameters.
+    Gathered weights are kept only without ``regather``: they undo the sharding of the parameters.
     """
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
@@ -287,6 +288,8 @@ def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
         "dots": policies.dots_with_no_batch_dims_saveable,
         "save_outputs": policies.save_only_these_names("block_output"),
     }[config.remat]
+    if not config.regather:
+        policy = policies.save_from_both_policies(policy, policies.save_only_these_names(GATHERED))
     # prevent_cse guards against a merge with the forward pass that a scan already rules out.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
 

@@ -38,10 +38,46 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class ZeroConfig:
+    """Optimizer parallelism; see :class:`jaxpar.Zero`."""
+
+    stage: int
+    axis: str | list[str] = "data"
+    min_bytes: int | str = "64KiB"
+    shard_group: int | None = None
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """What is split beside the layout.
+
+    Attributes:
+      optimizer: the stage of optimizer parallelism, and over what.
+      regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass.
+    """
+
+    optimizer: ZeroConfig | None = None
+    regather: bool = True
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtypes of a step; see :class:`jaxpar.Precision`."""
+
+    compute: str | None = None
+    gather: str | None = None
+    reduce: str | None = None
+
+
+@dataclass(frozen=True)
 class TrainConfig:
-    """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation."""
+    """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation.
+
+    ``accumulate`` cuts each batch into so many microbatches.
+    """
 
     steps: int = 100
+    accumulate: int = 1
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 8
@@ -55,6 +91,8 @@ class RunConfig:
       model: ``family``, ``preset``, and any field of the family's configuration.
       layout: a layout file, relative to the run's file.
       mesh, rules: changes to that layout, key by key.
+      parallel: optimizer parallelism, and what of it the backward pass repeats.
+      precision: a dtype as ``bf16``, or ``{compute, gather, reduce}``; without it every dtype is the model's.
       simulate: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
       compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
         are left alone.
@@ -65,6 +103,8 @@ class RunConfig:
     layout: str
     mesh: dict[str, Any] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: str | PrecisionConfig | None = None
     simulate: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -95,6 +135,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
         "data.batch": config.data.batch,
         "data.seq": config.data.seq,
         "train.steps": config.train.steps,
+        "train.accumulate": config.train.accumulate,
         "train.eval_every": config.train.eval_every,
         "train.eval_batches": config.train.eval_batches,
         "simulate": config.simulate if config.simulate is not None else 1,

@@ -13,10 +13,10 @@ import optax
 
 import jaxpar as jp
 from jaxpar.config import build
-from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
-from jaxpar.train.config import Loaded, OptimizerConfig, RunConfig
+from jaxpar.train.config import Loaded, OptimizerConfig, PrecisionConfig, RunConfig
 
 BATCH_DIMS = ("batch", "seq")
 FAMILIES = ("llama",)
@@ -33,10 +33,32 @@ class Job:
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformation
     layout_data: Mapping[str, Any]
+    zero: jp.Zero
+    precision: jp.Precision
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
-        """The layout on these devices (default: all); an integer gives an abstract mesh."""
-        return jp.Layout.from_dict(self.layout_data, devices=devices)
+        """The layout on these devices (default: all), optimizer parallelism included; an integer gives an abstract mesh.
+
+        Raises:
+          RulesError, MeshError: the optimizer's key does not fit the rules or the mesh.
+        """
+        if self.zero.stage == 0:
+            return jp.Layout.from_dict(self.layout_data, devices=devices)
+        count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
+        mesh = self.zero.mesh(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}), count)
+        rules = self.zero.rules(jp.Rules.from_dict(self.layout_data["rules"] or {}))
+        data = {"mesh": mesh.to_dict(), "rules": rules.to_dict()}
+        return jp.Layout.from_dict(data, devices=devices)
+
+    def step_options(self) -> dict[str, Any]:
+        """What the run asks of :func:`jaxpar.train_step`."""
+        train = self.config.train
+        return {
+            "clip_norm": self.config.optimizer.clip_norm,
+            "accumulate": train.accumulate,
+            "precision": self.precision,
+            **self.zero.step,
+        }
 
     def batch_spec(self) -> dict[str, Any]:
         """The batch as tagged shapes, for ``explain`` and ``check``."""
@@ -66,19 +88,41 @@ def make_job(loaded: Loaded) -> Job:
       ConfigError: unknown model family, preset, field or optimizer.
     """
     config = loaded.config
-    model = _model(config.model)
+    precision, zero = _precision(config), _zero(config)
+    model = _model(config.model, precision)
+    model = replace(model, regather=model.regather and config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    return Job(loaded.name, config, model, llama.make_llama(model), next_token_loss, tx, loaded.layout)
+    return Job(loaded.name, config, model, llama.make_llama(model), next_token_loss, tx, loaded.layout, zero, precision)
+
+
+def _zero(config: RunConfig) -> jp.Zero:
+    asked = config.parallel.optimizer
+    if asked is None:
+        return jp.Zero(stage=0)
+    axis = tuple(asked.axis) if isinstance(asked.axis, list) else asked.axis
+    try:
+        return jp.Zero(asked.stage, axis, asked.min_bytes, asked.shard_group)
+    except JaxparError as error:
+        raise type(error)(f"parallel.{error}") from error
+
+
+def _precision(config: RunConfig) -> jp.Precision:
+    asked = config.precision
+    return jp.Precision.of(asdict(asked) if isinstance(asked, PrecisionConfig) else asked)
 
 
 def in_fp32(job: Job) -> Job:
     """The same job computing and storing in fp32."""
     model = replace(job.model, dtype="float32", param_dtype="float32")
-    return replace(job, model=model, make_model=llama.make_llama(model))
+    return replace(job, model=model, make_model=llama.make_llama(model), precision=jp.Precision())
 
 
-def _model(data: Mapping[str, Any]) -> llama.LlamaConfig:
+def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfig:
     fields = dict(data)
+    if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
+        raise ConfigError(
+            f"model: dtype is {fields['dtype']!r}, but precision says compute: {precision.compute}. Remedy: leave model.dtype out."
+        )
     family = fields.pop("family", None)
     if family not in FAMILIES:
         raise ConfigError(

@@ -103,9 +103,9 @@ def _run(
     with console.status("compiling the step ..."):
         started = time.perf_counter()
         state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed)
-        lowered = jp.train_step(layout, job.loss_fn, clip_norm=config.optimizer.clip_norm).lower(state, batch)
+        lowered = jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch)
         step = lowered.compile(job.compiler_options(platform_of(layout.mesh)))
-        evaluate = jp.eval_step(layout, job.loss_fn).lower(state, heldout[0]).compile()
+        evaluate = jp.eval_step(layout, job.loss_fn, precision=job.precision).lower(state, heldout[0]).compile()
         summary.compile_seconds = time.perf_counter() - started
     console.print(f"compiled in {summary.compile_seconds:.1f} s")
 
@@ -163,7 +163,15 @@ def _put(layout: jp.Layout, batch: dict[str, np.ndarray]) -> dict[str, jax.Array
 
 def _introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None:
     """What will run and where, checked: the mesh, the bytes on each device, the text."""
-    report = jp.check(layout, job.make_model, job.tx, batch=job.batch_spec(), loss_fn=job.loss_fn, strict=False)
+    report = jp.check(
+        layout,
+        job.make_model,
+        job.tx,
+        batch=job.batch_spec(),
+        loss_fn=job.loss_fn,
+        step=job.step_options(),
+        strict=False,
+    )
     total, params = report.total(), report.total("params")
     config = job.config
     console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")

@@ -40,7 +40,7 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
         dict.fromkeys(("tokens", "targets"), BATCH_DIMS),
         bound=bound,
         seed=job.config.train.seed,
-        clip_norm=job.config.optimizer.clip_norm,
+        **job.step_options(),
     )
     stream.close()
     console.print(f"initial parameters  {'bitwise equal' if verdict.parameters_equal else 'DIFFER'}")

@@ -1,0 +1,324 @@
+"""Loss and gradients of a batch: at once or in microbatches, reduced by the compiler or by each device's own sums.
+
+By default the compiler decides: gradients are reduced where they arise, and a loop over microbatches reduces in every round.
+``reduce="once"`` makes the axes of the batch manual instead: each device sums the gradients of its own rows over all microbatches, and
+one reduction (a scatter, where the gradient is sharded) follows, in the dtype that :class:`jaxpar.Precision` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar import exchange
+from jaxpar.errors import LayoutError, ModelError, listing
+from jaxpar.layout import Layout, lay_out, to_spec
+from jaxpar.model import show, to_path
+from jaxpar.objective import Metrics, loss_of
+from jaxpar.precision import Precision
+from jaxpar.rules import Axes, Resolved
+from jaxpar.state import TrainState
+
+Gather = Literal["use", "step"]
+Reduce = Literal["once", "each"]
+
+
+@dataclass(frozen=True)
+class How:
+    """The ways of :func:`jaxpar.train_step` to gradients; its arguments of the same names."""
+
+    accumulate: int = 1
+    gather: Gather = "use"
+    reduce: Reduce | None = None
+    precision: Precision = field(default_factory=Precision)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one batch gave."""
+
+    loss: jax.Array
+    metrics: Metrics
+    rest: Any
+    grads: Any
+
+
+def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+    """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
+    if how.reduce == "once" or (how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)):
+        return _once(layout, loss_fn, state, batch, how)
+    weights, compute = state.params, how.precision.computing
+    if how.gather == "step":
+        weights = _each(state, lambda path, w: _whole(layout, state, path, how.precision.crossing(w)))
+        weights = jax.tree.map(compute, weights)
+        compute = lambda w: w
+
+    def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
+        here = state if n is None else _at(state, rest, state.key, n)
+        grad = jax.value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, w)), has_aux=True)
+        (loss, (metrics, rest)), grads = grad(weights)
+        return (loss, (metrics, rest)), place_gradients(layout, state, grads)
+
+    if how.accumulate == 1:
+        (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
+    else:
+        axes = batch_axes(layout)
+        pieces = _pieces(batch, how.accumulate, math.prod(layout.sizes[axis] for axis in axes), 1)
+        pieces = jax.tree.map(lambda x: lay_out(layout.mesh, x, PartitionSpec(None, axes)), pieces)
+        place = lambda grads: place_gradients(layout, state, grads)
+        sums, weight, rest = _sums(run, weights, state.rest, pieces, how.accumulate, place)
+        loss, metrics, grads = _means(sums, weight)
+    return Found(loss, metrics, rest, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params))
+
+
+def batch_axes(layout: Layout) -> Axes:
+    """The mesh axes, larger than 1, that the rules split the dim ``batch`` over.
+
+    Raises:
+      LayoutError: the rules do not know ``batch``.
+    """
+    resolved = layout.resolve(("batch",))
+    if resolved.problems:
+        raise LayoutError(
+            "microbatches and reduce='once' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: "
+            "add it, as batch='data'."
+        )
+    return resolved.axes[0]
+
+
+def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
+    """Gradients laid out by the rules of the role ``gradients``."""
+
+    def one(keys: Any, grad: jax.Array) -> jax.Array:
+        resolved = _resolved(layout, state, to_path(keys), grad, "gradients")
+        if resolved.problems:
+            raise LayoutError(resolved.problems)
+        return lay_out(layout.mesh, grad, to_spec(resolved))
+
+    return jax.tree_util.tree_map_with_path(one, grads)
+
+
+def _resolved(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
+    names = dict(state.static.dims).get(("params", *path), (None,) * x.ndim)
+    where = show(("params", *path))
+    where = f"gradient of {where}" if role == "gradients" else where
+    return layout.resolve(names, x.shape, role=role, dtype=x.dtype, path=where)
+
+
+def _each(state: TrainState, f: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
+    """``f(path, w)`` of every parameter."""
+    return jax.tree_util.tree_map_with_path(lambda keys, w: f(to_path(keys), w), state.params)
+
+
+def _sharded(layout: Layout, state: TrainState) -> bool:
+    """Whether an axis of the batch splits parameters too, which a device then does not hold whole."""
+    axes = set(batch_axes(layout))
+    found = _each(
+        state, lambda path, w: axes & {a for d in _resolved(layout, state, path, w, "params").axes for a in d}
+    )
+    return any(jax.tree.leaves(jax.tree.map(bool, found, is_leaf=lambda x: isinstance(x, set))))
+
+
+def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array) -> jax.Array:
+    """A weight as the compute uses it, gathered over the axes that only its storage is split over."""
+    resolved = _resolved(layout, state, path, w, "activations")
+    if resolved.problems:
+        raise LayoutError(resolved.problems)
+    return lay_out(layout.mesh, w, to_spec(resolved))
+
+
+def _at(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
+    """The state as microbatch ``n`` sees it: with a key of its own."""
+    return replace(state, rest=rest, key=jax.random.fold_in(key, n))
+
+
+def _pieces(batch: Any, count: int, ways: int, dim: int) -> Any:
+    """Every array [rows, ...] of a batch as [microbatches, rows, ...]; each microbatch has rows of every device.
+
+    Args:
+      batch: arrays whose first dim is the batch.
+      count: of microbatches.
+      ways: devices that the rows are spread over.
+      dim: 1 if the rows are those of all devices, in their order; 0 if of one.
+    """
+
+    def one(keys: Any, x: jax.Array) -> jax.Array:
+        name = show(("batch", *to_path(keys)))
+        if x.ndim == 0 or x.shape[0] % (ways * count):
+            raise LayoutError(
+                f"{name} {list(x.shape)} cannot be cut into {count} microbatches (accumulate) over {ways} devices: its first dim "
+                f"is no multiple of {ways * count}. Remedy: a batch of a multiple of {ways * count} rows, or another accumulate."
+            )
+        if dim == 0:
+            return x.reshape(count, -1, *x.shape[1:])
+        return x.reshape(ways, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def _sums(
+    run: Callable[..., Any],
+    weights: Any,
+    rest: Any,
+    pieces: Any,
+    count: int,
+    place: Callable[[Any], Any] = lambda grads: grads,
+) -> tuple[Any, jax.Array, Any]:
+    """Weighted sums of (loss, metrics, gradients) over microbatches, in fp32 or wider; the sum of the weights; carried variables.
+
+    A microbatch weighs what ``loss_fn`` returns as the metric ``weight``, 1 without.
+    """
+
+    def weighted(rest: Any, piece: Any, n: Any) -> tuple[Any, Any]:
+        (loss, (metrics, rest)), grads = run(weights, rest, piece, n)
+        for name, value in metrics.items():
+            if jnp.shape(value):
+                raise ModelError(
+                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars "
+                    f"are wanted. Remedy: return its mean, or set accumulate=1 and leave reduce out."
+                )
+        weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
+        scaled = jax.tree.map(lambda x: _wide(x) * weight.astype(_wide(x).dtype), (loss, metrics, grads))
+        return (scaled, weight), rest
+
+    def one(carry: Any, xs: Any) -> tuple[Any, None]:
+        sums, rest = carry
+        found, rest = weighted(rest, xs[1], xs[0])
+        (loss, metrics, grads), weight = jax.tree.map(jnp.add, sums, found)
+        return (((loss, metrics, place(grads)), weight), rest), None
+
+    first = jax.tree.map(lambda x: x[0], pieces)
+    if count == 1:
+        (sums, weight), rest = weighted(rest, first, 0)
+    else:
+        shapes, after = jax.eval_shape(weighted, rest, first, 0)
+        _check_carried(rest, after)
+        (loss, metrics, grads), weight = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        carry = (((loss, metrics, place(grads)), weight), rest)
+        ((sums, weight), rest), _ = jax.lax.scan(one, carry, (jnp.arange(count), pieces))
+    return sums, weight, rest
+
+
+def _wide(x: Any) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def _means(sums: Any, weight: jax.Array) -> Any:
+    loss, metrics, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+    return loss, metrics | ({"weight": weight} if "weight" in metrics else {}), grads
+
+
+def _check_carried(before: Any, after: Any) -> None:
+    """A loop carries variables of fixed shapes and dtypes."""
+    was, now = (
+        {to_path(keys): (x.shape, x.dtype) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (before, after)
+    )
+    changed = [path for path in was | now if was.get(path) != now.get(path)]
+    if changed:
+        raise ModelError(
+            f"loss_fn changed the shape or dtype of {listing([show(('rest', *path)) for path in changed])}, which a loop over "
+            f"microbatches has to keep."
+        )
+
+
+def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+    """Each device's own sums, then one reduction."""
+    axes, precision = batch_axes(layout), how.precision
+    ways = math.prod(layout.sizes[axis] for axis in axes)
+    stored = _each(state, lambda path, w: _parts(_resolved(layout, state, path, w, "params"), axes))
+    wanted = _each(state, lambda path, w: _parts(_resolved(layout, state, path, w, "gradients"), axes))
+    _pieces(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
+
+    def local(params: Any, rest: Any, key: Any, step: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
+        weights = jax.tree.map(
+            lambda w, parts: precision.computing(_gather(precision.crossing(w), parts)), params, stored
+        )
+        first = _index(layout, axes) * how.accumulate
+
+        def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
+            here = replace(_at(state, rest, key, first + n), step=step)
+            return jax.value_and_grad(loss_of(loss_fn, here, batch), has_aux=True)(weights)
+
+        pieces = _pieces(batch, how.accumulate, 1, 0)
+        _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
+        (loss, metrics, grads), weight, rest = _sums(run, weights, rest, pieces, how.accumulate)
+        grads = jax.tree.map(lambda g, parts: _wide(_scatter(precision.reducing(g), parts, axes)), grads, wanted)
+        loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
+        return (loss, metrics, grads), weight, rest
+
+    arguments = (state.params, state.rest, state.key, state.step, batch)
+    if axes:
+        specs = (_spec(stored), PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec(axes))
+        results = ((PartitionSpec(), PartitionSpec(), _spec(wanted)), PartitionSpec(), PartitionSpec())
+        # Unchecked: jax would take what is gathered for different on every device.
+        local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=set(axes), check_vma=False)
+    sums, weight, rest = local(*arguments)
+    loss, metrics, grads = _means(sums, weight)
+    return Found(loss, metrics, rest, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """For each dim of a tensor the axes of the batch among its axes. A class of its own, so that it is a leaf."""
+
+    dims: tuple[Axes, ...]
+
+
+def _parts(resolved: Resolved, axes: Axes) -> _Parts:
+    if resolved.problems:
+        raise LayoutError(resolved.problems)
+    return _Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in resolved.axes))
+
+
+def _spec(tree: Any) -> Any:
+    return jax.tree.map(lambda parts: PartitionSpec(*(dim or None for dim in parts.dims)), tree)
+
+
+def _gather(w: jax.Array, parts: _Parts) -> jax.Array:
+    # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
+    w = jax.lax.optimization_barrier(w)
+    for dim, axes in enumerate(parts.dims):
+        w = exchange.gather_local(w, axes, dim=dim) if axes else w
+    return w
+
+
+def _scatter(grad: jax.Array, parts: _Parts, axes: Axes) -> jax.Array:
+    """Scattered over the axes that it is split over, and summed over the others."""
+    for dim, split in enumerate(parts.dims):
+        grad = jax.lax.psum_scatter(grad, split, scatter_dimension=dim, tiled=True) if split else grad
+    left = tuple(axis for axis in axes if not any(axis in dim for dim in parts.dims))
+    return jax.lax.psum(grad, left) if left else grad
+
+
+def _index(layout: Layout, axes: Axes) -> Any:
+    """Which of the parts of the batch this device has."""
+    index: Any = 0
+    for axis in axes:
+        index = index * layout.sizes[axis] + jax.lax.axis_index(axis)
+    return index
+
+
+def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -> None:
+    """Carried variables that depend on a device's rows would part; counters and keys, which do not, may change."""
+    leaves = jax.tree_util.tree_leaves_with_path(rest)
+    if not leaves:
+        return
+    traced = jax.make_jaxpr(lambda rest: jax.tree.leaves(run(weights, rest, batch, 0)[0][1][1]))(rest)
+    pairs = zip(leaves, traced.jaxpr.invars, traced.jaxpr.outvars, strict=True)
+    changed = [
+        show(("rest", *to_path(keys)))
+        for (keys, x), i, o in pairs
+        if o is not i and jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    if changed:
+        raise ModelError(
+            f"loss_fn changes {listing(changed)}, but with reduce='once' each device sees its own rows only, so the devices would "
+            f"part. Remedy: reduce='each', which reduces in every microbatch."
+        )
