@@ -1,15 +1,16 @@
-"""``exchange_local`` and ``gather_local``: all-to-all and all-gather in rounds among few devices each.
+"""``exchange_local``, ``gather_local``, ``scatter_local``: collectives in rounds, where the TPU compiler does worse at once.
 
 The TPU compiler routes an all-to-all hop by hop. Of up to 64 devices that takes it a second; of 256 half a minute for each
 one in the program, and more from there. Two rounds among 16 are routed at once, for twice the bytes. An all-gather
 among all devices of a closed 3-D torus it makes an all-reduce of zeros and the one part that each has, twice the bytes, and
-takes three times as long for it as for a line and then a plane.
+takes three times as long for it as for a line and then a plane. A reduce-scatter over all of a torus of 16 or more it makes an
+all-reduce and a slice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,10 @@ from jaxpar.topology import torus_of
 
 MOST = 64
 """Devices of one round of an all-to-all."""
-CUBE = 64
-"""Chips of the least 3-D torus that is closed."""
+GATHERED = {3: 64}
+"""Dims of a torus → the least number of chips, all of them, that the compiler does not gather among at once."""
+SCATTERED = {2: 16, 3: 16}
+"""The same of a reduce-scatter."""
 
 
 def exchange_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, concat_dim: int) -> jax.Array:
@@ -90,15 +93,57 @@ def gather_local(x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Se
     return x
 
 
+def scatter_local(
+    x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Sequence[int] | None = None
+) -> jax.Array:
+    """``jax.lax.psum_scatter(..., tiled=True)`` inside a ``shard_map``, in rounds where :func:`scatter_rounds` says so.
+
+    Args:
+      x: what each device adds; its dim ``dim`` is cut into as many pieces as there are devices.
+      axes: the mesh axes to sum over, major to minor.
+      dim: each device keeps its piece of the sum along it.
+      parts: devices of each round; those of the mesh if not given. The first one goes first.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> with jax.set_mesh(jp.MeshSpec(data=-1).build()):
+    ...     scatter = lambda x: scatter_local(x[0], "data", dim=0, parts=(4, 2))
+    ...     y = jax.jit(jax.shard_map(scatter, in_specs=P("data"), out_specs=P("data"), check_vma=False))(jnp.eye(8))
+    >>> bool((y == 1).all()), y.sharding.spec
+    (True, P('data',))
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    parts = scatter_rounds(jax.sharding.get_abstract_mesh(), names) if parts is None else parts
+    if len(parts) == 1:
+        return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    for digit in range(len(parts)):  # the reverse of a gather: large pieces first
+        groups = _groups(parts, digit)
+        x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    return x
+
+
 def gather_rounds(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[int, ...]:
     """Devices of each round of an all-gather over ``axes``; the last, among neighbours, goes first.
 
     One round, but over all of a closed 3-D torus: there a line of it (about the cube root of all), then a plane.
     """
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-    if devices < max(mesh.size, CUBE) or torus_of(mesh) != 3:
+    return _rounds_over(mesh, axes, GATHERED)
+
+
+def scatter_rounds(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[int, ...]:
+    """Devices of each round of a reduce-scatter over ``axes``; the first goes first.
+
+    One round, but over all of a torus: there all dims but one, then a line.
+    """
+    return _rounds_over(mesh, axes, SCATTERED)
+
+
+def _rounds_over(mesh: Mesh | AbstractMesh, axes: Sequence[str], least: Mapping[int, int]) -> tuple[int, ...]:
+    devices, dims = math.prod(mesh.shape[axis] for axis in axes), torus_of(mesh)
+    if devices < mesh.size or dims not in least or devices < least[dims]:
         return (devices,)
-    line = min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(n - devices ** (1 / 3)))
+    line = min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(n - devices ** (1 / dims)))
     return (devices // line, line)
 
 

@@ -7,6 +7,7 @@ one reduction (a scatter, where the gradient is sharded) follows, in the dtype t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar import exchange
-from jaxpar.errors import LayoutError, ModelError, listing
-from jaxpar.layout import Layout, lay_out, to_spec
+from jaxpar.errors import LayoutError, ModelError
+from jaxpar.layout import Layout, current_layout, lay_out, to_spec
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import Precision
 from jaxpar.rules import Axes, Resolved
 from jaxpar.state import TrainState
+from jaxpar.topology import platform_of
 
 Gather = Literal["use", "step"]
 Reduce = Literal["once", "each"]
@@ -55,7 +57,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
         return _once(layout, loss_fn, state, batch, how)
     weights, compute = state.params, how.precision.computing
     if how.gather == "step":
-        weights = _each(state, lambda path, w: _whole(layout, state, path, how.precision.crossing(w)))
+        weights = _each(state, lambda path, w: _whole(layout, state, path, w, how.precision))
         weights = jax.tree.map(compute, weights)
         compute = lambda w: w
 
@@ -125,12 +127,14 @@ def _sharded(layout: Layout, state: TrainState) -> bool:
     return any(jax.tree.leaves(jax.tree.map(bool, found, is_leaf=lambda x: isinstance(x, set))))
 
 
-def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array) -> jax.Array:
+def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array, precision: Precision) -> jax.Array:
     """A weight as the compute uses it, gathered over the axes that only its storage is split over."""
-    resolved = _resolved(layout, state, path, w, "activations")
-    if resolved.problems:
-        raise LayoutError(resolved.problems)
-    return lay_out(layout.mesh, w, to_spec(resolved))
+    stored, used = (_resolved(layout, state, path, w, role) for role in ("params", "activations"))
+    if used.problems:
+        raise LayoutError(used.problems)
+    if stored.axes != used.axes:
+        w = jax.lax.optimization_barrier(precision.crossing(w))
+    return lay_out(layout.mesh, w, to_spec(used))
 
 
 def _at(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
@@ -223,7 +227,7 @@ def _check_carried(before: Any, after: Any) -> None:
     changed = [path for path in was | now if was.get(path) != now.get(path)]
     if changed:
         raise ModelError(
-            f"loss_fn changed the shape or dtype of {listing([show(('rest', *path)) for path in changed])}, which a loop over "
+            f"loss_fn changed the shape or dtype of {', '.join(show(('rest', *path)) for path in changed)}, which a loop over "
             f"microbatches has to keep."
         )
 
@@ -237,9 +241,7 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
     _pieces(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
 
     def local(params: Any, rest: Any, key: Any, step: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
-        weights = jax.tree.map(
-            lambda w, parts: precision.computing(_gather(precision.crossing(w), parts)), params, stored
-        )
+        weights = jax.tree.map(lambda w, parts: precision.computing(_gather(w, parts, precision)), params, stored)
         first = _index(layout, axes) * how.accumulate
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
@@ -258,7 +260,9 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
         specs = (_spec(stored), PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec(axes))
         results = ((PartitionSpec(), PartitionSpec(), _spec(wanted)), PartitionSpec(), PartitionSpec())
         # Unchecked: jax would take what is gathered for different on every device.
-        local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=set(axes), check_vma=False)
+        # With axes of size 1, so that what is not there leaves none behind.
+        manual = {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
+        local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = _means(sums, weight)
     return Found(loss, metrics, rest, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params))
@@ -281,18 +285,38 @@ def _spec(tree: Any) -> Any:
     return jax.tree.map(lambda parts: PartitionSpec(*(dim or None for dim in parts.dims)), tree)
 
 
-def _gather(w: jax.Array, parts: _Parts) -> jax.Array:
-    # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
-    w = jax.lax.optimization_barrier(w)
+def _gather(w: jax.Array, parts: _Parts, precision: Precision) -> jax.Array:
+    if any(parts.dims):
+        # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
+        w = jax.lax.optimization_barrier(precision.crossing(w))
     for dim, axes in enumerate(parts.dims):
-        w = exchange.gather_local(w, axes, dim=dim) if axes else w
+        if axes:
+            w = _as_rows(functools.partial(exchange.gather_local, axes=axes), w, dim)
     return w
+
+
+def _as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
+    """``f(x, dim=dim)`` of ``x`` as [before, dim, after]: of heads, the TPU's compiler would split or join its tiles.
+
+    Not where the layout has axes left that may split what would become one dim.
+    """
+    used = {axis for axis, size in current_layout().sizes.items() if size > 1}
+    if x.ndim <= 3 or used - set(jax.sharding.get_abstract_mesh().manual_axes):
+        return f(x, dim=dim)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    y = f(x.reshape(math.prod(before), x.shape[dim], math.prod(after)), dim=1)
+    return y.reshape(*before, -1, *after)
 
 
 def _scatter(grad: jax.Array, parts: _Parts, axes: Axes) -> jax.Array:
     """Scattered over the axes that it is split over, and summed over the others."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
+        # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not.
+        grad = _wide(grad)
     for dim, split in enumerate(parts.dims):
-        grad = jax.lax.psum_scatter(grad, split, scatter_dimension=dim, tiled=True) if split else grad
+        if split:
+            grad = _as_rows(functools.partial(exchange.scatter_local, axes=split), grad, dim)
     left = tuple(axis for axis in axes if not any(axis in dim for dim in parts.dims))
     return jax.lax.psum(grad, left) if left else grad
 
@@ -319,6 +343,6 @@ def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -
     ]
     if changed:
         raise ModelError(
-            f"loss_fn changes {listing(changed)}, but with reduce='once' each device sees its own rows only, so the devices would "
+            f"loss_fn changes {', '.join(changed)}, but with reduce='once' each device sees its own rows only, so the devices would "
             f"part. Remedy: reduce='each', which reduces in every microbatch."
         )

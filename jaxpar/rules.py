@@ -293,7 +293,10 @@ def _place(
 
 
 def _spread(dims: list[Dim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
-    """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not."""
+    """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not.
+
+    The last dim stands back where another one is left 8 or more to a device: a TPU keeps tiles of 8 rows by 128 columns.
+    """
     asked = [axis for axis in spread.axes if axis in live]
     axes = tuple(axis for axis in asked if axis not in claimed)
     shard = [(dim.size or 0) // _ways(dim.axes, live) for dim in dims]
@@ -305,7 +308,8 @@ def _spread(dims: list[Dim], spread: Over, live: Sizes, claimed: Mapping[str, st
     elif not fits:
         note = f"no dim of a shard is a multiple of {_ways(axes, live)}"
     else:
-        best = max(fits, key=lambda i: (not dims[i].axes, shard[i], -i))
+        rows = {i for i in fits if i < len(dims) - 1 and shard[i] >= 8 * _ways(axes, live)}
+        best = max(fits, key=lambda i: (not dims[i].axes, i in rows, shard[i], -i))
         old = dims[best]
         rule = f"{old.rule} + {spread}" if old.axes else str(spread)
         dims[best] = Dim(old.name, old.size, (*old.axes, *axes), rule)

@@ -68,6 +68,41 @@ def test_a_gather_in_rounds_is_an_all_gather(axes: str | tuple[str, ...], dim: i
         np.testing.assert_array_equal(result, x)
 
 
+@pytest.mark.parametrize("axes", ["data", ("model", "data")])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_scatter_in_rounds_is_a_reduce_scatter(axes: str | tuple[str, ...], dim: int) -> None:
+    """Of whole numbers bit for bit, in two and in three rounds, with the mesh's axes in either order."""
+    mesh = jp.MeshSpec(data=4, model=2).build()
+    x = jnp.asarray(np.random.default_rng(0).integers(-99, 99, (4, 2, 16, 24)), jnp.float32)
+    want = x.sum((0, 1)) if axes != "data" else x.sum(0)[0]
+    for parts in {"data": [(4,), (2, 2)]}.get(str(axes), [(8,), (2, 4), (4, 2), (2, 2, 2)]):
+        scatter = jax.shard_map(
+            lambda x, parts=parts: exchange.scatter_local(x[0, 0], axes, dim=dim, parts=parts),
+            mesh=mesh,
+            in_specs=P("data", "model") if axes != "data" else P("data"),
+            out_specs=P(None, axes) if dim else P(axes),
+            check_vma=False,
+        )
+        np.testing.assert_array_equal(jax.jit(scatter)(x), want)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "axes", "parts"),
+    [
+        ("v5e:4x4", {"data": 16}, ("data",), (4, 4)),
+        ("v5e:4x8", {"data": 32}, ("data",), (8, 4)),
+        ("v5p:4x4x4", {"data": 32, "model": 2}, ("data", "model"), (16, 4)),
+        ("v5e:2x4", {"data": 8}, ("data",), (8,)),
+        ("v5e:4x4", {"data": 8, "model": 2}, ("data",), (8,)),
+        ("h100:8x8", {"data": 64}, ("data",), (64,)),
+    ],
+)
+def test_a_whole_torus_is_scattered_over_in_rounds(
+    topology: str, mesh: dict[str, int], axes: tuple[str, ...], parts: tuple[int, ...]
+) -> None:
+    assert exchange.scatter_rounds(jp.MeshSpec(**mesh).on(topology), axes) == parts
+
+
 @pytest.mark.parametrize(
     ("topology", "mesh", "axes", "parts"),
     [

@@ -181,12 +181,16 @@ def test_without_a_shape_divisibility_is_not_checked_and_over_does_not_apply() -
 def test_over_leaves_tensors_below_min_bytes_whole() -> None:
     assert spread((63, KIB)).axes == ((), ())
     assert spread((63, KIB)).note == "over(data, min_bytes=65536) does not apply: the tensor has 64512 bytes"
-    assert spread((64, KIB)).axes == ((), ("data",))
+    assert spread((64, KIB)).axes == (("data",), ())
     assert spread((65, KIB)).axes == ((), ("data",))
     assert spread((64, KIB)).note == ""
 
 
 def test_over_takes_the_largest_free_dim_that_divides() -> None:
+    """The last one only where no other leaves a device the 8 rows of a TPU's tile."""
+    assert spread((32, 64 * KIB)).axes == (("data",), ())
+    assert spread((28, 64 * KIB)).axes == ((), ("data",))
+    assert spread((32, 40, 64 * KIB)).axes == ((), ("data",), ())
     assert spread((8, 64 * KIB + 2, 16)).axes == ((), (), ("data",))
     assert spread((256, 256)).axes == (("data",), ())
     assert spread((16, 64 * KIB), ("embed", "mlp")).axes == (("data",), ("model",))

@@ -85,5 +85,7 @@ def _sharded(local: Callable[..., jax.Array], q_axes: Sequence[Axes], kv_axes: S
     """``local`` on each device's shards: a kernel is opaque to the partitioner."""
     q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (q_axes, kv_axes))
     free = set(current_layout().mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not free:  # an enclosing shard_map has made every axis manual: these are the shards
+        return local
     # The kernel does not say over which axes its results vary.
     return jax.shard_map(local, in_specs=(q_spec, kv_spec, kv_spec), out_specs=q_spec, axis_names=free, check_vma=False)

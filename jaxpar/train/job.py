@@ -52,11 +52,13 @@ class Job:
 
     def step_options(self) -> dict[str, Any]:
         """What the run asks of :func:`jaxpar.train_step`."""
-        train = self.config.train
+        train, precision = self.config.train, self.precision
+        if self.zero.step and precision.compute is None and precision.gather is None:
+            precision = replace(precision, gather=self.model.dtype)  # what the model would cast the weights to
         return {
             "clip_norm": self.config.optimizer.clip_norm,
             "accumulate": train.accumulate,
-            "precision": self.precision,
+            "precision": precision,
             **self.zero.step,
         }
 
