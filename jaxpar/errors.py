@@ -55,6 +55,10 @@ class ConfigError(JaxparError, ValueError):
     """A configuration file or a ``--set`` override is wrong: unknown key, wrong type, duplicate, unsafe tag."""
 
 
+class DivergedError(JaxparError, ArithmeticError):
+    """A run's loss or gradients were not finite for too many steps in a row."""
+
+
 class DataError(JaxparError, ValueError):
     """Input data cannot be used: missing folder, too little text, a position of another run."""
 

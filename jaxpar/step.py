@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
@@ -28,6 +29,7 @@ def train_step(
     reduce: Reduce | None = None,
     precision: str | Mapping[str, Any] | Precision | None = None,
     clip_norm: float | None = None,
+    skip_nonfinite: bool = True,
     donate: bool = True,
     keep_grads: bool = False,
 ) -> jax.stages.Wrapped:
@@ -48,11 +50,13 @@ def train_step(
         split no parameter.
       precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
       clip_norm: scale gradients down to this global norm.
+      skip_nonfinite: leave parameters, optimizer state and carried variables as they are where the loss or a gradient is not
+        finite; ``metrics["skipped"]`` says so. The step still counts, so the next one has another key.
       donate: give the old state's memory to the new one.
       keep_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
 
     Returns:
-      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32) and what ``loss_fn`` returned beside.
+      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32), ``skipped`` (unless told not to) and what ``loss_fn`` returned beside.
 
     Raises (when traced):
       LayoutError: a tensor does not fit the rules, or another layout is ambient.
@@ -76,6 +80,10 @@ def train_step(
             params, opt_state = _update(state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0])
             new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static)
             _check_same(state, new)
+            if skip_nonfinite:
+                finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+                new = _keep(state, new, finite)
+                kept["skipped"] = ~finite
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
@@ -129,6 +137,15 @@ def _update(
     extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
     updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
     return optax.apply_updates(state.params, updates), opt_state
+
+
+def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
+    """``new``, but with what ``old`` has trained and carried where ``update`` is false."""
+    parts = {
+        name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
+        for name in ("params", "opt_state", "rest")
+    }
+    return replace(new, **parts)
 
 
 def _check_same(old: TrainState, new: TrainState) -> None:

@@ -106,7 +106,7 @@ def test_the_third_value_of_a_loss_updates_the_collections_it_names(layout: jp.L
         np.testing.assert_allclose(stats["mean"], mean, rtol=1e-5)
         mean = (mean + x.mean(0)) / 2
         state, metrics = step(state, x)
-        assert set(metrics) == {"loss", "grad_norm", "top"}
+        assert set(metrics) == {"loss", "grad_norm", "skipped", "top"}
     assert state.rest["constants"]["shift"] == 1
     assert state.rest.keys() == {"batch_stats", "constants"}
 

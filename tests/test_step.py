@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
+from jaxpar.inspect.compare import first_nonfinite
 from jaxpar.step import eval_step
 
 TX = optax.adam(1e-2)
@@ -58,11 +61,60 @@ def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, new.params, state.params)
 
 
+@pytest.mark.parametrize("options", [{}, {"reduce": "once"}, {"clip_norm": 1.0}], ids=str)
+def test_a_step_that_is_not_finite_changes_nothing(options: Any, mlp: Any) -> None:
+    """Every layout skips the same steps; the next ones go on as if it had not been."""
+    poisoned = np.where(np.arange(8)[:, None] == 5, np.inf, mlp.batch())  # on one device of eight
+    rules = jp.Rules(batch="data", embed=None, mlp=None) if options.get("reduce") else mlp.rules
+    layout = mlp.layout(rules)
+    state = jp.init(layout, mlp.make, TX)
+    step = jp.train_step(layout, mlp.loss, donate=False, **options)
+    state, metrics = step(state, mlp.batch())
+    assert not metrics["skipped"]
+    after, metrics = step(state, poisoned)
+    assert metrics["skipped"]
+    assert not np.isfinite(float(metrics["loss"]))
+    assert int(after.step) == int(state.step) + 1
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
+    went_on, _ = step(after, mlp.batch(1))
+    straight, _ = step(state, mlp.batch(1))
+    jax.tree.map(np.testing.assert_array_equal, went_on.params, straight.params)
+
+
+@pytest.mark.parametrize(
+    ("change", "batch", "where"),
+    [
+        ({"square": np.nan}, 1.0, "the parameter square is not finite before the step"),
+        ({}, np.inf, r"Mlp.loss \(conftest.py:\d+\) \(batch, mlp\), call 1"),
+        ({"temperature": 1e30}, 1.0, "the loss; every activation is finite"),
+        ({}, 1e15, "the norm of the gradients, which overflows; each of them is finite"),
+    ],
+)
+def test_where_a_step_stops_to_be_finite(change: Any, batch: float, where: str, state: Any, mlp: Any) -> None:
+    params = state.params | {name: jnp.full_like(state.params[name], value) for name, value in change.items()}
+    found = first_nonfinite(mlp.layout(), replace(state, params=params), mlp.batch() * batch, mlp.loss)
+    assert re.fullmatch(where, found), found
+
+
+def test_a_gradient_that_is_not_finite_is_named(state: Any, mlp: Any) -> None:
+    loss = lambda model, batch: jnp.sqrt(jnp.sum(model["square"] * 0)) + mlp.loss(model, batch)
+    assert first_nonfinite(mlp.layout(), state, mlp.batch(), loss) == (
+        "the gradient of square; every activation and the loss are finite"
+    )
+
+
+def test_a_step_that_is_not_finite_passes_where_it_is_told_to(state: Any, mlp: Any) -> None:
+    step = jp.train_step(mlp.layout(), mlp.loss, skip_nonfinite=False)
+    new, metrics = step(state, np.full((8, 16), np.nan, np.float32))
+    assert "skipped" not in metrics
+    assert np.isnan(jax.device_get(new.params["square"])).all()
+
+
 @pytest.mark.parametrize("values", [2, 3])
 def test_metrics_stand_beside_the_loss(values: int, state: Any, mlp: Any) -> None:
     loss_fn = lambda model, batch: (mlp.loss(model, batch), {"rows": len(batch)}, None)[:values]
     _, metrics = jp.train_step(mlp.layout(), loss_fn)(state, mlp.batch())
-    assert metrics.keys() == {"loss", "grad_norm", "rows"}
+    assert metrics.keys() == {"loss", "grad_norm", "skipped", "rows"}
     assert metrics["rows"] == 8
 
 

@@ -20,6 +20,7 @@ from jaxpar.arrays import put
 from jaxpar.layout import Layout, observing
 from jaxpar.model import MakeModel, show, to_path
 from jaxpar.objective import loss_of
+from jaxpar.precision import Precision
 from jaxpar.state import init
 from jaxpar.step import train_step
 
@@ -143,6 +144,45 @@ def first_divergence(
             named = ", ".join(map(str, dims))
             return f"{place} ({named}), call {called}: its activation differs by {gap:.2e}"
     return None
+
+
+def first_nonfinite(
+    layout: Layout, state: Any, batch: Any, loss_fn: Callable[..., Any], precision: Precision | None = None
+) -> str:
+    """Where a step's numbers stop to be finite, as text: a parameter, else the first activation, else what comes after all.
+
+    The model's own ``constrain`` and ``hint`` calls are the probes, as for :func:`first_divergence`.
+    """
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not _finite(leaf):
+            return f"the parameter {show(to_path(keys))} is not finite before the step"
+    precision = precision or Precision()
+    found: list[str] = []
+    calls: dict[str, int] = {}
+
+    def note(site: str, dims: Sequence[str | None], x: Any, _: Any) -> None:
+        calls[site] = calls.get(site, 0) + 1
+        if not found and not _finite(x):
+            found.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
+
+    compute = lambda params: loss_of(loss_fn, state, batch)(jax.tree.map(precision.computing, params))[0]
+    with layout, jax.disable_jit(), observing(note):
+        loss = compute(state.params)
+    if found:
+        return found[0]
+    if not _finite(loss):
+        return "the loss; every activation is finite"
+    with layout:
+        grads = jax.jit(jax.grad(compute))(state.params)
+    bad = [show(to_path(keys)) for keys, leaf in jax.tree_util.tree_leaves_with_path(grads) if not _finite(leaf)]
+    if bad:
+        more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+        return f"the gradient of {bad[0]}{more}; every activation and the loss are finite"
+    return "the norm of the gradients, which overflows; each of them is finite"
+
+
+def _finite(x: Any) -> bool:
+    return bool(np.all(np.isfinite(np.asarray(jax.device_get(x)).astype(np.float32))))
 
 
 def _number(x: float) -> float:

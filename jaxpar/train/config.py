@@ -73,11 +73,14 @@ class PrecisionConfig:
 class TrainConfig:
     """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation.
 
-    ``accumulate`` cuts each batch into so many microbatches.
+    ``accumulate`` cuts each batch into so many microbatches. A step whose loss or gradients are not finite changes nothing but
+    the step's number; after ``max_skipped`` of them in a row the run stops. ``skip_nonfinite: false`` lets them pass.
     """
 
     steps: int = 100
     accumulate: int = 1
+    skip_nonfinite: bool = True
+    max_skipped: int = 3
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 8
@@ -136,6 +139,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
         "data.seq": config.data.seq,
         "train.steps": config.train.steps,
         "train.accumulate": config.train.accumulate,
+        "train.max_skipped": config.train.max_skipped,
         "train.eval_every": config.train.eval_every,
         "train.eval_batches": config.train.eval_batches,
         "simulate": config.simulate if config.simulate is not None else 1,

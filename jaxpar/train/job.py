@@ -58,6 +58,7 @@ class Job:
         return {
             "clip_norm": self.config.optimizer.clip_norm,
             "accumulate": train.accumulate,
+            "skip_nonfinite": train.skip_nonfinite,
             "precision": precision,
             **self.zero.step,
         }

@@ -18,7 +18,8 @@ from rich.console import Console
 
 import jaxpar as jp
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
-from jaxpar.errors import ConfigError
+from jaxpar.errors import ConfigError, DivergedError
+from jaxpar.inspect.compare import first_nonfinite
 from jaxpar.inspect.report import show_bytes
 from jaxpar.topology import platform_of
 from jaxpar.train.job import BATCH_DIMS, Job
@@ -28,7 +29,7 @@ from jaxpar.train.progress import StepLine
 
 @dataclass
 class Summary:
-    """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``."""
+    """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``, ``skipped`` in a row at the end."""
 
     steps: int = 0
     losses: list[float] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Summary:
     compile_seconds: float = 0.0
     seconds: float = 0.0
     interrupted: bool = False
+    skipped: int = 0
 
     @property
     def heldout(self) -> float:
@@ -61,6 +63,7 @@ def train(job: Job, console: Console) -> Summary:
     Raises:
       LayoutError: the layout does not fit; raised before anything is compiled.
       ConfigError, DataError: the run's data cannot feed its model.
+      DivergedError: too many steps in a row were not finite.
     """
     began = time.perf_counter()
     config, layout, text = job.config, job.layout(), load_text(job.config.data.source)
@@ -118,11 +121,16 @@ def _run(
         look(0)
         for number in range(1, config.train.steps + 1):
             started = time.perf_counter()
+            given = batch
             state, metrics = step(state, batch)
             if number < config.train.steps:
                 batch = _put(layout, next(stream))  # made while the device works
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
             seconds = time.perf_counter() - started
+            skipped = bool(metrics.get("skipped", False))
+            summary.skipped = summary.skipped + 1 if skipped else 0
+            if skipped:
+                _report_skipped(job, layout, state, given, number, summary.skipped, console)
             summary.steps = number
             summary.losses.append(loss)
             summary.step_times.append(seconds)
@@ -140,6 +148,20 @@ def _run(
     typical = statistics.median(summary.step_times)
     summary.tokens_per_second = tokens_a_step / typical
     summary.mfu = flops_a_step / typical / (peak * layout.mesh.size) if peak else None
+
+
+def _report_skipped(
+    job: Job, layout: jp.Layout, state: jp.TrainState, batch: Any, number: int, in_a_row: int, console: Console
+) -> None:
+    """Say where a skipped step's numbers stopped to be finite; end the run where too many were skipped in a row."""
+    where = first_nonfinite(layout, state, batch, job.loss_fn, job.precision)
+    console.print(f"[bold]step {number} skipped[/]: not finite, first in {where}")
+    most = job.config.train.max_skipped
+    if in_a_row >= most:
+        raise DivergedError(
+            f"{in_a_row} steps in a row, up to step {number}, were not finite, first in {where}. Nothing of them was kept. Remedy: a "
+            f"smaller optimizer.learning_rate or a clip_norm; train.max_skipped={most} allows more of them."
+        )
 
 
 def _maybe(name: str, value: float | None) -> dict[str, float]:

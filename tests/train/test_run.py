@@ -69,6 +69,20 @@ def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
     assert "stopped by Ctrl-C" in capsys.readouterr().out and (config.parent / "out" / "loss.png").is_file()
 
 
+def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["optimizer.learning_rate=1e38", "optimizer.warmup=0", "train.max_skipped=2"]
+    assert main(["train", str(config), *(f"--set={setting}" for setting in settings)]) == 1
+    captured = capsys.readouterr()
+    skipped = [line for line in captured.out.splitlines() if "skipped" in line]
+    assert len(skipped) == 2
+    assert skipped[0] == (
+        "step 2 skipped: not finite, first in the gradient of blocks/attention/k and of 9 more; every activation and the loss "
+        "are finite"
+    )
+    assert "2 steps in a row, up to step 3, were not finite, first in" in captured.err
+    assert "Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_skipped=2 allows more" in captured.err
+
+
 def test_the_same_run_twice_is_the_same_run(config: Path) -> None:
     losses = []
     for _ in range(2):

@@ -1,0 +1,163 @@
+"""Optimizer parallelism of the 1B shape on 16 v5e chips, by bytes: ``uv run python benchmarks/zero.py``.
+
+Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Each run compiles a step for ``v5e:4x4`` and
+prints, for one device: what the step is given (``state``, to the byte beside the formula), its memory at the peak, and what it sends,
+beside what it must send by hand.
+
+ZeRO's formulas for P parameters on N devices, Adam, 16-bit weights and gradients beside fp32 master weights: 16P; 4P + 12P/N;
+2P + 14P/N; 16P/N. Of these the state is 12P or 12P/N; weights and gradients of 2P each live inside the step. ``formula`` is the sum.
+
+MaxText 0.2.5 with the same compiler: ZeRO-1 6.6 GB and 11,767 MiB; FSDP 6.3 GB; plain data parallelism does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_aot import BF16, CONFIGS, compile_ours
+
+from jaxpar.errors import CompileError
+from jaxpar.models.llama import LlamaConfig
+from jaxpar.topology import Topology
+from jaxpar.train.config import load_run
+from jaxpar.train.job import Job, make_job
+
+DEVICES = 16
+FP32 = 4
+COUNTERS = 4 * 512  # the step, the key, Adam's count and its schedule's; a TPU keeps a scalar in 512 bytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the table.
+
+    Attributes:
+      config: in ``configs/bench``; ``settings`` are changes to it.
+      ways: devices that share the state.
+      formula: bytes of state, weights and gradients, from parameters and devices; ``None`` where no formula is named.
+      wire: bytes that one device must send, from the model and the bytes of a reduced number.
+      most_wire, most_peak: goals in GB and MiB.
+      fits: whether the compiler should accept it.
+      norms: which of the layers' norms are split: all (``split``), their ``moments`` alone, or none (``whole``).
+    """
+
+    config: str
+    settings: tuple[str, ...]
+    ways: int
+    formula: Callable[[float], float] | None
+    wire: Callable[[LlamaConfig], float]
+    most_wire: float | None = None
+    most_peak: float | None = None
+    fits: bool = True
+    norms: str = "split"
+
+
+def matrices(model: LlamaConfig) -> float:
+    """Parameters of the layers' matrices."""
+    return float(model.matmul_params - model.embed * model.vocab)
+
+
+def ends(model: LlamaConfig) -> float:
+    """Parameters of embedding and head."""
+    return 2.0 * model.embed * model.vocab
+
+
+def once(model: LlamaConfig, reduce: int = BF16, n: int = DEVICES) -> float:
+    """Every weight gathered once, every gradient scattered once; as much as every gradient all-reduced.
+
+    A lookup that exchanges rows instead of gathering the embedding (stage 3) sends less.
+    """
+    return (BF16 + reduce) * (matrices(model) + ends(model)) * (n - 1) / n
+
+
+def groups(model: LlamaConfig, size: int = 4) -> float:
+    """Stage 3 within groups, the sharded gradients summed across them; the lookup exchanges rows, twice 16 MiB."""
+    within = BF16 * (3 * matrices(model) + 2 * ends(model) / 2) * (size - 1) / size
+    across = 2 * BF16 * (matrices(model) + ends(model)) / size * (DEVICES // size - 1) / (DEVICES // size)
+    return within + across + 2 * (16 << 20) * (size - 1) / size
+
+
+N = DEVICES
+STAGE = "parallel.optimizer.stage={}"
+RUNS = {
+    "stage 0": Run("1b_dp16", (), 1, lambda p: 16 * p, once, fits=False),
+    "stage 1": Run("1b_dp16_zero1", (), N, lambda p: 4 * p + 12 * p / N, once, 4.5, 9000),
+    "stage 1, fp32 sums": Run("1b_dp16", (STAGE.format(1),), N, lambda p: 4 * p + 12 * p / N, lambda m: once(m, FP32)),
+    "stage 1, 8 microbatches": Run(
+        "1b_dp16_zero1", ("train.accumulate=8", "data.batch=256"), N, lambda p: 6 * p + 12 * p / N, once, 4.5
+    ),
+    "stage 2": Run("1b_dp16_zero1", (STAGE.format(2),), N, lambda p: 2 * p + 14 * p / N, once),
+    "stage 3, kept": Run("1b_fsdp16_keep", (), N, lambda p: 2 * p + 14 * p / N, once, 4.3, norms="whole"),
+    "stage 3": Run("1b_fsdp16", (), N, lambda p: 16 * p / N, lambda m: once(m) * 1.5, norms="whole"),
+    "stage 3, groups of 4": Run("1b_hsdp4x4", (), 4, lambda p: 16 * p / 4, groups, norms="moments"),
+}
+HEAD = "run                      state B  (by hand)    formula MiB  peak MiB  wire GB  (by hand)  exposed GB  compile CPU s"
+
+
+def state_by_hand(job: Job, run: Run) -> int:
+    """Bytes of parameters, moments, counters and batch on one device; the last norm, below 64 KiB, is whole."""
+    model = job.model
+    norms = 2 * model.layers * model.embed
+    whole = {"split": 0, "moments": FP32 * norms, "whole": 3 * FP32 * norms}[run.norms]
+    split = 3 * FP32 * (model.params - model.embed) - whole
+    batch = 2 * 4 * job.config.data.batch * job.config.data.seq // DEVICES
+    return split // run.ways + whole + 3 * FP32 * model.embed + COUNTERS + batch
+
+
+def measure(name: str, run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Compile a run, print its row and goals."""
+    layers = [f"model.layers={options.layers}"] if options.layers else []
+    job = make_job(load_run(CONFIGS / f"{run.config}.yaml", [*run.settings, *layers]))
+    hand, state = run.wire(job.model) / 1e9, state_by_hand(job, run)
+    formula = run.formula(job.model.params) / 2**20 if run.formula else 0
+    try:
+        found = compile_ours(job, Topology.parse("v5e:4x4"), options.keep_cache)
+    except CompileError as error:
+        refused = "memory" in str(error)
+        print(f"{name:23}           ({state})  {formula:11.0f}  refused for its size: {refused}", flush=True)
+        return {"goals": {"does not fit": refused and not run.fits}}
+    wire, peak = found["wire_bytes"] / 1e9, found["memory"]["peak"] / 2**20
+    given = found["memory"]["argument"]
+    print(
+        f"{name:23} {given}  ({state})  {formula:11.0f}  {peak:8.0f}  {wire:7.3f}  {hand:9.3f}  {found['exposed_bytes'] / 1e9:10.3f}"
+        f"  {found['compile_cpu_seconds']:13.0f}",
+        flush=True,
+    )
+    goals = {"fits": run.fits, f"state {given - state:+} bytes": given == state}
+    if run.most_wire is not None:
+        goals[f"wire {wire:.2f} ≤ {run.most_wire} GB"] = wire <= run.most_wire
+    if run.most_peak is not None:
+        goals[f"peak {peak:.0f} ≤ {run.most_peak} MiB"] = peak <= run.most_peak
+    return {"jaxpar": found, "wire_by_hand": hand, "state_by_hand": state, "goals": goals}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", default=";".join(RUNS), help="which, by name, with ; between them")
+    parser.add_argument("--layers", type=int, help="make the model this deep, to try things out")
+    parser.add_argument("--keep-cache", action="store_true", help="take steps from jaxpar's cache where they are there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    names = options.runs.split(";")
+    if unknown := sorted(set(names) - RUNS.keys()):
+        parser.error(f"no run {', '.join(unknown)}; runs are {'; '.join(RUNS)}")
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    print(HEAD)
+    figures = {name: measure(name, RUNS[name], options) for name in names}
+    for name, found in figures.items():
+        for text, met in found["goals"].items():
+            print(f"{'pass' if met else 'FAIL'}  {name}: {text}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    return 0 if all(met for found in figures.values() for met in found["goals"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

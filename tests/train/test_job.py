@@ -1,0 +1,98 @@
+"""What a run's keys for optimizer parallelism, precision and microbatches become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, JaxparError, MeshError, RulesError
+from jaxpar.train.config import load_run
+from jaxpar.train.job import Job, make_job
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def job_of(tmp_path: Path) -> Any:
+    def make(**keys: Any) -> Job:
+        file = tmp_path / "run.yaml"
+        run = {"model": {"family": "llama", "layers": 1}, "layout": str(CONFIGS / "layouts" / "dp.yaml")}
+        file.write_text(yaml.safe_dump(run | keys))
+        return make_job(load_run(file))
+
+    return make
+
+
+def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
+    job = job_of(parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "shard_group": 4}}, train={"accumulate": 2})
+    layout = job.layout(16)
+    assert (layout.sizes["replica"], layout.sizes["data"]) == (4, 4)
+    state = jp.abstract_state(layout, job.make_model, job.tx)
+    assert str(state.params["embedding"].sharding.spec) == "P('data', None)"
+    options = job.step_options()
+    assert (options["accumulate"], options["gather"], options["reduce"]) == (2, "step", "once")
+
+
+def test_weights_are_gathered_as_the_model_computes_unless_told_otherwise(job_of: Any) -> None:
+    model = {"family": "llama", "layers": 1, "dtype": "bfloat16"}
+    stage = {"optimizer": {"stage": 1}}
+    assert job_of(model=model, parallel=stage).step_options()["precision"] == jp.Precision(gather="bfloat16")
+    told = job_of(model=model, parallel=stage, precision={"gather": "fp32"}).step_options()["precision"]
+    assert told == jp.Precision(gather="float32")
+    assert job_of(model=model).step_options()["precision"] == jp.Precision()
+
+
+def test_precision_is_the_models_too(job_of: Any) -> None:
+    job = job_of(precision="bf16")
+    assert (job.model.dtype, job.model.param_dtype) == ("bfloat16", "float32")
+    with pytest.raises(ConfigError) as error:
+        job_of(model={"family": "llama", "dtype": "float32"}, precision="bf16")
+    assert str(error.value) == (
+        "model: dtype is 'float32', but precision says compute: bfloat16. Remedy: leave model.dtype out."
+    )
+
+
+def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
+    assert job_of().model.regather
+    assert not job_of(parallel={"regather": False}).model.regather
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "text"),
+    [
+        (
+            {"parallel": {"optimizer": {"stage": 4}}},
+            RulesError,
+            "parallel.optimizer: stage is 4, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3",
+        ),
+        ({"parallel": {"optimizer": {}}}, ConfigError, "the key 'stage' is missing"),
+        ({"parallel": {"optimiser": {"stage": 1}}}, ConfigError, "Did you mean 'optimizer'?"),
+        ({"precision": "bf61"}, ConfigError, "precision: compute is 'bf61', but a floating dtype is wanted."),
+        ({"train": {"accumulate": 0}}, ConfigError, "train.accumulate is 0, but at least 1 is wanted."),
+    ],
+)
+def test_wrong_keys_are_named(keys: dict[str, Any], kind: type[JaxparError], text: str, job_of: Any) -> None:
+    with pytest.raises(kind) as error:
+        job_of(**keys)
+    assert text in str(error.value)
+
+
+def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_of: Any) -> None:
+    job = job_of(parallel={"optimizer": {"stage": 1, "shard_group": 3}})
+    with pytest.raises(MeshError, match=r"shard_group=3 does not divide the axis data of size 16 \(on 16 devices\)"):
+        job.layout(16)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")))
+def test_every_bench_configuration_has_no_problem(name: str) -> None:
+    job = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml"))
+    report = jp.explain(
+        job.layout(16), job.make_model, job.tx, batch=job.batch_spec(), loss_fn=job.loss_fn, step=job.step_options()
+    )
+    assert report.problems == ()
+    assert report.memory is not None
+    assert report.memory.unknown == ()
