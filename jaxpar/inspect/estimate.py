@@ -133,7 +133,8 @@ class Walk:
         if _solid(op) or (wanted and value.spec is not None):
             return frozenset((value,))
         made = frozenset(part for v in op.reads for part in self._parts(v))
-        return frozenset((value,)) if value.bytes < sum(v.bytes for v in made) else made
+        # A scalar beside it, as the norm that gradients are clipped by, is no reason to make an array anew.
+        return frozenset((value,)) if value.bytes < sum(v.bytes for v in made if v.shape) else made
 
     def _parts(self, value: Value) -> frozenset[Value]:
         return self.parts.get(value, frozenset())
@@ -172,7 +173,7 @@ class Walk:
 
     def behind_results(self) -> frozenset[Value]:
         """The arrays that the placed results are made of: of a train step, the gradients."""
-        return frozenset().union(*(self._parts(v) for v in self.placed))
+        return frozenset(part for v in self.placed for part in self._parts(v) if part.shape)
 
     def copies_of_inputs(self) -> frozenset[Value]:
         """Arrays that are made of inputs alone, without work: parameters in another dtype."""
