@@ -55,7 +55,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     if how.reduce == "once" or (how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)):
         return _once(layout, loss_fn, state, batch, how)
-    weights, compute = state.params, how.precision.computing
+    weights, compute, scale = state.params, how.precision.computing, _scale(state, how.precision)
     if how.gather == "step":
         weights = _each(state, lambda path, w: _whole(layout, state, path, w, how.precision))
         weights = jax.tree.map(compute, weights)
@@ -63,7 +63,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
 
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
         here = state if n is None else _at(state, rest, state.key, n)
-        grad = jax.value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, w)), has_aux=True)
+        grad = _value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, w)), scale)
         (loss, (metrics, rest)), grads = grad(weights)
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
@@ -76,7 +76,38 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
         place = lambda grads: place_gradients(layout, state, grads)
         sums, weight, rest = _sums(run, weights, state.rest, pieces, how.accumulate, place)
         loss, metrics, grads = _means(sums, weight)
-    return Found(loss, metrics, rest, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params))
+    return Found(loss, metrics, rest, _unscaled(state, grads, scale))
+
+
+def _scale(state: TrainState, precision: Precision) -> jax.Array | None:
+    """What the loss is multiplied by."""
+    if (precision.scale is None) is not (state.scale is None):
+        who = ("the step scales the loss", "the state carries no scale")
+        who = who if state.scale is None else ("the state carries a loss scale", "the step scales none")
+        raise ModelError(f"{who[0]}, but {who[1]}. Remedy: give init() and train_step() the same precision.")
+    return None if state.scale is None else state.scale["scale"]
+
+
+def _value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.Array | None) -> Callable[[Any], Any]:
+    """``jax.value_and_grad(compute, has_aux=True)``, the gradients multiplied by ``scale`` from their beginning."""
+    if scale is None:
+        return jax.value_and_grad(compute, has_aux=True)
+
+    def scaled(weights: Any) -> tuple[jax.Array, Any]:
+        loss, found = compute(weights)
+        return _wide(loss) * scale, (loss, found)
+
+    def run(weights: Any) -> Any:
+        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(weights)
+        return found, grads
+
+    return run
+
+
+def _unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
+    """Gradients in their parameters' dtypes, without the scale."""
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+    return grads if scale is None else jax.tree.map(lambda g: (_wide(g) / scale).astype(g.dtype), grads)
 
 
 def batch_axes(layout: Layout) -> Axes:
@@ -234,19 +265,19 @@ def _check_carried(before: Any, after: Any) -> None:
 
 def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Each device's own sums, then one reduction."""
-    axes, precision = batch_axes(layout), how.precision
+    axes, precision, scale = batch_axes(layout), how.precision, _scale(state, how.precision)
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = _each(state, lambda path, w: _parts(_resolved(layout, state, path, w, "params"), axes))
     wanted = _each(state, lambda path, w: _parts(_resolved(layout, state, path, w, "gradients"), axes))
     _pieces(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
 
-    def local(params: Any, rest: Any, key: Any, step: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
+    def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
         weights = jax.tree.map(lambda w, parts: precision.computing(_gather(w, parts, precision)), params, stored)
         first = _index(layout, axes) * how.accumulate
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
             here = replace(_at(state, rest, key, first + n), step=step)
-            return jax.value_and_grad(loss_of(loss_fn, here, batch), has_aux=True)(weights)
+            return _value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
 
         pieces = _pieces(batch, how.accumulate, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
@@ -255,9 +286,9 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
         loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
         return (loss, metrics, grads), weight, rest
 
-    arguments = (state.params, state.rest, state.key, state.step, batch)
+    arguments = (state.params, state.rest, state.key, state.step, scale, batch)
     if axes:
-        specs = (_spec(stored), PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec(axes))
+        specs = (_spec(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
         results = ((PartitionSpec(), PartitionSpec(), _spec(wanted)), PartitionSpec(), PartitionSpec())
         # Unchecked: jax would take what is gathered for different on every device.
         # With axes of size 1, so that what is not there leaves none behind.
@@ -265,7 +296,7 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = _means(sums, weight)
-    return Found(loss, metrics, rest, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params))
+    return Found(loss, metrics, rest, _unscaled(state, grads, scale))
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _unpack(value: Any) -> tuple[Any, Metrics, Any]:
             f"Remedy: {remedy}."
         )
     metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
-    taken = sorted({"loss", "grad_norm", "grads", "skipped"} & set(metrics))
+    taken = sorted({"loss", "grad_norm", "grads", "skipped", "loss_scale"} & set(metrics))
     if taken:
         raise ModelError(
             f"loss_fn returned metrics named {listing(taken)}, which the step itself reports. Remedy: rename them."

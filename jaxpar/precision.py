@@ -1,7 +1,12 @@
-"""``Precision``: the dtypes of a step. Weights are kept as the model makes them (fp32 master weights, as a rule)."""
+"""``Precision``: the dtypes of a step, and the scale of its loss.
+
+Weights are kept as the model makes them: fp32 master weights, as a rule.
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +20,65 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "floa
 
 
 @dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740), which keeps small 16-bit gradients from vanishing.
+
+    The loss is multiplied by the scale, the gradients divided by it. A step that is not finite is skipped; ``hysteresis`` of them
+    since the scale last grew, and it shrinks. After ``interval`` finite steps in a row it grows.
+
+    Raises:
+      ConfigError: a value that is NaN, negative or of no use.
+
+    >>> scale = LossScale(initial=8.0, interval=2)
+    >>> state = scale.start()
+    >>> for finite in (True, True, False):
+    ...     state = scale.next(state, jnp.asarray(finite))
+    ...     print(float(state["scale"]))
+    8.0
+    16.0
+    8.0
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        wanted = {
+            "initial": (0 < self.initial < math.inf, "a positive number"),
+            "growth": (1 < self.growth < math.inf, "a number above 1"),
+            "backoff": (0 < self.backoff < 1, "a number between 0 and 1"),
+            "interval": (self.interval >= 1, "a number of steps, 1 or more,"),
+            "hysteresis": (self.hysteresis >= 1, "a number of steps, 1 or more,"),
+            "minimum": (0 < self.minimum <= self.initial, f"a positive number up to initial ({self.initial:g})"),
+        }
+        for name, (right, what) in wanted.items():
+            if not right:
+                raise ConfigError(f"precision.scale: {name} is {getattr(self, name):g}, but {what} is wanted.")
+
+    def start(self) -> dict[str, jax.Array]:
+        """What a state carries: the scale, finite steps in a row, and how many that are not are still borne."""
+        counts = {"finite": jnp.zeros((), jnp.int32), "borne": jnp.asarray(self.hysteresis, jnp.int32)}
+        return {"scale": jnp.asarray(self.initial, jnp.float32), **counts}
+
+    def next(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
+        """The same after a step."""
+        row = jnp.where(finite, state["finite"] + 1, 0)
+        borne = jnp.where(finite, state["borne"], state["borne"] - 1)
+        grows, shrinks = row >= self.interval, ~finite & (borne <= 0)
+        shrunk = jnp.maximum(state["scale"] * self.backoff, self.minimum)
+        grown = jnp.minimum(state["scale"] * self.growth, 2.0**126)  # never infinite
+        return {
+            "scale": jnp.where(grows, grown, jnp.where(shrinks, shrunk, state["scale"])),
+            "finite": jnp.where(grows, 0, row),
+            "borne": jnp.where(grows, self.hysteresis, jnp.maximum(borne, 0)),
+        }
+
+
+@dataclass(frozen=True)
 class Precision:
     """In what the step computes, gathers weights and reduces gradients.
 
@@ -22,12 +86,16 @@ class Precision:
       compute: weights are cast to it before the model sees them; ``None`` leaves them as they are.
       gather: dtype in which weights cross the mesh, where they are gathered once a step; that of ``compute`` if ``None``.
       reduce: dtype in which gradients cross it, where each device sums its own first; fp32 or wider if ``None``.
+      scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
 
     Raises:
       ConfigError: no floating dtype, or one beyond what ``jax_enable_x64`` allows.
 
+    Warns:
+      UserWarning: compute in fp16 without a scale.
+
     >>> Precision.of("bf16")
-    Precision(compute='bfloat16', gather=None, reduce=None)
+    Precision(compute='bfloat16', gather=None, reduce=None, scale=None)
     >>> Precision.of({"compute": "bf16", "reduce": "bf16"}).reduce
     'bfloat16'
     """
@@ -35,15 +103,19 @@ class Precision:
     compute: str | None = None
     gather: str | None = None
     reduce: str | None = None
+    scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in ("compute", "gather", "reduce"):
+            value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, field.name, _dtype(value, field.name))
+                object.__setattr__(self, name, _dtype(value, name))
+        if self.compute == "float16" and self.scale is None:
+            text = "precision: compute is float16 without a loss scale, so small gradients vanish. Remedy: scale: {}."
+            warnings.warn(text, stacklevel=3)
 
     @classmethod
-    def of(cls, value: str | Mapping[str, Any] | Precision | None) -> Precision:
+    def of(cls, value: Asked) -> Precision:
         """A name as ``bf16``, a mapping of the attributes, or nothing: every dtype is then the model's own."""
         if isinstance(value, Precision):
             return value
@@ -54,8 +126,17 @@ class Precision:
                     raise ConfigError(
                         f"precision: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
                     )
-            return cls(**value)
-        return cls(compute=value)
+            scale = value.get("scale", {} if _half(value.get("compute")) else None)
+            if isinstance(scale, Mapping):
+                known = [field.name for field in fields(LossScale)]
+                for key in scale:
+                    if key not in known:
+                        raise ConfigError(
+                            f"precision.scale: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
+                        )
+                scale = LossScale(**scale)
+            return cls(**{**value, "scale": scale})
+        return cls(compute=value, scale=LossScale() if _half(value) else None)
 
     def crossing(self, w: jax.Array) -> jax.Array:
         """A weight as it is gathered."""
@@ -68,6 +149,14 @@ class Precision:
     def reducing(self, grad: jax.Array) -> jax.Array:
         """A device's sum of gradients as it is reduced over devices."""
         return grad.astype(self.reduce or jnp.promote_types(grad.dtype, jnp.float32))
+
+
+type Asked = str | Mapping[str, Any] | Precision | None
+"""How a precision may be given; see :meth:`Precision.of`."""
+
+
+def _half(value: Any) -> bool:
+    return NAMES.get(value, value) == "float16" if isinstance(value, str) else False
 
 
 def _cast(x: jax.Array, dtype: str | None) -> jax.Array:

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
+from jaxpar.precision import Asked, Precision
 from jaxpar.rules import Dim, Resolved
 
 
@@ -35,7 +36,7 @@ class Static:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "rest", "key"],
+    data_fields=["step", "params", "opt_state", "rest", "key", "scale"],
     meta_fields=["static"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class TrainState:
       rest: nested dict of the carried arrays (NNX variables other than ``nnx.Param``, Linen collections).
       key: the PRNG key that a ``loss_fn`` with a ``key`` argument draws from.
       static: the parts that are not arrays.
+      scale: of the loss, and what it changes by (:class:`jaxpar.precision.LossScale`); ``None`` without.
     """
 
     step: Any
@@ -57,6 +59,7 @@ class TrainState:
     rest: Any
     key: Any
     static: Static
+    scale: Any = None
 
     @property
     def model(self) -> Any:
@@ -81,7 +84,14 @@ class Tensor:
         return self.resolved.problems
 
 
-def init(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, *, seed: int = 0) -> TrainState:
+def init(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int = 0,
+    precision: Asked = None,
+) -> TrainState:
     """Build model and optimizer state in place: one jit with ``out_shardings``, so no array is ever whole on one device.
 
     Parameters are bitwise equal in every layout.
@@ -91,6 +101,7 @@ def init(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation
       make_model: ``make_model(key)`` returns an NNX module, Linen variables or a (tagged) pytree. It is traced.
       tx: any optax transform.
       seed: of the PRNG key that ``make_model`` receives.
+      precision: as for :func:`jaxpar.train_step`; one with a loss scale makes the state carry it.
 
     Raises:
       LayoutError: listing every tensor that the rules cannot place.
@@ -103,14 +114,16 @@ def init(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation
     >>> init(layout, make_model, optax.adam(1e-3)).params["w"].sharding.spec
     P('data', None)
     """
-    return init_program(layout, make_model, tx)(jax.random.key(seed))
+    return init_program(layout, make_model, tx, precision)(jax.random.key(seed))
 
 
-def init_program(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> jax.stages.Wrapped:
+def init_program(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> jax.stages.Wrapped:
     """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
-    abstract = abstract_state(layout, make_model, tx)
+    abstract = abstract_state(layout, make_model, tx, precision)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    build = functools.partial(_build, layout, make_model, tx)
+    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision))
     # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
     # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
@@ -118,13 +131,15 @@ def init_program(layout: Layout, make_model: MakeModel, tx: optax.GradientTransf
     return jax.jit(build, out_shardings=shardings, compiler_options=options)
 
 
-def abstract_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> TrainState:
+def abstract_state(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> TrainState:
     """The state that :func:`init` would build, as ``ShapeDtypeStruct`` leaves with shardings. Needs no devices.
 
     Raises:
       LayoutError: listing every tensor that the rules cannot place.
     """
-    shapes = shape_state(layout, make_model, tx)
+    shapes = shape_state(layout, make_model, tx, precision)
     tensors = place(layout, shapes)
     problems = [text for tensor in tensors for text in tensor.problems]
     if problems:
@@ -137,12 +152,17 @@ def abstract_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTran
     return jax.tree.unflatten(treedef, placed)
 
 
-def shape_state(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation) -> TrainState:
+def shape_state(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> TrainState:
     """The state as ``ShapeDtypeStruct`` leaves without shardings."""
-    return jax.eval_shape(functools.partial(_build, layout, make_model, tx), jax.eval_shape(lambda: jax.random.key(0)))
+    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision))
+    return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def _build(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Precision, key: jax.Array
+) -> TrainState:
     model_key, step_key = jax.random.split(key)
     # Flax would take the names in its metadata for mesh axes, Linen when it sees a mesh and NNX always: the jit around this
     # places what comes out. A Linen init runs the model on an example, often with a batch of one, which need not fit.
@@ -153,7 +173,8 @@ def _build(layout: Layout, make_model: MakeModel, tx: optax.GradientTransformati
         _check_trainable(parts.params)
         opt_state = tx.init(parts.params)
     static = Static(parts.kind, tx, parts.dims)
-    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static)
+    scale = None if precision.scale is None else precision.scale.start()
+    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static, scale)
 
 
 def _ignore(*_: Any) -> None:

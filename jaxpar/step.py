@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from jaxpar.gradients import Gather, How, Reduce, gradients
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
-from jaxpar.precision import Precision
+from jaxpar.precision import Asked, Precision
 from jaxpar.state import TrainState, place
 
 
@@ -27,7 +27,7 @@ def train_step(
     accumulate: int = 1,
     gather: Gather = "use",
     reduce: Reduce | None = None,
-    precision: str | Mapping[str, Any] | Precision | None = None,
+    precision: Asked = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
     donate: bool = True,
@@ -56,7 +56,8 @@ def train_step(
       keep_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
 
     Returns:
-      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32), ``skipped`` (unless told not to) and what ``loss_fn`` returned beside.
+      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32), ``skipped`` (unless told not to),
+      ``loss_scale`` where there is one, and what ``loss_fn`` returned beside.
 
     Raises (when traced):
       LayoutError: a tensor does not fit the rules, or another layout is ambient.
@@ -66,7 +67,7 @@ def train_step(
     Raises (at once):
       ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there.
     """
-    how = _how(accumulate, gather, reduce, precision)
+    how = _how(accumulate, gather, reduce, precision, skip_nonfinite)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with tracing_under(layout):
@@ -78,30 +79,37 @@ def train_step(
                 scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
             params, opt_state = _update(state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0])
-            new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static)
+            new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
             _check_same(state, new)
             if skip_nonfinite:
                 finite = jnp.isfinite(norm) & jnp.isfinite(loss)
                 new = _keep(state, new, finite)
                 kept["skipped"] = ~finite
+                if how.precision.scale is not None:
+                    new = replace(new, scale=how.precision.scale.next(state.scale, finite))
+                    kept["loss_scale"] = state.scale["scale"]
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 
 
-def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Any) -> How:
+def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")
     for name, value, known in (("gather", gather, get_args(Gather)), ("reduce", reduce, (None, *get_args(Reduce)))):
         if value not in known:
             wanted = " or ".join(repr(option) for option in known)
             raise ConfigError(f"{name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known[1:])}")
-    return How(accumulate, gather, reduce, Precision.of(precision))
+    found = Precision.of(precision)
+    if found.scale is not None and not skip_nonfinite:
+        raise ConfigError(
+            "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
+            "skip_nonfinite out."
+        )
+    return How(accumulate, gather, reduce, found)
 
 
-def eval_step(
-    layout: Layout, loss_fn: Callable[..., Any], *, precision: str | Mapping[str, Any] | Precision | None = None
-) -> jax.stages.Wrapped:
+def eval_step(layout: Layout, loss_fn: Callable[..., Any], *, precision: Asked = None) -> jax.stages.Wrapped:
     """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated."""
     computing = Precision.of(precision).computing
 

@@ -236,7 +236,7 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
         ),
         (
             {"precision": {"reduced": "fp32"}},
-            "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce.",
+            "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, scale.",
         ),
         ({"precision": "fp64"}, "precision: compute is float64, which jax computes only with jax_enable_x64."),
     ],

@@ -70,7 +70,10 @@ def compare(
       options: others of :func:`jaxpar.train_step`, for ``layout``; the reference takes each batch at once.
     """
     with jax.default_matmul_precision("highest"):
-        states = [init(place, make_model, tx, seed=seed) for place in (reference, layout)]
+        states = [
+            init(place, make_model, tx, seed=seed, precision=more.get("precision"))
+            for place, more in ((reference, {}), (layout, options))
+        ]
         steps = [
             train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True, **more)
             for place, more in ((reference, {}), (layout, options))

@@ -54,10 +54,10 @@ def explain(
     >>> report.total("params").device_bytes
     4096
     """
-    state = shape_state(layout, make_model, tx)
+    state = shape_state(layout, make_model, tx, (step or {}).get("precision"))
     tensors = place(layout, state)
     used: set[tuple[str, str]] = set()
-    rows = [_row(layout, t, {"step": "other", "key": "other"}.get(t.role, t.role)) for t in tensors]
+    rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
     problems = [text for tensor in tensors for text in tensor.problems]
     for tensor in tensors:
         used |= tensor.resolved.used

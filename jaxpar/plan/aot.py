@@ -106,7 +106,7 @@ def compile_for(
     """
     parsed = Topology.parse(str(topology))
     layout = aim(layout, parsed)
-    state = abstract_state(layout, make_model, tx)
+    state = abstract_state(layout, make_model, tx, options.get("precision"))
     inputs = placed(layout, batch)
     step = train_step(layout, loss_fn, **options)
     donated = len(jax.tree.leaves(state))

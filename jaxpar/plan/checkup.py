@@ -182,7 +182,7 @@ def check_up(
     """
     parsed = Topology.parse(str(topology))
     aimed = aim(layout, parsed)
-    held = held_by(aimed, abstract_state(aimed, make_model, tx), placed(aimed, batch))
+    held = held_by(aimed, abstract_state(aimed, make_model, tx, options.get("precision")), placed(aimed, batch))
     try:
         step = compile_for(parsed, layout, make_model, tx, loss_fn, batch, compiler_options=compiler_options, **options)
     except CompileError as error:

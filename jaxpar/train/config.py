@@ -62,11 +62,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes of a step; see :class:`jaxpar.Precision`."""
+    """Dtypes of a step, and the scale of its loss; see :class:`jaxpar.Precision`."""
 
     compute: str | None = None
     gather: str | None = None
     reduce: str | None = None
+    scale: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

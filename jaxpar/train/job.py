@@ -111,7 +111,9 @@ def _zero(config: RunConfig) -> jp.Zero:
 
 def _precision(config: RunConfig) -> jp.Precision:
     asked = config.precision
-    return jp.Precision.of(asdict(asked) if isinstance(asked, PrecisionConfig) else asked)
+    if isinstance(asked, PrecisionConfig):
+        return jp.Precision.of({key: value for key, value in asdict(asked).items() if value is not None})
+    return jp.Precision.of(asked)
 
 
 def in_fp32(job: Job) -> Job:

@@ -105,7 +105,7 @@ def _run(
     batch = _put(layout, next(stream))
     with console.status("compiling the step ..."):
         started = time.perf_counter()
-        state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed)
+        state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed, precision=job.precision)
         lowered = jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch)
         step = lowered.compile(job.compiler_options(platform_of(layout.mesh)))
         evaluate = jp.eval_step(layout, job.loss_fn, precision=job.precision).lower(state, heldout[0]).compile()
@@ -128,6 +128,11 @@ def _run(
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
             seconds = time.perf_counter() - started
             skipped = bool(metrics.get("skipped", False))
+            scale, floor = float(metrics.get("loss_scale", 0.0)), job.precision.scale
+            if skipped and floor is not None and scale > floor.minimum:
+                # Part of finding the scale; below its minimum it would be the run's own fault.
+                console.print(f"[bold]step {number} skipped[/]: not finite under a loss scale of {scale:g}")
+                skipped = False
             summary.skipped = summary.skipped + 1 if skipped else 0
             if skipped:
                 _report_skipped(job, layout, state, given, number, summary.skipped, console)
