@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxpar.plan.aot import compile_for as compile_for
     from jaxpar.plan.roofline import roofline as roofline
     from jaxpar.precision import Precision as Precision
+    from jaxpar.recompute import Recompute as Recompute
     from jaxpar.rules import Rules as Rules
     from jaxpar.rules import first_of as first_of
     from jaxpar.rules import over as over
@@ -49,6 +50,7 @@ _HOMES = {
     "Layout": "layout",
     "MeshSpec": "mesh",
     "Precision": "precision",
+    "Recompute": "recompute",
     "Rules": "rules",
     "TrainState": "state",
     "Zero": "zero",

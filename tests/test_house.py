@@ -19,7 +19,7 @@ FLOORS = (
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
     ("exchange", "layout", "precision", "zero"),
-    ("arrays", "attn", "linen", "nnx", "weights"),
+    ("arrays", "attn", "linen", "nnx", "recompute", "weights"),
     ("model",),
     ("state",),
     ("objective",),

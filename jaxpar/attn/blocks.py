@@ -9,6 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+SAVED = "attention"
+"""The name of what attention makes, for checkpoint policies: saved, its kernel does not run again."""
+
 
 def up(size: int, multiple: int) -> int:
     """The least multiple that is no less than ``size``.

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.mha import mha
 from jaxpar.attn.splash import splash
 from jaxpar.errors import LayoutError, listing
@@ -52,7 +54,7 @@ def attention(
     if impl == "flash" and why_not:
         raise LayoutError(f"attention(impl='flash'): {why_not}. Remedy: impl='auto' or 'dense'.")
     if impl == "dense" or why_not:
-        return hint(jax.nn.dot_product_attention(q, k, v, is_causal=True), *q_dims)
+        return checkpoint_name(hint(jax.nn.dot_product_attention(q, k, v, is_causal=True), *q_dims), SAVED)
     if q_axes[2] != kv_axes[2]:
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *q_dims) for x in (k, v))

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpar.attn.blocks import pad, stated_flops, up, visited
+from jaxpar.attn.blocks import SAVED, pad, stated_flops, up, visited
 
 LANES = 128
 BLOCK = 512
@@ -42,7 +42,9 @@ def splash(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, *, interpret
         block_kv_dq=block,
     )
     mask = library.MultiHeadMask([library.CausalMask((padded, padded))] * heads)
-    kernel = library.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+    kernel = library.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=SAVED, interpret=interpret
+    )
 
     scaled = (q_BSHD * (1 / math.sqrt(head_dim))).astype(q_BSHD.dtype)
     q, k, v = (jnp.swapaxes(pad(x, padded, wide), 1, 2) for x in (scaled, k_BSKD, v_BSKD))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,27 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
+from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
-from jaxpar.weights import GATHERED, all_but_gathered, gather_weight, project
+from jaxpar.recompute import OUTPUT, Recompute
+from jaxpar.weights import gather_weight, project
+
+NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
+"""What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
-    ``regather`` gathers sharded weights anew for the backward pass. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.Recompute`; ``regather`` gathers sharded
+    weights anew for it. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
-      ConfigError: ``heads`` is not a multiple of ``kv_heads``, or ``head_dim`` is odd.
+      ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
     """
 
     vocab: int = 256
@@ -52,7 +58,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: Literal["none", "full", "dots", "save_outputs"] = "none"
+    remat: str | Recompute = "none"
     regather: bool = True
 
     def __post_init__(self) -> None:
@@ -65,6 +71,7 @@ class LlamaConfig:
             raise ConfigError(
                 f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
             )
+        Recompute.of(self.remat).segments(self.layers)
 
     @property
     def matmul_params(self) -> int:
@@ -183,7 +190,8 @@ class Attention(nnx.Module):
         (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), dtype=self.dtype)
         (k,) = project(x_BSE, (self.k[...], kv_dims), dtype=self.dtype)
         (v,) = project(x_BSE, (self.v[...], kv_dims), dtype=self.dtype)
-        o_BSHD = attention(rotate(q, rope), rotate(k, rope), v)
+        q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
+        o_BSHD = attention(q, k, v)
         w_HDE = gather_weight(self.o[...], "heads", "head_dim", "embed", dtype=self.dtype)
         return jnp.einsum("BSHD,HDE->BSE", o_BSHD, w_HDE)
 
@@ -202,7 +210,8 @@ class SwiGLU(nnx.Module):
         dims = ("embed", "mlp")
         gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), dtype=self.dtype)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
-        return (jax.nn.silu(gate) * up) @ gather_weight(self.down[...], "mlp", "embed", dtype=self.dtype)
+        hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
+        return hidden @ gather_weight(self.down[...], "mlp", "embed", dtype=self.dtype)
 
 
 class Block(nnx.Module):
@@ -217,9 +226,9 @@ class Block(nnx.Module):
     def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         residual = ("batch", "residual_seq", "embed")
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope), *residual), "block_output")
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope), *residual), OUTPUT)
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
-        return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), "block_output")
+        return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
 
 
 class Llama(nnx.Module):
@@ -261,12 +270,16 @@ class Llama(nnx.Module):
         rope = rope_table(positions_BS, config)
         x_BSE = lookup(self.embedding[...], tokens_BS, dtype)
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
-        @_remat(config)
-        def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
-            return block(x_BSE, rope)
+        blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
+        for first, last, again in recompute.segments(config.layers):
 
-        return hint(self.norm(layers(_cast(self.blocks, dtype), x_BSE)), "batch", "seq", "embed")
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
+            @_remat(recompute if again else Recompute("none"), config.regather)
+            def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
+                return block(x_BSE, rope)
+
+            x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
+        return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
     def unembedding(self) -> jax.Array:
         """The head [embed, vocab] in the compute dtype: its product with :meth:`hidden` is the logits."""
@@ -274,24 +287,18 @@ class Llama(nnx.Module):
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
 
-def _remat(config: LlamaConfig) -> Callable[[Any], Any]:
-    """What the backward pass keeps of a layer: ``save_outputs`` keeps what a collective has made, and repeats none.
-
-    Gathered weights are kept only without ``regather``: they undo the sharding of the parameters.
-    """
+def _remat(recompute: Recompute, regather: bool) -> Callable[[Any], Any]:
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
-    policies = jax.checkpoint_policies
-    policy = {
-        "none": all_but_gathered,
-        "full": policies.nothing_saveable,
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "save_outputs": policies.save_only_these_names("block_output"),
-    }[config.remat]
-    if not config.regather:
-        policy = policies.save_from_both_policies(policy, policies.save_only_these_names(GATHERED))
+    policy = recompute.rule(NAMES, regather=regather)
     # prevent_cse guards against a merge with the forward pass that a scan already rules out.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
+
+
+def _part(module: nnx.Module, first: int, last: int) -> nnx.Module:
+    """Some of a stack of layers."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[first:last], state))
 
 
 def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:

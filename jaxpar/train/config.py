@@ -48,15 +48,28 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True)
+class RematConfig:
+    """What of the layers the backward pass computes again; see :class:`jaxpar.Recompute`."""
+
+    policy: str
+    save_names: tuple[str, ...] = ()
+    offload_names: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """What is split beside the layout.
 
     Attributes:
       optimizer: the stage of optimizer parallelism, and over what.
+      remat: what of the layers the backward pass computes again, in the place of ``model.remat``; a policy's name, or
+        ``{policy, save_names, offload_names, layers}``.
       regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass.
     """
 
     optimizer: ZeroConfig | None = None
+    remat: str | RematConfig | None = None
     regather: bool = True
 
 

@@ -93,6 +93,13 @@ def make_job(loaded: Loaded) -> Job:
     config = loaded.config
     precision, zero = _precision(config), _zero(config)
     model = _model(config.model, precision)
+    if config.parallel.remat is not None:
+        if "remat" in config.model:
+            raise ConfigError(
+                "model.remat and parallel.remat both say what to compute again. Remedy: leave model.remat out."
+            )
+        asked = config.parallel.remat
+        model = replace(model, remat=asked if isinstance(asked, str) else jp.Recompute(**asdict(asked)))
     model = replace(model, regather=model.regather and config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
     return Job(loaded.name, config, model, llama.make_llama(model), next_token_loss, tx, loaded.layout, zero, precision)

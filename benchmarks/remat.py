@@ -1,0 +1,66 @@
+"""What each recompute policy keeps and computes, 1B fully sharded on 16 v5e chips: ``uv run python benchmarks/remat.py``.
+
+Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). For each policy one step is compiled for
+``v5e:4x4``; the table has, for one device, temporary memory and the peak, the host's memory, matmul and attention-kernel FLOPs, how much
+more they are than without recompute, and the bytes sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from maxtext_aot import CONFIGS, compile_ours
+
+from jaxpar.topology import Topology
+from jaxpar.train.config import load_run
+from jaxpar.train.job import make_job
+
+RUNS = {
+    "none": "none",
+    "dots": "dots",
+    "save_attention": "save_attention",
+    "save_outputs": "save_outputs",
+    "save qkv, mlp_hidden": "{policy: save_names, save_names: [qkv, mlp_hidden]}",
+    "offload block_output": "{policy: save_names, offload_names: [block_output]}",
+    "full, 10 of 16 layers": "{policy: full, layers: [10]}",
+    "full": "full",
+}
+HEAD = "policy                 temp MiB  peak MiB  host MiB  matmul FLOPs  kernel FLOPs  computed again  wire GB  compile CPU s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", default=";".join(RUNS), help="which, by name, with ; between them")
+    parser.add_argument("--layers", type=int, help="make the model this deep, to try things out")
+    parser.add_argument("--keep-cache", action="store_true", help="take steps from jaxpar's cache where they are there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    names = options.runs.split(";")
+    if unknown := sorted(set(names) - RUNS.keys()):
+        parser.error(f"no run {', '.join(unknown)}; runs are {'; '.join(RUNS)}")
+    layers = [f"model.layers={options.layers}"] if options.layers else []
+    figures = {}
+    print(HEAD)
+    for name in names:
+        # The bench's model recomputes everything; parallel.remat says otherwise.
+        job = make_job(load_run(CONFIGS / "1b_fsdp16.yaml", [f"parallel.remat={RUNS[name]}", *layers]))
+        found = compile_ours(job, Topology.parse("v5e:4x4"), options.keep_cache)
+        found["needed_flops"] = job.model.matmul_params * 6 * job.config.data.batch * job.config.data.seq / 16
+        figures[name] = found
+        memory, matmul, kernel = found["memory"], found["matmul_flops"], found["kernel_flops"]
+        print(
+            f"{name:22} {memory['temp'] / 2**20:8.0f}  {memory['peak'] / 2**20:8.0f}  {memory['host'] / 2**20:8.0f}  "
+            f"{matmul:12.4g}  {kernel:12.4g}  {matmul / found['needed_flops'] - 1:14.1%}  {found['wire_bytes'] / 1e9:7.2f}  "
+            f"{found['compile_cpu_seconds']:13.0f}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
