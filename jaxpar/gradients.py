@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar import exchange
-from jaxpar.errors import LayoutError, ModelError
+from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.layout import Layout, current_layout, lay_out, to_spec
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
@@ -55,6 +55,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     if how.reduce == "once" or (how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)):
         return _once(layout, loss_fn, state, batch, how)
+    _check_dtypes(how)
     weights, compute, scale = state.params, how.precision.computing, _scale(state, how.precision)
     if how.gather == "step":
         weights = _each(state, lambda path, w: _whole(layout, state, path, w, how.precision))
@@ -77,6 +78,20 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
         sums, weight, rest = _sums(run, weights, state.rest, pieces, how.accumulate, place)
         loss, metrics, grads = _means(sums, weight)
     return Found(loss, metrics, rest, _unscaled(state, grads, scale))
+
+
+def _check_dtypes(how: How) -> None:
+    """What the compiler gathers and reduces crosses the mesh in the dtype of the compute, whatever else was asked for."""
+    precision, by_compiler = how.precision, {"reduce"} if how.gather == "step" else {"reduce", "gather"}
+    for name in sorted(by_compiler):
+        value = getattr(precision, name)
+        if value is not None and value != precision.compute:
+            what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
+            ways = "reduce='once' (ZeRO stage 1)" + ("" if name == "reduce" else " or gather='step' (stages 1 and 2)")
+            raise ConfigError(
+                f"precision: {name} is {value}, but here the compiler {what}, in the dtype of the compute "
+                f"({precision.compute or 'the model'}). Remedy: {ways}, or leave precision.{name} out."
+            )
 
 
 def _scale(state: TrainState, precision: Precision) -> jax.Array | None:
@@ -245,7 +260,8 @@ def _wide(x: Any) -> jax.Array:
 
 
 def _means(sums: Any, weight: jax.Array) -> Any:
-    loss, metrics, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+    counted = jnp.where(weight == 0, 1, weight)  # where nothing counts, all sums are 0
+    loss, metrics, grads = jax.tree.map(lambda x: x / counted.astype(x.dtype), sums)
     return loss, metrics | ({"weight": weight} if "weight" in metrics else {}), grads
 
 

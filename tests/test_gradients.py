@@ -268,6 +268,44 @@ def test_rules_that_do_not_know_the_batch() -> None:
     )
 
 
+@BOTH
+def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
+    batch = masked(32)
+    batch["mask"][:] = 0
+    metrics = found(mean_and_weight, batch, accumulate=2, **WAYS[way])
+    assert (metrics["loss"], metrics["weight"], metrics["skipped"]) == (0, 0, False)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(metrics["grads"]))
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "text"),
+    [
+        (
+            {"compute": "bf16", "reduce": "fp32"},
+            {"gather": "step", "reduce": "each"},
+            (
+                "precision: reduce is float32, but here the compiler reduces gradients where they arise, in the dtype of the "
+                "compute (bfloat16). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+            ),
+        ),
+        (
+            {"gather": "bf16"},
+            {},
+            (
+                "precision: gather is bfloat16, but here the compiler gathers weights where they are used, in the dtype of the "
+                "compute (the model). Remedy: reduce='once' (ZeRO stage 1) or gather='step' (stages 1 and 2), or leave "
+                "precision.gather out."
+            ),
+        ),
+    ],
+)
+def test_a_dtype_that_the_compiler_would_not_keep_to(precision: Any, options: dict[str, Any], text: str) -> None:
+    step, state = step_of(precision=precision, **options)
+    with pytest.raises(ConfigError) as error:
+        step(state, np.ones((16, 16), np.float32))
+    assert str(error.value) == text
+
+
 def test_metrics_that_cannot_be_averaged() -> None:
     loss = lambda model, x: (jnp.mean(x @ model["up"]), {"rows": x.sum(1)})
     step, state = step_of(accumulate=2, loss=loss)
