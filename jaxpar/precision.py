@@ -47,6 +47,9 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"precision.scale: {name} is {value!r}, but a number is wanted.")
         wanted = {
             "initial": (0 < self.initial < math.inf, "a positive number"),
             "growth": (1 < self.growth < math.inf, "a number above 1"),
@@ -110,6 +113,8 @@ class Precision:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _dtype(value, name))
+        if not isinstance(self.scale, LossScale | None):
+            raise ConfigError(f"precision: scale is {self.scale!r}, but a mapping, as {{initial: 65536}}, is wanted.")
         if self.compute == "float16" and self.scale is None:
             text = "precision: compute is float16 without a loss scale, so small gradients vanish. Remedy: scale: {}."
             warnings.warn(text, stacklevel=3)

@@ -140,6 +140,19 @@ def test_what_is_no_scale(values: dict[str, float], text: str) -> None:
     assert str(error.value) == text
 
 
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (8.0, "precision: scale is 8.0, but a mapping, as {initial: 65536}, is wanted."),
+        ({"initial": "much"}, "precision.scale: initial is 'much', but a number is wanted."),
+    ],
+)
+def test_a_scale_in_another_form(scale: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        jp.Precision.of({"compute": "fp16", "scale": scale})
+    assert str(error.value) == text
+
+
 def test_a_scale_that_could_not_move() -> None:
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
     with pytest.raises(ConfigError) as error:
