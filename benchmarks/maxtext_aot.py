@@ -116,6 +116,11 @@ def facts(report: Audit, memory: dict[str, int], seconds: float, versions: dict[
     told = json.loads(report.to_json())
     kept = ("exposed_bytes", "matmul_flops", "kernel_flops", "certain")
     figures = {name: told[name] for name in kept} | {"wire_bytes": report.wire_bytes(), "wire": told["wire_bytes"]}
+    for name in ("dtype", "group"):
+        totals: dict[Any, float] = {}
+        for c in report.collectives:
+            totals[getattr(c, name)] = totals.get(getattr(c, name), 0) + c.total_wire_bytes
+        figures[f"wire_by_{name}"] = totals
     return figures | {"memory": memory, "compile_cpu_seconds": seconds, "versions": versions}
 
 

@@ -93,6 +93,31 @@ def gather_local(x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Se
     return x
 
 
+def gather_across(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) -> jax.Array:
+    """The first of two rounds of a gather: among the devices that have the same place in their groups of ``group`` neighbours.
+
+    What a device then has is as much of the whole as there are groups; :func:`gather_within` makes the whole of it.
+    """
+    devices = math.prod(jax.lax.axis_size(name) for name in axes)
+    if devices == group:
+        return x
+    groups = _groups((devices // group, group), 0)
+    return jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=groups)
+
+
+def gather_within(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) -> jax.Array:
+    """The second round, among the devices of a group."""
+    outer = math.prod(jax.lax.axis_size(name) for name in axes) // group
+    if outer == 1:
+        return gather_local(x, axes, dim=dim)
+    if group == 1:
+        return x
+    y = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=_groups((outer, group), 1))
+    # Each brought its part of every group; in the order of the devices the groups come first.
+    shape = (*x.shape[:dim], group, outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
+    return y.reshape(shape).swapaxes(dim, dim + 1).reshape(y.shape)
+
+
 def scatter_local(
     x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Sequence[int] | None = None
 ) -> jax.Array:

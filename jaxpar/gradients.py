@@ -7,7 +7,6 @@ one reduction (a scatter, where the gradient is sharded) follows, in the dtype t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar import exchange
+from jaxpar.contract import PRODUCT
+from jaxpar.crossing import asking, gather, parts_of, reduce, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError
-from jaxpar.layout import Layout, current_layout, lay_out, to_spec
+from jaxpar.layout import Layout, lay_out, to_spec
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
-from jaxpar.precision import Precision
+from jaxpar.precision import FP8, INT8, Precision
 from jaxpar.rules import Axes, Resolved
 from jaxpar.state import TrainState
-from jaxpar.topology import platform_of
 
 Gather = Literal["use", "step"]
 Reduce = Literal["once", "each"]
@@ -53,9 +52,19 @@ class Found:
 
 def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
-    if how.reduce == "once" or (how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)):
-        return _once(layout, loss_fn, state, batch, how)
-    _check_dtypes(how)
+    with asking(how.precision):
+        by_hand = how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)
+        if how.reduce == "once" or by_hand:
+            _check_handed(layout, loss_fn, state, batch, how, ())
+            return _once(layout, loss_fn, state, batch, how)
+        _check_dtypes(how)
+        crossing = [("gather", how.gather == "use" and _sharded(layout, state)), ("reduce", bool(batch_axes(layout)))]
+        _check_handed(layout, loss_fn, state, batch, how, [name for name, does in crossing if does])
+        return _by_compiler(layout, loss_fn, state, batch, how)
+
+
+def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+    """Gradients reduced where they arise."""
     weights, compute, scale = state.params, how.precision.computing, _scale(state, how.precision)
     if how.gather == "step":
         weights = _each(state, lambda path, w: _whole(layout, state, path, w, how.precision))
@@ -85,13 +94,28 @@ def _check_dtypes(how: How) -> None:
     precision, by_compiler = how.precision, {"reduce"} if how.gather == "step" else {"reduce", "gather"}
     for name in sorted(by_compiler):
         value = getattr(precision, name)
-        if value is not None and value != precision.compute:
+        if value not in (None, INT8, precision.compute):
             what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
             ways = "reduce='once' (ZeRO stage 1)" + ("" if name == "reduce" else " or gather='step' (stages 1 and 2)")
             raise ConfigError(
                 f"precision: {name} is {value}, but here the compiler {what}, in the dtype of the compute "
                 f"({precision.compute or 'the model'}). Remedy: {ways}, or leave precision.{name} out."
             )
+
+
+def _check_handed(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, crossing: Sequence[str]
+) -> None:
+    """8 bits are for what a model hands to ``project``; for one that hands it nothing, the key would be an empty word."""
+    precision = how.precision
+    keys = [(name, INT8) for name in crossing if getattr(precision, name) == INT8]
+    keys += [("matmul", FP8)] if precision.matmul == FP8 else []
+    if keys and f"name={PRODUCT}" not in str(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params)):
+        name, dtype = keys[0]
+        raise ConfigError(
+            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.project, so nothing would be. "
+            f"Remedy: project(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
+        )
 
 
 def _scale(state: TrainState, precision: Precision) -> jax.Array | None:
@@ -110,7 +134,7 @@ def _value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.
 
     def scaled(weights: Any) -> tuple[jax.Array, Any]:
         loss, found = compute(weights)
-        return _wide(loss) * scale, (loss, found)
+        return wide(loss) * scale, (loss, found)
 
     def run(weights: Any) -> Any:
         (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(weights)
@@ -122,7 +146,7 @@ def _value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.
 def _unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
     """Gradients in their parameters' dtypes, without the scale."""
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-    return grads if scale is None else jax.tree.map(lambda g: (_wide(g) / scale).astype(g.dtype), grads)
+    return grads if scale is None else jax.tree.map(lambda g: (wide(g) / scale).astype(g.dtype), grads)
 
 
 def batch_axes(layout: Layout) -> Axes:
@@ -178,9 +202,25 @@ def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array,
     stored, used = (_resolved(layout, state, path, w, role) for role in ("params", "activations"))
     if used.problems:
         raise LayoutError(used.problems)
+    if stored.axes != used.axes and precision.gather == INT8:
+        return _whole_packed(layout, w, stored, used, precision)
     if stored.axes != used.axes:
         w = jax.lax.optimization_barrier(precision.crossing(w))
     return lay_out(layout.mesh, w, to_spec(used))
+
+
+def _whole_packed(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved, precision: Precision) -> jax.Array:
+    kept = {axis for dim in used.axes for axis in dim}
+    axes = tuple(axis for dim in stored.axes for axis in dim if axis not in kept)
+    parts, manual = parts_of(stored, axes), {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
+    whole = jax.shard_map(
+        lambda w: gather(w, parts, precision),
+        in_specs=_spec(parts),
+        out_specs=PartitionSpec(),
+        axis_names=manual,
+        check_vma=False,  # jax would take what is gathered for different on every device
+    )
+    return lay_out(layout.mesh, whole(w), to_spec(used))
 
 
 def _at(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
@@ -234,7 +274,7 @@ def _sums(
                     f"are wanted. Remedy: return its mean, or set accumulate=1 and leave reduce out."
                 )
         weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
-        scaled = jax.tree.map(lambda x: _wide(x) * weight.astype(_wide(x).dtype), (loss, metrics, grads))
+        scaled = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), (loss, metrics, grads))
         return (scaled, weight), rest
 
     def one(carry: Any, xs: Any) -> tuple[Any, None]:
@@ -253,10 +293,6 @@ def _sums(
         carry = (((loss, metrics, place(grads)), weight), rest)
         ((sums, weight), rest), _ = jax.lax.scan(one, carry, (jnp.arange(count), pieces))
     return sums, weight, rest
-
-
-def _wide(x: Any) -> jax.Array:
-    return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
 def _means(sums: Any, weight: jax.Array) -> Any:
@@ -283,12 +319,12 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
     """Each device's own sums, then one reduction."""
     axes, precision, scale = batch_axes(layout), how.precision, _scale(state, how.precision)
     ways = math.prod(layout.sizes[axis] for axis in axes)
-    stored = _each(state, lambda path, w: _parts(_resolved(layout, state, path, w, "params"), axes))
-    wanted = _each(state, lambda path, w: _parts(_resolved(layout, state, path, w, "gradients"), axes))
+    stored = _each(state, lambda path, w: parts_of(_resolved(layout, state, path, w, "params"), axes))
+    wanted = _each(state, lambda path, w: parts_of(_resolved(layout, state, path, w, "gradients"), axes))
     _pieces(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
 
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
-        weights = jax.tree.map(lambda w, parts: precision.computing(_gather(w, parts, precision)), params, stored)
+        weights = jax.tree.map(lambda w, parts: gather(w, parts, precision), params, stored)
         first = _index(layout, axes) * how.accumulate
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
@@ -298,7 +334,7 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
         pieces = _pieces(batch, how.accumulate, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
         (loss, metrics, grads), weight, rest = _sums(run, weights, rest, pieces, how.accumulate)
-        grads = jax.tree.map(lambda g, parts: _wide(_scatter(precision.reducing(g), parts, axes)), grads, wanted)
+        grads = jax.tree.map(lambda g, parts: reduce(g, parts, axes, precision), grads, wanted)
         loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
         return (loss, metrics, grads), weight, rest
 
@@ -315,57 +351,8 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
     return Found(loss, metrics, rest, _unscaled(state, grads, scale))
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """For each dim of a tensor the axes of the batch among its axes. A class of its own, so that it is a leaf."""
-
-    dims: tuple[Axes, ...]
-
-
-def _parts(resolved: Resolved, axes: Axes) -> _Parts:
-    if resolved.problems:
-        raise LayoutError(resolved.problems)
-    return _Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in resolved.axes))
-
-
 def _spec(tree: Any) -> Any:
     return jax.tree.map(lambda parts: PartitionSpec(*(dim or None for dim in parts.dims)), tree)
-
-
-def _gather(w: jax.Array, parts: _Parts, precision: Precision) -> jax.Array:
-    if any(parts.dims):
-        # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
-        w = jax.lax.optimization_barrier(precision.crossing(w))
-    for dim, axes in enumerate(parts.dims):
-        if axes:
-            w = _as_rows(functools.partial(exchange.gather_local, axes=axes), w, dim)
-    return w
-
-
-def _as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
-    """``f(x, dim=dim)`` of ``x`` as [before, dim, after]: of heads, the TPU's compiler would split or join its tiles.
-
-    Not where the layout has axes left that may split what would become one dim.
-    """
-    used = {axis for axis, size in current_layout().sizes.items() if size > 1}
-    if x.ndim <= 3 or used - set(jax.sharding.get_abstract_mesh().manual_axes):
-        return f(x, dim=dim)
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    y = f(x.reshape(math.prod(before), x.shape[dim], math.prod(after)), dim=1)
-    return y.reshape(*before, -1, *after)
-
-
-def _scatter(grad: jax.Array, parts: _Parts, axes: Axes) -> jax.Array:
-    """Scattered over the axes that it is split over, and summed over the others."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not.
-        grad = _wide(grad)
-    for dim, split in enumerate(parts.dims):
-        if split:
-            grad = _as_rows(functools.partial(exchange.scatter_local, axes=split), grad, dim)
-    left = tuple(axis for axis in axes if not any(axis in dim for dim in parts.dims))
-    return jax.lax.psum(grad, left) if left else grad
 
 
 def _index(layout: Layout, axes: Axes) -> Any:

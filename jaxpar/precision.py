@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError, did_you_mean
 
+INT8, FP8 = "int8", "fp8"
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
@@ -89,16 +90,19 @@ class Precision:
       compute: weights are cast to it before the model sees them; ``None`` leaves them as they are.
       gather: dtype in which weights cross the mesh, where they are gathered once a step; that of ``compute`` if ``None``.
       reduce: dtype in which gradients cross it, where each device sums its own first; fp32 or wider if ``None``.
+        Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.quantise`).
       scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
+      matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.project` in 8-bit floating point; the name ``fp8`` alone
+        means this with ``compute`` in bf16.
 
     Raises:
-      ConfigError: no floating dtype, or one beyond what ``jax_enable_x64`` allows.
+      ConfigError: no floating dtype, another ``matmul``, or a dtype beyond what ``jax_enable_x64`` allows.
 
     Warns:
       UserWarning: compute in fp16 without a scale.
 
     >>> Precision.of("bf16")
-    Precision(compute='bfloat16', gather=None, reduce=None, scale=None)
+    Precision(compute='bfloat16', gather=None, reduce=None, scale=None, matmul=None)
     >>> Precision.of({"compute": "bf16", "reduce": "bf16"}).reduce
     'bfloat16'
     """
@@ -107,11 +111,14 @@ class Precision:
     gather: str | None = None
     reduce: str | None = None
     scale: LossScale | None = None
+    matmul: str | None = None
 
     def __post_init__(self) -> None:
+        if self.matmul not in (None, FP8):
+            raise ConfigError(f"precision: matmul is {self.matmul!r}, but {FP8!r} or nothing is wanted.")
         for name in ("compute", "gather", "reduce"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and (name == "compute" or value != INT8):
                 object.__setattr__(self, name, _dtype(value, name))
         if not isinstance(self.scale, LossScale | None):
             raise ConfigError(f"precision: scale is {self.scale!r}, but a mapping, as {{initial: 65536}}, is wanted.")
@@ -141,19 +148,21 @@ class Precision:
                         )
                 scale = LossScale(**scale)
             return cls(**{**value, "scale": scale})
+        if value == FP8:
+            return cls(compute="bfloat16", matmul=FP8)
         return cls(compute=value, scale=LossScale() if _half(value) else None)
 
     def crossing(self, w: jax.Array) -> jax.Array:
-        """A weight as it is gathered."""
-        return _cast(w, self.gather or self.compute)
+        """A weight as it is gathered, if not in int8."""
+        return _cast(w, self.compute if self.gather == INT8 else self.gather or self.compute)
 
     def computing(self, w: jax.Array) -> jax.Array:
         """A weight as the model sees it."""
         return _cast(w, self.compute)
 
     def reducing(self, grad: jax.Array) -> jax.Array:
-        """A device's sum of gradients as it is reduced over devices."""
-        return grad.astype(self.reduce or jnp.promote_types(grad.dtype, jnp.float32))
+        """A device's sum of gradients as it is reduced over devices, if not in int8."""
+        return grad.astype(jnp.promote_types(grad.dtype, jnp.float32) if self.reduce in (None, INT8) else self.reduce)
 
 
 type Asked = str | Mapping[str, Any] | Precision | None
@@ -177,8 +186,8 @@ def _dtype(value: Any, where: str) -> str:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         known = [*NAMES, *NAMES.values()]
         raise ConfigError(
-            f"precision: {where} is {value!r}, but a floating dtype is wanted.{did_you_mean(str(value), known)} Known are "
-            f"{', '.join(NAMES)}."
+            f"precision: {where} is {value!r}, but a floating dtype{'' if where == 'compute' else ' or int8'} is wanted."
+            f"{did_you_mean(str(value), known)} Known are {', '.join(NAMES)}{f', {FP8}' if where == 'compute' else ''}."
         )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ConfigError(f"precision: {where} is {dtype.name}, which jax computes only with jax_enable_x64.")

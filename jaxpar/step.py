@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.gradients import Gather, How, Reduce, gradients
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
@@ -111,11 +112,11 @@ def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Aske
 
 def eval_step(layout: Layout, loss_fn: Callable[..., Any], *, precision: Asked = None) -> jax.stages.Wrapped:
     """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated."""
-    computing = Precision.of(precision).computing
+    how = Precision.of(precision)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        with tracing_under(layout):
-            loss, (aux, _) = loss_of(loss_fn, state, batch)(jax.tree.map(computing, state.params))
+        with tracing_under(layout), asking(how):
+            loss, (aux, _) = loss_of(loss_fn, state, batch)(jax.tree.map(how.computing, state.params))
             return {"loss": loss, **aux}
 
     return jax.jit(evaluate)

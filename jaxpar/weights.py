@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import exchange
+from jaxpar.contract import times
+from jaxpar.crossing import asked
 from jaxpar.errors import LayoutError
 from jaxpar.layout import current_layout, hint, to_spec
+from jaxpar.products import GATHERED, Regather, product, route
 from jaxpar.rules import Axes
-
-GATHERED = "gathered_weight"
-"""The name of gathered weights for checkpoint policies: saved, they would undo the sharding of the parameters."""
 
 type _Dims = tuple[str | None, ...]
 type _Shapes = tuple[tuple[int, ...], ...]
@@ -41,22 +41,31 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
     return checkpoint_name(_gather(dims, 0, (w.shape,), w), GATHERED)
 
 
-def project(x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None) -> tuple[jax.Array, ...]:
-    """``x`` [..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
+def project(
+    x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None, summed: int = 1, regather: Regather = True
+) -> tuple[jax.Array, ...]:
+    """``x`` [batch, ..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
 
     Weights that lie alike are gathered as one matrix and multiplied at once: one collective and one matmul instead of several.
     Stored as [embed, heads, head_dim], they are matrices here: a TPU would tile them anew for the matmul otherwise.
 
+    Inside a step whose precision says ``int8`` for gathers or reductions, the weights and their gradients cross the mesh so; where it
+    says ``fp8`` for matmuls, they are multiplied so.
+
     Args:
-      x: what each weight multiplies.
+      x: what each weight multiplies; its first dim is the batch.
       weights: pairs of a weight and its logical dims; the first is the one that is summed over.
       dtype: of the weights in the compute; their own if not given.
+      summed: how many dims are summed over, the last of ``x`` and the first of the weights.
+      regather: a number makes neighbours in groups of so many devices keep a part of each weight for the backward pass, which then gathers
+        within groups. Otherwise the policy of :class:`jaxpar.Recompute` says what is kept.
 
     Returns:
-      For each weight an array [..., *weight.shape[1:]].
+      For each weight an array [..., *weight.shape[summed:]].
 
     Raises:
-      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dim is not of the size of the last of ``x``.
+      ConfigError: ``regather`` does not divide the devices that share a weight.
+      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``.
 
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
@@ -70,23 +79,46 @@ def project(x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None) 
     ((2, 4, 3), (2, 2, 3))
     """
     for w, dims in weights:
-        if w.shape[:1] != x.shape[-1:]:
+        if w.shape[:summed] != x.shape[x.ndim - summed :]:
+            which = (
+                "its first dim has to be as large as the last"
+                if summed == 1
+                else f"{summed} dims are summed over, its first and the last"
+            )
             raise LayoutError(
-                f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: its first dim has to be "
-                f"as large as the last of x. Remedy: transpose the weight, or pass what it belongs to."
+                f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
+                f"Remedy: transpose the weight, or pass what it belongs to."
             )
     ws = [w if dtype is None else w.astype(dtype) for w, _ in weights]
+    # A matrix alone lies well as it is stored.
+    alone = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
+    groups = [(0, [i]) for i in range(len(ws))] if alone else _alike([dims for _, dims in weights], ws)
     results: dict[int, jax.Array] = {}
-    for ways, group in _alike([dims for _, dims in weights], ws):
-        dims, some = weights[group[0]][1], [ws[i] for i in group]
-        w_EWF = checkpoint_name(_gather(dims, ways, tuple(w.shape for w in some), *some), GATHERED)
-        y = jnp.tensordot(x, w_EWF, 1)
-        if ways and some[0].ndim > 2:
-            # What heads want of the order in memory would else reach into the matmuls, forward and backward.
-            y = jax.lax.optimization_barrier(y)
-        parts = jnp.split(y, _ends(ways, [w.shape for w in some]), -1) if ways else [y]
-        results |= {i: y.reshape(*x.shape[:-1], *ws[i].shape[1:]) for i, y in zip(group, parts, strict=True)}
+    for ways, group in groups:
+        results |= zip(
+            group, _times(x, ways, weights[group[0]][1], [ws[i] for i in group], summed, regather), strict=True
+        )
     return tuple(results[i] for i in range(len(ws)))
+
+
+def _times(
+    x: jax.Array, ways: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, regather: Regather
+) -> list[jax.Array]:
+    """The products with weights that can be one matrix in so many ways; 0 for a weight as it is stored."""
+    shapes = tuple(w.shape for w in ws)
+    shape = (shapes[0][0], ways, sum(math.prod(s[1:]) for s in shapes) // ways) if ways else shapes[0]
+    as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
+    way = route(x, as_one, (*dims[:2], None) if ways else dims, summed=summed, regather=regather)
+    if way is None:
+        y = times(x, checkpoint_name(_gather(dims, ways, shapes, *ws), GATHERED), summed, asked())
+    else:
+        y = product(x, _side_by_side(ws, ways) if ways else ws[0], way)
+    if ways and ws[0].ndim > 2:
+        # What heads want of the order in memory would else reach into the matmuls, forward and backward.
+        y = jax.lax.optimization_barrier(y)
+    parts = jnp.split(y, _ends(ways, shapes), -1) if ways else [y]
+    lead = x.shape[: x.ndim - summed]
+    return [part.reshape(*lead, *shape[summed:]) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -104,9 +136,14 @@ def _gather(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> jax.Arra
     """One weight as it is stored; or, with ``ways``, some that lie alike side by side: [rows, ways, columns of all]."""
     if not ways:
         return _gather_one(ws[0], *dims)
+    return _gather_one(_side_by_side(ws, ways), *dims[:2], None)
+
+
+def _side_by_side(ws: Sequence[jax.Array], ways: int) -> jax.Array:
+    """Weights as one of [rows, ways, columns of all]."""
     w_EWF = jnp.concatenate([w.reshape(w.shape[0], ways, -1) for w in ws], 2)
     # Behind a barrier, or the compiler gathers the weight as it is stored and tiles all of it anew afterwards.
-    return _gather_one(jax.lax.optimization_barrier(w_EWF), *dims[:2], None)
+    return jax.lax.optimization_barrier(w_EWF)
 
 
 def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:

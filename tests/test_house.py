@@ -19,7 +19,7 @@ FLOORS = (
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
     ("exchange", "layout", "precision", "zero"),
-    ("arrays", "attn", "linen", "nnx", "recompute", "weights"),
+    ("arrays", "attn", "contract", "crossing", "linen", "nnx", "products", "quantise", "recompute", "weights"),
     ("model",),
     ("state",),
     ("objective",),

@@ -20,7 +20,9 @@ from jaxpar.inspect.overlap import Schedule
 from jaxpar.inspect.slices import Slices, crosses, groups_between
 
 _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
-_VERBS = frozenset(("_apply", "_backward", "_gather", "constrain", "gather_weight", "hint", "lay_out", "project"))
+_VERBS = frozenset(
+    ("_apply", "_backward", "_gather", "constrain", "gather_weight", "hint", "lay_out", "product", "project", "_times")
+)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
     ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.Recompute`; ``regather`` gathers sharded
-    weights anew for it. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    weights anew for it, from all or within groups of so many devices. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
@@ -59,7 +59,7 @@ class LlamaConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: str | Recompute = "none"
-    regather: bool = True
+    regather: bool | int = True
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -182,18 +182,18 @@ class Attention(nnx.Module):
         self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
         # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
         self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
-        self.dtype = jnp.dtype(c.dtype)
+        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
 
     def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         kv_dims = ("embed", "kv_heads", "head_dim")
         # One by one: gathered together they come too late to hide behind the matmul before.
-        (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), dtype=self.dtype)
-        (k,) = project(x_BSE, (self.k[...], kv_dims), dtype=self.dtype)
-        (v,) = project(x_BSE, (self.v[...], kv_dims), dtype=self.dtype)
+        (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
+        (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
+        (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         o_BSHD = attention(q, k, v)
-        w_HDE = gather_weight(self.o[...], "heads", "head_dim", "embed", dtype=self.dtype)
-        return jnp.einsum("BSHD,HDE->BSE", o_BSHD, w_HDE)
+        (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        return y_BSE
 
 
 class SwiGLU(nnx.Module):
@@ -204,14 +204,15 @@ class SwiGLU(nnx.Module):
         self.gate = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
         self.up = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
         self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
-        self.dtype = jnp.dtype(c.dtype)
+        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
         dims = ("embed", "mlp")
-        gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), dtype=self.dtype)
+        gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
-        return hidden @ gather_weight(self.down[...], "mlp", "embed", dtype=self.dtype)
+        (y_BSE,) = project(hidden, (self.down[...], ("mlp", "embed")), **self.how)
+        return y_BSE
 
 
 class Block(nnx.Module):
@@ -287,10 +288,10 @@ class Llama(nnx.Module):
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
 
-def _remat(recompute: Recompute, regather: bool) -> Callable[[Any], Any]:
+def _remat(recompute: Recompute, regather: bool | int) -> Callable[[Any], Any]:
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
-    policy = recompute.rule(NAMES, regather=regather)
+    policy = recompute.rule(NAMES, regather=regather is True)
     # prevent_cse guards against a merge with the forward pass that a scan already rules out.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
 

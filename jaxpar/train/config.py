@@ -65,12 +65,13 @@ class ParallelConfig:
       optimizer: the stage of optimizer parallelism, and over what.
       remat: what of the layers the backward pass computes again, in the place of ``model.remat``; a policy's name, or
         ``{policy, save_names, offload_names, layers}``.
-      regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass.
+      regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
+        number keeps a part of them within groups of so many devices.
     """
 
     optimizer: ZeroConfig | None = None
     remat: str | RematConfig | None = None
-    regather: bool = True
+    regather: bool | int = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class PrecisionConfig:
     gather: str | None = None
     reduce: str | None = None
     scale: dict[str, float] | None = None
+    matmul: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class RunConfig:
       layout: a layout file, relative to the run's file.
       mesh, rules: changes to that layout, key by key.
       parallel: optimizer parallelism, and what of it the backward pass repeats.
-      precision: a dtype as ``bf16``, or ``{compute, gather, reduce}``; without it every dtype is the model's.
+      precision: a dtype as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; without it every dtype is the model's.
       simulate: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
       compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
         are left alone.

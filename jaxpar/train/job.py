@@ -100,7 +100,8 @@ def make_job(loaded: Loaded) -> Job:
             )
         asked = config.parallel.remat
         model = replace(model, remat=asked if isinstance(asked, str) else jp.Recompute(**asdict(asked)))
-    model = replace(model, regather=model.regather and config.parallel.regather)
+    if config.parallel.regather is not True:
+        model = replace(model, regather=config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
     return Job(loaded.name, config, model, llama.make_llama(model), next_token_loss, tx, loaded.layout, zero, precision)
 
