@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxpar.arrays import put as put
     from jaxpar.attn.dispatch import attention as attention
     from jaxpar.exchange import exchange_local as exchange_local
+    from jaxpar.fusion import Fusion as Fusion
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from jaxpar.zero import Zero as Zero
 
 _HOMES = {
+    "Fusion": "fusion",
     "Layout": "layout",
     "MeshSpec": "mesh",
     "Precision": "precision",

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.contract import PRODUCT
-from jaxpar.crossing import asking, gather, parts_of, reduce, wide
+from jaxpar.crossing import Parts, asking, gather, parts_of, reduce, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.fusion import LAYERS, Fusion, check_groups, in_groups
 from jaxpar.layout import Layout, lay_out, to_spec
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
@@ -38,6 +39,7 @@ class How:
     gather: Gather = "use"
     reduce: Reduce | None = None
     precision: Precision = field(default_factory=Precision)
+    fusion: Fusion = field(default_factory=Fusion)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
             _check_handed(layout, loss_fn, state, batch, how, ())
             return _once(layout, loss_fn, state, batch, how)
         _check_dtypes(how)
+        _check_fusion(how)
         crossing = [("gather", how.gather == "use" and _sharded(layout, state)), ("reduce", bool(batch_axes(layout)))]
         _check_handed(layout, loss_fn, state, batch, how, [name for name, does in crossing if does])
         return _by_compiler(layout, loss_fn, state, batch, how)
@@ -100,6 +103,16 @@ def _check_dtypes(how: How) -> None:
             raise ConfigError(
                 f"precision: {name} is {value}, but here the compiler {what}, in the dtype of the compute "
                 f"({precision.compute or 'the model'}). Remedy: {ways}, or leave precision.{name} out."
+            )
+
+
+def _check_fusion(how: How) -> None:
+    for name, value in vars(how.fusion).items():
+        if isinstance(value, tuple):
+            what = "gathers weights" if name == "gather" else "reduces gradients"
+            raise ConfigError(
+                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: reduce='once' (ZeRO stage 1), a "
+                f"size, or auto."
             )
 
 
@@ -317,14 +330,14 @@ def _check_carried(before: Any, after: Any) -> None:
 
 def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Each device's own sums, then one reduction."""
-    axes, precision, scale = batch_axes(layout), how.precision, _scale(state, how.precision)
+    axes, precision, scale, fusion = batch_axes(layout), how.precision, _scale(state, how.precision), how.fusion
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = _each(state, lambda path, w: parts_of(_resolved(layout, state, path, w, "params"), axes))
     wanted = _each(state, lambda path, w: parts_of(_resolved(layout, state, path, w, "gradients"), axes))
     _pieces(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
 
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
-        weights = jax.tree.map(lambda w, parts: gather(w, parts, precision), params, stored)
+        weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))
         first = _index(layout, axes) * how.accumulate
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
@@ -334,7 +347,8 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
         pieces = _pieces(batch, how.accumulate, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
         (loss, metrics, grads), weight, rest = _sums(run, weights, rest, pieces, how.accumulate)
-        grads = jax.tree.map(lambda g, parts: reduce(g, parts, axes, precision), grads, wanted)
+        sums = lambda g, parts: reduce(g, parts, axes, precision)
+        grads = _cross(state, grads, wanted, fusion, ("scatter", "reduce"), sums)
         loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
         return (loss, metrics, grads), weight, rest
 
@@ -349,6 +363,34 @@ def _once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch:
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = _means(sums, weight)
     return Found(loss, metrics, rest, _unscaled(state, grads, scale))
+
+
+def _cross(
+    state: TrainState, tree: Any, split: Any, fusion: Fusion, kinds: Sequence[str], cross: Callable[..., jax.Array]
+) -> Any:
+    """``cross(x, parts)`` of every tensor, or of groups of layers as ``fusion`` asks, in the kinds for what is split and for what is not."""
+    leaves, parts = jax.tree.leaves(tree), jax.tree.leaves(split)
+    paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    dims = dict(state.static.dims)
+    layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
+    found: dict[int, jax.Array] = {}
+    for kind in kinds:
+        mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce")]
+        if not isinstance(getattr(fusion, kind), tuple):
+            continue
+        check_groups([show(("params", *path)) for path in paths], parts, layered)
+        layers = max(x.shape[0] for x, has in zip(leaves, layered, strict=True) if has)
+        crossed = in_groups(
+            [leaves[i] for i in mine],
+            [parts[i] for i in mine],
+            [layered[i] for i in mine],
+            fusion.groups(kind, layers) or [],
+            lambda x, axes: cross(x, Parts((axes, (), ()))),
+            gathers=kind == "gather",
+        )
+        found |= dict(zip(mine, crossed, strict=True))
+    results = [found[i] if i in found else cross(leaves[i], parts[i]) for i in range(len(leaves))]
+    return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
 def _spec(tree: Any) -> Any:

@@ -10,9 +10,11 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
+from jaxpar.fusion import Fusion
 from jaxpar.gradients import Gather, How, Reduce, gradients
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.model import show, to_path
@@ -29,6 +31,7 @@ def train_step(
     gather: Gather = "use",
     reduce: Reduce | None = None,
     precision: Asked = None,
+    fusion: Fusion | None = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
     donate: bool = True,
@@ -50,6 +53,7 @@ def train_step(
         compiler, which reduces every microbatch. If not given, ``once`` where microbatches are asked for and the batch's axes
         split no parameter.
       precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
+      fusion: what goes in one collective; see :class:`jaxpar.Fusion`.
       clip_norm: scale gradients down to this global norm.
       skip_nonfinite: leave parameters, optimizer state and carried variables as they are where the loss or a gradient is not
         finite; ``metrics["skipped"]`` says so. The step still counts, so the next one has another key.
@@ -66,9 +70,11 @@ def train_step(
         shape or dtype of a parameter or of a carried array.
 
     Raises (at once):
-      ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there.
+      ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there, or ``fusion`` has a size that the
+        compiler for the layout's devices does not take.
     """
-    how = _how(accumulate, gather, reduce, precision, skip_nonfinite)
+    how = replace(_how(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with tracing_under(layout):
@@ -91,7 +97,9 @@ def train_step(
                     kept["loss_scale"] = state.scale["scale"]
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
 
-    return jax.jit(step, donate_argnums=(0,) if donate else ())
+    # Without devices there is nothing to compile for: who compiles it for a topology hands them over there.
+    options = options if isinstance(layout.mesh, Mesh) else {}
+    return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
 
 
 def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:

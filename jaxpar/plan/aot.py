@@ -28,6 +28,7 @@ import optax
 from jax.sharding import AbstractMesh
 
 from jaxpar.errors import CompileError, MeshError, need
+from jaxpar.fusion import Fusion
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel, Tagged
 from jaxpar.plan.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
@@ -110,6 +111,8 @@ def compile_for(
     inputs = placed(layout, batch)
     step = train_step(layout, loss_fn, **options)
     donated = len(jax.tree.leaves(state))
+    fusion = options.get("fusion") or Fusion()
+    compiler_options = fusion.compiler_options(layout) | dict(compiler_options or {})
     return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)
 
 

@@ -58,6 +58,15 @@ class RematConfig:
 
 
 @dataclass(frozen=True)
+class FusionConfig:
+    """What goes in one collective; see :class:`jaxpar.Fusion`."""
+
+    reduce: str | int | list[int] = "auto"
+    gather: str | int | list[int] = "auto"
+    scatter: str | int | list[int] = "auto"
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """What is split beside the layout.
 
@@ -67,11 +76,13 @@ class ParallelConfig:
         ``{policy, save_names, offload_names, layers}``.
       regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
         number keeps a part of them within groups of so many devices.
+      fusion: what of gradients and weights goes in one collective.
     """
 
     optimizer: ZeroConfig | None = None
     remat: str | RematConfig | None = None
     regather: bool | int = True
+    fusion: FusionConfig = field(default_factory=FusionConfig)
 
 
 @dataclass(frozen=True)

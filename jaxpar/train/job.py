@@ -35,6 +35,7 @@ class Job:
     layout_data: Mapping[str, Any]
     zero: jp.Zero
     precision: jp.Precision
+    fusion: jp.Fusion
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
         """The layout on these devices (default: all), optimizer parallelism included; an integer gives an abstract mesh.
@@ -60,6 +61,7 @@ class Job:
             "accumulate": train.accumulate,
             "skip_nonfinite": train.skip_nonfinite,
             "precision": precision,
+            "fusion": self.fusion,
             **self.zero.step,
         }
 
@@ -103,7 +105,8 @@ def make_job(loaded: Loaded) -> Job:
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    return Job(loaded.name, config, model, llama.make_llama(model), next_token_loss, tx, loaded.layout, zero, precision)
+    make_model, fusion = llama.make_llama(model), _fusion(config)
+    return Job(loaded.name, config, model, make_model, next_token_loss, tx, loaded.layout, zero, precision, fusion)
 
 
 def _zero(config: RunConfig) -> jp.Zero:
@@ -115,6 +118,14 @@ def _zero(config: RunConfig) -> jp.Zero:
         return jp.Zero(asked.stage, axis, asked.min_bytes, asked.shard_group)
     except JaxparError as error:
         raise type(error)(f"parallel.{error}") from error
+
+
+def _fusion(config: RunConfig) -> jp.Fusion:
+    asked = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
+    try:
+        return jp.Fusion(**asked)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
 
 
 def _precision(config: RunConfig) -> jp.Precision:
