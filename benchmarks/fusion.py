@@ -61,7 +61,15 @@ def counted(topology: str, stage: int, asked: dict[str, Any]) -> tuple[dict[str,
     options = zero.step or {"reduce": "once"}
     make = make_llama(MODEL)
     step = jp.compile_for(
-        topology, layout, make, optax.adamw(1e-3), next_token_loss, batch, fusion=jp.Fusion(**asked), **options
+        topology,
+        layout,
+        make,
+        optax.adamw(1e-3),
+        next_token_loss,
+        batch,
+        fusion=jp.Fusion(**asked),
+        precision="bf16",
+        **options,
     )
     report = jp.audit(step, mesh=layout.mesh)
     return {kind: report.count(kind) for kind in KINDS}, report.exposed()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxpar.attn.dispatch import attention as attention
     from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.fusion import Fusion as Fusion
+    from jaxpar.host import offload as offload
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
@@ -71,6 +72,7 @@ _HOMES = {
     "project": "weights",
     "hint": "layout",
     "init": "state",
+    "offload": "host",
     "over": "rules",
     "put": "arrays",
     "roofline": "plan.roofline",

@@ -83,8 +83,11 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
         if split:
             grad = as_rows(functools.partial(scatter, axes=split), grad, dim)
     left = tuple(axis for axis in axes if not any(axis in dim for dim in parts.dims))
-    if left:
-        grad = quantise.sum_packed(grad, left) if packs and not small else jax.lax.psum(grad, left)
+    if left and packs and not small:
+        grad = quantise.sum_packed(grad, left)
+    elif left:
+        # Behind a barrier, or the TPU's compiler sums in the dtype that the gradient was cast from.
+        grad = jax.lax.psum(jax.lax.optimization_barrier(grad), left)
     return wide(grad)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpar.errors import LayoutError, ModelError
+from jaxpar.host import KIND, hosted
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
 from jaxpar.precision import Asked, Precision
 from jaxpar.rules import Dim, Resolved
+from jaxpar.topology import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One leaf with its place: what ``explain`` prints a row of."""
+    """One leaf with its place, in the device's or the host's memory: what ``explain`` prints a row of."""
 
     role: str
     path: str
@@ -78,6 +81,7 @@ class Tensor:
     names: Names | None
     resolved: Resolved
     note: str = ""
+    host: bool = False
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -144,12 +148,20 @@ def abstract_state(
     problems = [text for tensor in tensors for text in tensor.problems]
     if problems:
         raise LayoutError(problems)
+    if any(tensor.host for tensor in tensors) and platform_of(layout.mesh) == "cpu":
+        text = "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
+        warnings.warn(text, stacklevel=2)
     leaves, treedef = jax.tree.flatten(shapes)
     placed = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, to_spec(tensor.resolved)))
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(layout, tensor))
         for leaf, tensor in zip(leaves, tensors, strict=True)
     ]
     return jax.tree.unflatten(treedef, placed)
+
+
+def _sharding(layout: Layout, tensor: Tensor) -> NamedSharding:
+    sharding = NamedSharding(layout.mesh, to_spec(tensor.resolved))
+    return sharding.with_memory_kind(KIND) if tensor.host else sharding
 
 
 def shape_state(
@@ -225,7 +237,8 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
             if owner is not None and placed["params", *owner].problems:
                 # The parameter names the problem once; repeating it for each moment would bury the others.
                 resolved = dataclasses.replace(resolved, problems=())
-            placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note)
+            host = hosted(state.static.tx, leaf.shape, leaf.dtype)
+            placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
     return [placed[path] for path, _ in leaves]
 
 

@@ -21,6 +21,8 @@ from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import Asked, Precision
 from jaxpar.state import TrainState, place
+from jaxpar.streaming import on_host
+from jaxpar.streaming import update as streaming_update
 
 
 def train_step(
@@ -85,11 +87,14 @@ def train_step(
             if clip_norm is not None:
                 scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-            params, opt_state = _update(state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0])
+            finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+            keeps = finite if skip_nonfinite else jnp.asarray(True)
+            params, opt_state = _update(
+                layout, state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0], keeps
+            )
             new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
             _check_same(state, new)
             if skip_nonfinite:
-                finite = jnp.isfinite(norm) & jnp.isfinite(loss)
                 new = _keep(state, new, finite)
                 kept["skipped"] = ~finite
                 if how.precision.scale is not None:
@@ -131,9 +136,17 @@ def eval_step(layout: Layout, loss_fn: Callable[..., Any], *, precision: Asked =
 
 
 def _update(
-    state: TrainState, grads: Any, loss: jax.Array, value_fn: Callable[[Any], jax.Array]
+    layout: Layout,
+    state: TrainState,
+    grads: Any,
+    loss: jax.Array,
+    value_fn: Callable[[Any], jax.Array],
+    finite: jax.Array,
 ) -> tuple[Any, optax.OptState]:
-    """The optimizer's step, with whatever optax's line searches, Polyak steps, SAM and Sophia ask for beside gradients."""
+    """The optimizer's step, with whatever optax's line searches, Polyak steps, SAM and Sophia ask for beside gradients.
+
+    A state in the host's memory stays as it was where ``finite`` is false; the rest is for the caller to keep.
+    """
 
     def again(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
         # A line search hands on to it what it does not know itself, and refuses what this does not take.
@@ -152,6 +165,8 @@ def _update(
     wanted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
+    if any(map(on_host, jax.tree.leaves(state.opt_state))):
+        return streaming_update(layout, state, grads, finite, extra)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
     return optax.apply_updates(state.params, updates), opt_state
 
@@ -159,7 +174,9 @@ def _update(
 def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     """``new``, but with what ``old`` has trained and carried where ``update`` is false."""
     parts = {
-        name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
+        name: jax.tree.map(
+            lambda a, b: a if on_host(a) else jnp.where(update, a, b), getattr(new, name), getattr(old, name)
+        )
         for name in ("params", "opt_state", "rest")
     }
     return replace(new, **parts)
@@ -193,6 +210,7 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
     if problems:
         raise LayoutError(problems)
     placed = [
-        lay_out(layout.mesh, leaf, to_spec(tensor.resolved)) for leaf, tensor in zip(leaves, tensors, strict=True)
+        leaf if on_host(leaf) else lay_out(layout.mesh, leaf, to_spec(tensor.resolved))
+        for leaf, tensor in zip(leaves, tensors, strict=True)
     ]
     return jax.tree.unflatten(treedef, placed)

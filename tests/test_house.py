@@ -18,7 +18,7 @@ FLOORS = (
     ("names", "texts"),
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
-    ("exchange", "layout", "precision", "zero"),
+    ("exchange", "host", "layout", "precision", "zero"),
     (
         "arrays",
         "attn",
@@ -35,7 +35,7 @@ FLOORS = (
     ("model",),
     ("state",),
     ("objective",),
-    ("gradients",),
+    ("gradients", "streaming"),
     ("step",),
     ("inspect",),
     ("plan",),

@@ -151,6 +151,8 @@ def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
     if tensor.names is not None:
         why += [f"dim {i}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is None]
     why += [note for note in (tensor.note, resolved.note) if note]
+    size = device_bytes(tensor.shape, itemsize, ways)
+    why += [f"in the host's memory, {show_bytes(size)} for each device"] if tensor.host else []
     return Row(
         part=part,
         path=tensor.path,
@@ -159,7 +161,7 @@ def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
         dims=tuple(dim.name for dim in dims),
         spec=resolved.axes,
         bytes=itemsize * int(np.prod(tensor.shape, initial=1, dtype=np.int64)),
-        device_bytes=device_bytes(tensor.shape, itemsize, ways),
+        device_bytes=0 if tensor.host else size,
         rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),
         why=tuple(why),
         problems=resolved.problems,

@@ -87,7 +87,7 @@ def estimate(
         return Memory(target, known, (reason,))
     program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
     for tensor, value in zip(tensors, program.inputs, strict=True):
-        known[_ROLES.get(tensor.role, PARTS[2])] += value.bytes
+        known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
     walk = Walk(program, placed=program.results[: len(jax.tree.leaves(state))], vector=_VECTOR.get(target, 0) << 20)
     moment = walk.peak()
     if reader.unknown:

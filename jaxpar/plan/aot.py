@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.errors import CompileError, MeshError, need
 from jaxpar.fusion import Fusion
+from jaxpar.host import KIND
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel, Tagged
 from jaxpar.plan.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
@@ -202,6 +203,12 @@ def compile_program(
         "compiler_options": dict(compiler_options or {}),
         "kept": "text, memory, warnings",  # what was kept before without one of these is compiled again
     }
+    kinds = [leaf.sharding.memory_kind for leaf in leaves]
+    if KIND in kinds:
+        request["kinds"] = kinds  # only then: other programs are as they were
+        if topology.platform == "gpu":
+            text = "offload: ahead of time the compiler for GPUs takes the host's memory for the device's, and counts it so."
+            warnings.warn(text, stacklevel=2)
     return _run(compiler, program, request)
 
 
@@ -237,7 +244,12 @@ def _memory(given: dict[str, int]) -> dict[str, int]:
     """What the compiler gave, under our names; nothing is made up for what it did not give."""
     names: dict[str, tuple[str, ...]] = {name: (f"{name}_size",) for name in ("argument", "output", "temp", "alias")}
     names |= {"peak": ("peak_memory",), "host": ("host_argument_size", "host_temp_size")}
-    return {name: sum(given[part] for part in parts) for name, parts in names.items() if given.keys() >= set(parts)}
+    found = {name: sum(given[part] for part in parts) for name, parts in names.items() if given.keys() >= set(parts)}
+    if "host" in found:  # what a step is given there and writes back in place stands there once
+        found["host"] += max(0, given.get("host_output_size", 0) - given.get("host_alias_size", 0))
+    if "peak" in found:
+        found["peak"] -= min(found.get("host", 0), found["peak"])  # the compiler counts both memories as one
+    return found
 
 
 def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: Path) -> None:

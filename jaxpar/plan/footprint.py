@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.host import KIND
 from jaxpar.inspect.liveness import Buffer, Peak
 from jaxpar.layout import Layout
 from jaxpar.plan.accelerators import Accelerator
@@ -41,7 +42,7 @@ class Held:
       dims: its logical dims; empty where it has none.
       shape: of the whole.
       spec: the mesh axes of each dim.
-      bytes: on one device.
+      bytes: on one device; none where it lies in the host's memory.
       copies: how many devices hold each shard.
     """
 
@@ -118,6 +119,8 @@ def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layou
     spec = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
     ways = [math.prod(layout.sizes[axis] for axis in axes) for axes in spec]
     local = math.prod(-(-size // way) for size, way in zip(leaf.shape, ways, strict=True))
+    if leaf.sharding.memory_kind == KIND:
+        local = 0
     # A key's dtype is an extended one: two words of 32 bits, whatever it says of its items.
     size = leaf.dtype.itemsize
     copies = layout.mesh.size // math.prod(ways)

@@ -24,6 +24,8 @@ MEMORY = (
     "peak_memory",
     "host_argument_size",
     "host_temp_size",
+    "host_output_size",
+    "host_alias_size",
 )
 """What is asked of the compiler's memory analysis; each is a number of bytes on one device."""
 
@@ -52,9 +54,10 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(devices, tuple(request["mesh"]), axis_types=(AxisType.Auto,) * len(request["mesh"]))
     program = export.deserialize(bytearray((here / "program.export").read_bytes()))
     specs = [PartitionSpec(*(tuple(axes) or None for axes in spec)) for spec in request["specs"]]
+    kinds = request.get("kinds") or [None] * len(specs)
     inputs = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
-        for aval, spec in zip(program.in_avals, specs, strict=True)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+        for aval, spec, kind in zip(program.in_avals, specs, kinds, strict=True)
     ]
     jitted = jax.jit(program.call, donate_argnums=tuple(request["donated"]))
     lowered = jitted.lower(*inputs)

@@ -67,6 +67,14 @@ class FusionConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """What waits in the host's memory; see :func:`jaxpar.offload`."""
+
+    optimizer: Literal["host"] | None = None
+    min_bytes: int | str = "64KiB"
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """What is split beside the layout.
 
@@ -77,12 +85,14 @@ class ParallelConfig:
       regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
         number keeps a part of them within groups of so many devices.
       fusion: what of gradients and weights goes in one collective.
+      offload: what waits in the host's memory: ``{optimizer: host}``.
     """
 
     optimizer: ZeroConfig | None = None
     remat: str | RematConfig | None = None
     regather: bool | int = True
     fusion: FusionConfig = field(default_factory=FusionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ def make_job(loaded: Loaded) -> Job:
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
+    if config.parallel.offload.optimizer is not None:
+        tx = jp.offload(tx, min_bytes=config.parallel.offload.min_bytes)
     make_model, fusion = llama.make_llama(model), _fusion(config)
     return Job(loaded.name, config, model, make_model, next_token_loss, tx, loaded.layout, zero, precision, fusion)
 

@@ -1,0 +1,91 @@
+"""An optimizer's state in the host's memory, by bytes of TPU programs: ``uv run python benchmarks/offload.py``.
+
+Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). The 1B shape, fully sharded over 16 chips of a v5e, is
+compiled with Adam's moments on the device, in the host's memory and brought over layer by layer, and brought over whole (as for an optimizer that
+looks at whole matrices). For one device: what a step is given in each memory, temporary memory, the device's peak, and how many copies
+to and from the host are started and run beside others. What the moments take is known by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from maxtext_aot import CONFIGS
+from zero import DEVICES, FP32
+
+from jaxpar.plan.aot import compile_for
+from jaxpar.topology import Topology
+from jaxpar.train.config import load_run
+from jaxpar.train.job import make_job
+
+ADAM = "optimizer={name: adamw}"
+# RMS clipping looks at a whole matrix, and moves it whole.
+RUNS: dict[str, tuple[str, str]] = {
+    "on the device": ("1b_fsdp16", ADAM),
+    "on the host, by layers": ("1b_fsdp16_offload", ADAM),
+    "on the host, whole": ("1b_fsdp16_offload", "optimizer={name: adan}"),
+}
+HEAD = "moments                  given MiB  on the host  temp MiB  peak MiB  copies from host  to host  run by the host  compile CPU s"
+
+
+def measure(name: str, config: str, optimizer: str, layers: int | None) -> dict[str, Any]:
+    settings = [optimizer, *([f"model.layers={layers}"] if layers else [])]
+    job = make_job(load_run(CONFIGS / f"{config}.yaml", settings))
+    topology = Topology.parse("v5e:4x4")
+    step = compile_for(
+        topology, job.layout(DEVICES), job.make_model, job.tx, job.loss_fn, job.batch_spec(), **job.step_options()
+    )
+    memory = step.memory
+    starts = re.findall(r"= \([^\n]*?S\(5\)[^\n]*? (dynamic-slice|dynamic-update-slice|copy)-start\(", step.text)
+    reads = sum(kind == "dynamic-slice" for kind in starts)
+    writes = sum(kind == "dynamic-update-slice" for kind in starts)
+    by_host = step.text.count('custom_call_target="HostExecute"')
+    print(
+        f"{name:23} {memory['argument'] / 2**20:10.0f}  {memory['host'] / 2**20:11.0f}  {memory['temp'] / 2**20:8.0f}  "
+        f"{memory['peak'] / 2**20:8.0f}  {reads:16}  {writes:7}  {by_host:15}  {step.compile_cpu_seconds:13.0f}",
+        flush=True,
+    )
+    # Norms stay on the device: they are small. All else is split over the devices.
+    moments = 2 * FP32 * (job.model.params - (2 * job.model.layers + 1) * job.model.embed) // DEVICES
+    return {"memory": memory, "reads": reads, "writes": writes, "by_host": by_host, "moments": moments}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", default=";".join(list(RUNS)[:2]), help=f"of {'; '.join(RUNS)}")
+    parser.add_argument("--layers", type=int, help="make the model this deep, to try things out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    print(HEAD)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAXPAR_CACHE"] = folder
+        for name in options.runs.split(";"):
+            figures[name] = measure(name, *RUNS[name], options.layers)
+    goals = {}
+    there, away = (figures.get(name) for name in list(RUNS)[:2])
+    if there and away:
+        saved = there["memory"]["peak"] - away["memory"]["peak"]
+        goals = {
+            f"on the host {away['memory']['host']} bytes, by hand {away['moments']}": away["memory"]["host"]
+            == away["moments"],
+            f"{saved / away['moments']:.0%} of them off the device's peak, goal 90 %": saved >= 0.9 * away["moments"],
+            "nothing computed by the host": away["by_host"] == 0,
+        }
+    for text, met in goals.items():
+        print(f"{'pass' if met else 'FAIL'}  {text}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    return 0 if all(goals.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The update of an optimizer whose state lies in the host's memory.
+
+A state of layers stacked in one array stays where it is, while a loop reads a layer's slice, updates it and writes it back; what is no stack
+moves whole. Only an optimizer that treats every number by itself can go by layers (as Adam, Lion, SGD); one that looks at whole
+matrices moves them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.fusion import LAYERS
+from jaxpar.layout import Layout, lay_out, to_spec
+from jaxpar.model import to_path
+from jaxpar.state import TrainState, moment_names, place
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+# Each number of the result is made of one number of each operand.
+_BY_ITSELF = frozenset(
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "div",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pow",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tanh",
+        "xor",
+    ]
+)
+_INNER = ("jaxpr", "call_jaxpr")
+
+type Apply = Callable[[Sequence[Any], Sequence[Any], Sequence[Any], jax.Array], tuple[list[Any], list[Any]]]
+
+
+def on_host(x: Any) -> bool:
+    """Whether a traced array is in the host's memory."""
+    return bool(jax.typeof(x).memory_space == HOST)
+
+
+def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]) -> tuple[Any, Any]:
+    """New parameters and optimizer state; where ``finite`` is false, the old ones.
+
+    Args:
+      grads: of the parameters, on the device.
+      extra: what the optimizer is given beside gradients.
+    """
+    tx, (weights, structure) = state.static.tx, jax.tree.flatten(state.params)
+    states, state_structure = jax.tree.flatten(state.opt_state)
+    gradients = jax.tree.leaves(grads)
+
+    def apply(
+        weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[Any], finite: jax.Array
+    ) -> tuple[list[Any], list[Any]]:
+        p, g = (jax.tree.unflatten(structure, xs) for xs in (weights, gradients))
+        updates, s = tx.update(g, jax.tree.unflatten(state_structure, states), p, **extra)
+        new = (jax.tree.leaves(optax.apply_updates(p, updates)), jax.tree.leaves(s))
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (list(weights), list(states)))
+
+    specs = [to_spec(t.resolved) for t in place(layout, state) if t.role == "opt_state"]
+    ours, theirs = _by_layers(state, extra)
+    # First what moves whole. One number stands in for what goes by layers; nothing reads it.
+    brought = [_bring(layout, x, spec) if on_host(x) else x for x, spec in zip(states, specs, strict=True)]
+    stood = [_stand_in(x) if skip else x for x, skip in zip(brought, theirs, strict=True)]
+    new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite)
+    new_s = [
+        _send(layout, new, spec) if on_host(old) and not skip else new
+        for old, new, spec, skip in zip(states, new_s, specs, theirs, strict=True)
+    ]
+    if any(ours):
+        layered = _layers(layout, apply, (weights, gradients, states), (ours, theirs), specs, finite)
+        new_w, new_s = _filled(layered[0], ours, new_w), _filled(layered[1], theirs, new_s)
+    return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
+
+
+def _by_layers(state: TrainState, extra: dict[str, Any]) -> tuple[list[bool], list[bool]]:
+    """Which parameters, and which arrays of the optimizer, go layer by layer."""
+    dims = dict(state.static.dims)
+    params = {to_path(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    owners: list[Any] = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        owner = moment_names(to_path(keys), x.shape, {path: w.shape for path, w in params.items()}, dims)[0]
+        owners.append(owner if owner is not None and params[owner].shape == x.shape else None)
+    states = jax.tree.leaves(state.opt_state)
+    waiting = {owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)}
+    # The TPU's compiler cannot cut slices of a row from the host's memory.
+    stacks = {path for path in waiting if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
+    lengths = [params[path].shape[0] for path in params if path in stacks]
+    stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
+    if not stacks or extra or entangled(state):
+        return [False] * len(params), [False] * len(states)
+    return [path in stacks for path in params], [owner in stacks for owner in owners]
+
+
+def entangled(state: TrainState) -> str | None:
+    """The first operation by which the optimizer makes a number of several; ``None`` where it treats each by itself."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    given = jax.tree.map(shape, (state.params, state.opt_state, state.params))
+    return _entangled(jax.make_jaxpr(lambda g, s, p: state.static.tx.update(g, s, p))(*given).jaxpr)
+
+
+def _entangled(jaxpr: Any) -> str | None:
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, equation.invars
+        inner = next((equation.params[key] for key in _INNER if key in equation.params), None)
+        if not any(getattr(v.aval, "ndim", 0) for v in (*inputs, *equation.outvars)):
+            continue  # a schedule, a count
+        if inner is not None:
+            found = _entangled(getattr(inner, "jaxpr", inner))
+        else:
+            spread = name == "broadcast_in_dim" and not inputs[0].aval.ndim
+            found = None if spread or name in _BY_ITSELF else str(name)
+        if found:
+            return found
+    return None
+
+
+def _layers(
+    layout: Layout,
+    apply: Apply,
+    arrays: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    chosen: tuple[Sequence[bool], Sequence[bool]],
+    specs: Sequence[PartitionSpec],
+    finite: jax.Array,
+) -> tuple[list[Any], list[Any]]:
+    """Parameters and states of layers, updated one after the other where they lie."""
+    (weights, gradients, states), (ours, theirs) = arrays, chosen
+    stand = [_stand_in(w) for w in weights]
+    # What its state is split over a parameter is split over too, for as long as this takes.
+    lies = {x.shape: spec for x, spec, skip in zip(states, specs, theirs, strict=True) if skip}
+    w_specs, s_specs = [lies[w.shape] for w in _only(weights, ours)], _only(specs, theirs)
+
+    def loop(
+        weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], finite: jax.Array
+    ) -> tuple[list[Any], list[Any]]:
+        def one(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            part = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
+            here = lambda x: jax.device_put(part(x), DEVICE) if on_host(x) else part(x)
+            back = lambda x, new: jax.lax.dynamic_update_slice_in_dim(
+                x, jax.device_put(new, HOST) if on_host(x) else new, i, 0
+            )
+            w, g, s = ([here(x) for x in xs] for xs in (carry[0], gradients, carry[1]))
+            new_w, new_s = apply(_filled(w, ours, stand), _filled(g, ours, stand), _filled(s, theirs, staying), finite)
+            write = lambda old, new, flags: [back(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
+            return write(carry[0], new_w, ours), write(carry[1], new_s, theirs)
+
+        # The host's arrays are what the loop carries, or the compiler would copy them whole.
+        return jax.lax.fori_loop(0, weights[0].shape[0], one, (weights, moving))
+
+    # Every device by itself: what it lays out anew between host and device, the compiler lays out on the host.
+    run = jax.shard_map(
+        loop,
+        mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
+        in_specs=(w_specs, w_specs, s_specs, PartitionSpec(), PartitionSpec()),
+        out_specs=(w_specs, s_specs),
+        check_vma=False,
+    )
+    staying = [_stand_in(x) if x.ndim else x for x in states]
+    return run(_only(weights, ours), _only(gradients, ours), _only(states, theirs), staying, finite)
+
+
+def _only(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [x for x, flag in zip(values, chosen, strict=True) if flag]
+
+
+def _filled(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+    """``others``, with ``some`` in the places that are chosen."""
+    given = iter(some)
+    return [next(given) if flag else other for flag, other in zip(chosen, others, strict=True)]
+
+
+def _without(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [_stand_in(x) if flag else x for x, flag in zip(values, chosen, strict=True)]
+
+
+def _stand_in(x: Any) -> jax.Array:
+    """One number of as many dims, on the device."""
+    return jnp.zeros((1,) * x.ndim, x.dtype)
+
+
+def _bring(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    # Pinned to where it lies: the compiler would move another layout's exchange to the host.
+    return lay_out(layout.mesh, jax.device_put(x, DEVICE), spec)
+
+
+def _send(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.device_put(lay_out(layout.mesh, x, spec), HOST)
