@@ -145,7 +145,7 @@ def _update(
 ) -> tuple[Any, optax.OptState]:
     """The optimizer's step, with whatever optax's line searches, Polyak steps, SAM and Sophia ask for beside gradients.
 
-    A state in the host's memory stays as it was where ``finite`` is false; the rest is for the caller to keep.
+    With a state in the host's memory, all stays as it was where ``finite`` is false; otherwise that is for the caller to see to.
     """
 
     def again(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
@@ -173,11 +173,11 @@ def _update(
 
 def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     """``new``, but with what ``old`` has trained and carried where ``update`` is false."""
+    # With the optimizer's state on the host the update itself has seen to it; a second look at the old would be a copy of it.
+    seen_to = any(map(on_host, jax.tree.leaves(new.opt_state)))
     parts = {
-        name: jax.tree.map(
-            lambda a, b: a if on_host(a) else jnp.where(update, a, b), getattr(new, name), getattr(old, name)
-        )
-        for name in ("params", "opt_state", "rest")
+        name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
+        for name in (("rest",) if seen_to else ("params", "opt_state", "rest"))
     }
     return replace(new, **parts)
 

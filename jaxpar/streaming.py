@@ -7,7 +7,7 @@ matrices moves them whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ _BY_ITSELF = frozenset(
 )
 _INNER = ("jaxpr", "call_jaxpr")
 
-type Apply = Callable[[Sequence[Any], Sequence[Any], Sequence[Any], jax.Array], tuple[list[Any], list[Any]]]
+type Apply = Callable[..., tuple[list[Any], list[Any]]]
 
 
 def on_host(x: Any) -> bool:
@@ -95,10 +95,11 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
     gradients = jax.tree.leaves(grads)
 
     def apply(
-        weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[Any], finite: jax.Array
+        weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[Any], finite: jax.Array, loss: Any
     ) -> tuple[list[Any], list[Any]]:
         p, g = (jax.tree.unflatten(structure, xs) for xs in (weights, gradients))
-        updates, s = tx.update(g, jax.tree.unflatten(state_structure, states), p, **extra)
+        given = extra | {name: x for name, x in (("grad", g), ("value", loss)) if name in extra}
+        updates, s = tx.update(g, jax.tree.unflatten(state_structure, states), p, **given)
         new = (jax.tree.leaves(optax.apply_updates(p, updates)), jax.tree.leaves(s))
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (list(weights), list(states)))
 
@@ -107,13 +108,14 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
     # First what moves whole. One number stands in for what goes by layers; nothing reads it.
     brought = [_bring(layout, x, spec) if on_host(x) else x for x, spec in zip(states, specs, strict=True)]
     stood = [_stand_in(x) if skip else x for x, skip in zip(brought, theirs, strict=True)]
-    new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite)
+    loss = extra.get("value", jnp.zeros(()))
+    new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite, loss)
     new_s = [
         _send(layout, new, spec) if on_host(old) and not skip else new
         for old, new, spec, skip in zip(states, new_s, specs, theirs, strict=True)
     ]
     if any(ours):
-        layered = _layers(layout, apply, (weights, gradients, states), (ours, theirs), specs, finite)
+        layered = _layers(layout, apply, (weights, gradients, states), (ours, theirs), specs, (finite, loss))
         new_w, new_s = _filled(layered[0], ours, new_w), _filled(layered[1], theirs, new_s)
     return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
 
@@ -132,16 +134,21 @@ def _by_layers(state: TrainState, extra: dict[str, Any]) -> tuple[list[bool], li
     stacks = {path for path in waiting if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
     lengths = [params[path].shape[0] for path in params if path in stacks]
     stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
-    if not stacks or extra or entangled(state):
+    if not stacks or entangled(state, extra):
         return [False] * len(params), [False] * len(states)
     return [path in stacks for path in params], [owner in stacks for owner in owners]
 
 
-def entangled(state: TrainState) -> str | None:
+def entangled(state: TrainState, extra: Mapping[str, Any] | None = None) -> str | None:
     """The first operation by which the optimizer makes a number of several; ``None`` where it treats each by itself."""
+    extra = extra or {}
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     given = jax.tree.map(shape, (state.params, state.opt_state, state.params))
-    return _entangled(jax.make_jaxpr(lambda g, s, p: state.static.tx.update(g, s, p))(*given).jaxpr)
+
+    def run(g: Any, s: Any, p: Any) -> Any:
+        return state.static.tx.update(g, s, p, **(dict(extra) | ({"grad": g} if "grad" in extra else {})))
+
+    return _entangled(jax.make_jaxpr(run)(*given).jaxpr)
 
 
 def _entangled(jaxpr: Any) -> str | None:
@@ -166,7 +173,7 @@ def _layers(
     arrays: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
     chosen: tuple[Sequence[bool], Sequence[bool]],
     specs: Sequence[PartitionSpec],
-    finite: jax.Array,
+    scalars: tuple[Any, Any],
 ) -> tuple[list[Any], list[Any]]:
     """Parameters and states of layers, updated one after the other where they lie."""
     (weights, gradients, states), (ours, theirs) = arrays, chosen
@@ -176,7 +183,7 @@ def _layers(
     w_specs, s_specs = [lies[w.shape] for w in _only(weights, ours)], _only(specs, theirs)
 
     def loop(
-        weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], finite: jax.Array
+        weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], scalars: tuple[Any, Any]
     ) -> tuple[list[Any], list[Any]]:
         def one(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             part = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
@@ -185,7 +192,9 @@ def _layers(
                 x, jax.device_put(new, HOST) if on_host(x) else new, i, 0
             )
             w, g, s = ([here(x) for x in xs] for xs in (carry[0], gradients, carry[1]))
-            new_w, new_s = apply(_filled(w, ours, stand), _filled(g, ours, stand), _filled(s, theirs, staying), finite)
+            new_w, new_s = apply(
+                _filled(w, ours, stand), _filled(g, ours, stand), _filled(s, theirs, staying), *scalars
+            )
             write = lambda old, new, flags: [back(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
             return write(carry[0], new_w, ours), write(carry[1], new_s, theirs)
 
@@ -201,7 +210,7 @@ def _layers(
         check_vma=False,
     )
     staying = [_stand_in(x) if x.ndim else x for x in states]
-    return run(_only(weights, ours), _only(gradients, ours), _only(states, theirs), staying, finite)
+    return run(_only(weights, ours), _only(gradients, ours), _only(states, theirs), staying, scalars)
 
 
 def _only(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:

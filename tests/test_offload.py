@@ -67,6 +67,13 @@ def after(tx: Any, stage: int, steps: int = 3, bad: int | None = None) -> tuple[
     return state, skipped
 
 
+def goes_by_layers(tx: Any, stage: int) -> bool:
+    layout, tx = layout_of(stage), jp.offload(tx, min_bytes=0)
+    shapes = (abstract_state(layout, make, tx), jax.ShapeDtypeStruct((8, 16), "float32"))
+    text = str(jp.train_step(layout, loss, **jp.Zero(stage=stage).step).trace(*shapes).jaxpr)
+    return "<host>[3,16" in text and "dynamic_update_slice" in text
+
+
 def kinds(state: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
     return {jax.tree_util.keystr(keys): x.sharding.memory_kind for keys, x in leaves}
@@ -81,10 +88,13 @@ def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> N
     found, skipped_too = after(jp.offload(tx(), min_bytes=0), stage, bad=1)
     assert skipped == skipped_too == [False, True, False]
     assert entangled(found) == tangled
+    assert goes_by_layers(tx(), stage) is (tangled is None)
     parts = [(s.params, s.opt_state) for s in (expected, found)]
     for a, b in zip(*map(jax.tree.leaves, parts), strict=True):
-        # Of whole matrices the compiler fuses the sums otherwise.
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6 if tangled else 0)
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        # Where matrices are summed, or rounded to bf16, the compiler fuses it otherwise.
+        atol = 0 if name in ("adamw", "lion", "masked", "injected") else 1e-6 * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
 def test_matrices_wait_in_the_hosts_memory_before_and_after_a_step() -> None:
