@@ -21,6 +21,8 @@ from jaxpar.weights import GATHERED, all_but_gathered
 
 OUTPUT = "block_output"
 """The name of what attention or MLP adds to the residual stream."""
+SAVED_EMBED = "saved_embed"
+"""The logical dim of what goes from layer to layer, where it is kept in parts."""
 POLICIES = ("none", "full", "dots", "save_attention", "save_outputs", "save_names")
 
 
@@ -33,6 +35,8 @@ class Recompute:
         ``save_attention`` what attention makes, ``save_outputs`` what is added to the residual stream (under tensor parallelism
         what a collective has made), ``save_names`` the tensors named here.
       save_names, offload_names: of ``save_names``: what stays on the device, and what waits in the host's memory.
+      slice_activation: what goes from layer to layer, and so is kept, lies by the dims ``batch``, ``residual_seq``, :data:`SAVED_EMBED`:
+        where a rule splits the last over ``model``, each device keeps a part, and the layers gather it when they begin.
       layers: for each stage, of as many layers each, how many of its first layers recompute; the others keep everything. Empty: all.
 
     Raises:
@@ -46,6 +50,7 @@ class Recompute:
     save_names: tuple[str, ...] = ()
     offload_names: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
+    slice_activation: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -61,6 +66,11 @@ class Recompute:
         if twice:
             raise ConfigError(
                 f"remat: {', '.join(twice)} stands twice in save_names and offload_names. Remedy: name it once."
+            )
+        if self.slice_activation and self.policy == "none":
+            raise ConfigError(
+                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes none. Remedy: "
+                "another policy, or leave slice_activation out."
             )
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.layers):
             raise ConfigError(f"remat: layers is {list(self.layers)}, but numbers of layers, 0 or more, are wanted.")

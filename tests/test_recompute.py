@@ -90,6 +90,34 @@ def test_segments_cover_every_layer_once_in_order(layers: list[int]) -> None:
     assert all(one[2] is not other[2] for one, other in itertools.pairwise(found))
 
 
+def kept_bytes(remat: str | jp.Recompute, layout: jp.Layout) -> int:
+    """Temporary bytes of a step over long rows, most of which layers keep."""
+    model = LlamaConfig(layers=12, vocab=64, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, remat=remat)
+    state = jp.abstract_state(layout, make_llama(model), TX)
+    tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
+    step = jp.train_step(layout, next_token_loss).lower(state, {"tokens": tokens, "targets": tokens})
+    memory = step.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
+    return int(memory.temp_size_in_bytes)
+
+
+def test_activations_kept_in_parts_take_less_and_change_no_gradient(
+    layout_of: Any, gradients: Callable[[str], Any]
+) -> None:
+    plain = layout_of("tp")
+    sliced = jp.Layout(plain.mesh, plain.rules.replace(saved_embed="model"))
+    remat = jp.Recompute("full", slice_activation=True)
+    state = jp.init(sliced, model_of(remat), TX)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 16, 32)).astype(np.int32)
+    with jax.default_matmul_precision("highest"):
+        step = jp.train_step(sliced, next_token_loss, keep_grads=True)
+        found = jax.device_get(step(state, {"tokens": tokens[0], "targets": tokens[1]})[1]["grads"])
+    assert max(gradient_gaps(gradients("none"), found).values()) < 1e-5
+    # Each of twelve layers keeps [8, 512, 32] in fp32 on every device, or a share of it; one is gathered at a time.
+    ways, layer = plain.sizes["model"], 8 // plain.sizes["data"] * 512 * 32 * 4
+    saved = kept_bytes("full", plain) - kept_bytes(remat, sliced)
+    assert saved > 12 * layer * (1 - 1 / ways) - 1.1 * layer
+
+
 def test_offloaded_tensors_go_to_the_hosts_memory_and_back(layout_of: Any) -> None:
     rules = layout_of("fsdp", 8).rules
     layout = jp.Layout(jp.MeshSpec(data=8).on("v5e:2x4"), rules)
@@ -128,6 +156,13 @@ def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None
         (
             {"policy": "save_names", "save_names": ("qkv",), "offload_names": ("qkv",)},
             "remat: qkv stands twice in save_names and offload_names. Remedy: name it once.",
+        ),
+        (
+            {"policy": "none", "slice_activation": True},
+            (
+                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes none. Remedy: "
+                "another policy, or leave slice_activation out."
+            ),
         ),
         (
             {"policy": "full", "layers": (1, -1)},

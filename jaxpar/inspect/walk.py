@@ -20,9 +20,8 @@ from jaxpar.inspect.overlap import Schedule
 from jaxpar.inspect.slices import Slices, crosses, groups_between
 
 _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
-_VERBS = frozenset(
-    ("_apply", "_backward", "_gather", "constrain", "gather_weight", "hint", "lay_out", "product", "project", "_times")
-)
+_PLUMBING = frozenset(f"{name}.py" for name in ("contract", "crossing", "layout", "products", "quantise", "weights"))
+"""Files of jaxpar whose functions a model calls to say how a tensor goes: what they make is the model's."""
 
 
 @dataclass(frozen=True)
@@ -218,13 +217,13 @@ class Walk:
 
 def model_line(frames: Sequence[Location]) -> str:
     """The innermost line that is the model's own: not a library's, nor one of jaxpar's verbs that place tensors."""
-    own = (f for f in frames if not _LIBRARIES.search(f.file) and not _is_verb(f))
+    own = (f for f in frames if not _LIBRARIES.search(f.file) and not _is_plumbing(f))
     return str(next(own, frames[0]))
 
 
-def _is_verb(frame: Location) -> bool:
+def _is_plumbing(frame: Location) -> bool:
     path = frame.file.replace("\\", "/").split("/")
-    return "jaxpar" in path[-2:-1] and frame.function in _VERBS
+    return "jaxpar" in path[-2:-1] and path[-1] in _PLUMBING
 
 
 def module_path(frames: Sequence[Location]) -> str:

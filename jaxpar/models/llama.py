@@ -26,7 +26,7 @@ from jaxpar.attn.dispatch import attention
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
-from jaxpar.recompute import OUTPUT, Recompute
+from jaxpar.recompute import OUTPUT, SAVED_EMBED, Recompute
 from jaxpar.weights import gather_weight, project
 
 NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
@@ -273,12 +273,7 @@ class Llama(nnx.Module):
 
         blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
         for first, last, again in recompute.segments(config.layers):
-
-            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
-            @_remat(recompute if again else Recompute("none"), config.regather)
-            def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
-                return block(x_BSE, rope)
-
+            layers = _stacked(recompute if again else Recompute("none"), config, rope)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
@@ -286,6 +281,24 @@ class Llama(nnx.Module):
         """The head [embed, vocab] in the compute dtype: its product with :meth:`hidden` is the logits."""
         head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
+
+
+def _stacked(
+    recompute: Recompute, config: LlamaConfig, rope: tuple[jax.Array, jax.Array]
+) -> Callable[[Block, jax.Array], jax.Array]:
+    """A stack of layers, one after the other."""
+    kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
+
+    @_remat(recompute, config.regather)
+    def layer(block: Block, x_BSE: jax.Array) -> jax.Array:
+        return block(hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE, rope)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
+    def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
+        # Before the layer too: it is what the layer is given that is kept.
+        return hint(layer(block, hint(x_BSE, *kept)), *kept) if recompute.slice_activation else layer(block, x_BSE)
+
+    return layers
 
 
 def _remat(recompute: Recompute, regather: bool | int) -> Callable[[Any], Any]:

@@ -55,6 +55,7 @@ class RematConfig:
     save_names: tuple[str, ...] = ()
     offload_names: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
+    slice_activation: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class ParallelConfig:
     Attributes:
       optimizer: the stage of optimizer parallelism, and over what.
       remat: what of the layers the backward pass computes again, in the place of ``model.remat``; a policy's name, or
-        ``{policy, save_names, offload_names, layers}``.
+        ``{policy, save_names, offload_names, layers, slice_activation}``.
       regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
         number keeps a part of them within groups of so many devices.
       fusion: what of gradients and weights goes in one collective.

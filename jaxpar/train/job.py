@@ -16,6 +16,7 @@ from jaxpar.config import build
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
+from jaxpar.recompute import SAVED_EMBED
 from jaxpar.train.config import Loaded, OptimizerConfig, PrecisionConfig, RunConfig
 
 BATCH_DIMS = ("batch", "seq")
@@ -44,12 +45,18 @@ class Job:
           RulesError, MeshError: the optimizer's key does not fit the rules or the mesh.
         """
         if self.zero.stage == 0:
-            return jp.Layout.from_dict(self.layout_data, devices=devices)
+            return jp.Layout.from_dict(self._sliced(self.layout_data), devices=devices)
         count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
         mesh = self.zero.mesh(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}), count)
         rules = self.zero.rules(jp.Rules.from_dict(self.layout_data["rules"] or {}))
         data = {"mesh": mesh.to_dict(), "rules": rules.to_dict()}
-        return jp.Layout.from_dict(data, devices=devices)
+        return jp.Layout.from_dict(self._sliced(data), devices=devices)
+
+    def _sliced(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what layers keep split over ``model``, where that is asked for and the table says nothing of it."""
+        if not jp.Recompute.of(self.model.remat).slice_activation:
+            return data
+        return {**data, "rules": {SAVED_EMBED: "model", **(data["rules"] or {})}}
 
     def step_options(self) -> dict[str, Any]:
         """What the run asks of :func:`jaxpar.train_step`."""
