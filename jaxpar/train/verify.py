@@ -7,6 +7,7 @@ from rich.console import Console
 from jaxpar.data import batches, load_text
 from jaxpar.errors import ConfigError
 from jaxpar.inspect.compare import Verdict, compare
+from jaxpar.precision import FP8, INT8
 from jaxpar.train.job import BATCH_DIMS, Job, in_fp32
 
 
@@ -24,12 +25,15 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     """
     if steps < 1:
         raise ConfigError(f"verify: steps is {steps}, but at least 1 is wanted.")
+    rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)
     data = job.config.data
     stream = batches(load_text(data.source).train, batch=data.batch, seq=data.seq, seed=data.seed)
     layout = job.layout()
     mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"
     console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
+    if rounded:
+        console.print(f"left out            precision: {', '.join(rounded)}, which rounds to 8 bits")
     verdict = compare(
         layout.on_one_device(),
         layout,

@@ -61,6 +61,30 @@ def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
     assert not job_of(parallel={"regather": False}).model.regather
 
 
+def test_collectives_and_the_hosts_memory_have_keys(job_of: Any) -> None:
+    fusion = {"reduce": "1MiB", "scatter": [1, 2]}
+    job = job_of(parallel={"fusion": fusion, "offload": {"optimizer": "host", "min_bytes": "1KiB"}, "regather": 4})
+    assert job.step_options()["fusion"] == jp.Fusion(reduce=1 << 20, scatter=(1, 2))
+    assert job.tx.min_bytes == 1024
+    assert job.model.regather == 4
+    assert job_of().step_options()["fusion"] == jp.Fusion()
+
+
+def test_eight_bits_have_keys(job_of: Any) -> None:
+    assert job_of(precision="fp8").model.dtype == "bfloat16"
+    told = job_of(precision={"gather": "int8", "reduce": "int8", "matmul": "fp8"}).precision
+    assert (told.compute, told.gather, told.reduce, told.matmul) == (None, "int8", "int8", "fp8")
+
+
+def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_of: Any) -> None:
+    remat = {"policy": "full", "slice_activation": True}
+    rules = job_of(parallel={"remat": remat}).layout(16).rules
+    assert rules.to_dict()["saved_embed"] == "model"
+    told = job_of(parallel={"remat": remat}, rules={"saved_embed": None}).layout(16).rules
+    assert told.to_dict()["saved_embed"] is None
+    assert "saved_embed" not in job_of().layout(16).rules.table
+
+
 @pytest.mark.parametrize(
     ("keys", "kind", "text"),
     [
@@ -72,6 +96,21 @@ def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
         ({"parallel": {"optimizer": {}}}, ConfigError, "the key 'stage' is missing"),
         ({"parallel": {"optimiser": {"stage": 1}}}, ConfigError, "Did you mean 'optimizer'?"),
         ({"precision": "bf61"}, ConfigError, "precision: compute is 'bf61', but a floating dtype is wanted."),
+        (
+            {"parallel": {"fusion": {"reduce": "many"}}},
+            ConfigError,
+            "parallel.fusion: reduce is 'many', but 'auto', a size as '64MiB', or a list of layers is wanted.",
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "disk"}}},
+            ConfigError,
+            "parallel: offload: optimizer is 'disk', but 'host'",
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "host", "min_bytes": "big"}}},
+            ConfigError,
+            "offload: min_bytes is 'big', but a size, as '64KiB', is wanted.",
+        ),
         ({"train": {"accumulate": 0}}, ConfigError, "train.accumulate is 0, but at least 1 is wanted."),
     ],
 )
