@@ -20,7 +20,7 @@ from jaxpar.contract import PRODUCT
 from jaxpar.crossing import Parts, asking, gather, parts_of, reduce, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.fusion import LAYERS, Fusion, check_groups, in_groups
-from jaxpar.layout import Layout, lay_out, to_spec
+from jaxpar.layout import Layout, current_layout, lay_out, to_spec
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import FP8, INT8, Precision
@@ -377,6 +377,13 @@ def _cross(
     for kind in kinds:
         mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce")]
         if not isinstance(getattr(fusion, kind), tuple):
+            continue
+        if batch_axes(current_layout()) and not mine:
+            what = {"gather": "gathered", "scatter": "scattered", "reduce": "summed whole"}[kind]
+            raise ConfigError(
+                f"fusion: {kind} is {list(getattr(fusion, kind))}, but nothing is {what} here. Remedy: leave {kind} out."
+            )
+        if not mine:
             continue
         check_groups([show(("params", *path)) for path in paths], parts, layered)
         layers = max(x.shape[0] for x, has in zip(leaves, layered, strict=True) if has)

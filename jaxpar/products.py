@@ -79,8 +79,9 @@ def route(
     devices = math.prod(layout.sizes[axis] for axes in spread for axis in axes)
     if not batch or (devices == 1 and precision.reduce != INT8):
         return None
-    group = devices if regather is True or not spread else int(regather) or 1
-    if devices % group or (len(spread) > 1 and 1 < group < devices):
+    group = {True: devices, False: 1}[regather] if isinstance(regather, bool) else regather
+    group = group if spread else 1
+    if group < 1 or devices % group or (len(spread) > 1 and 1 < group < devices):
         over = ", ".join(axis for axes in spread for axis in axes)
         raise ConfigError(
             f"regather is {group}, but the {devices} devices over {over} which share a weight {dims} of shape {w.shape} make no "

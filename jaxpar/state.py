@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.host import KIND, hosted
@@ -148,7 +148,8 @@ def abstract_state(
     problems = [text for tensor in tensors for text in tensor.problems]
     if problems:
         raise LayoutError(problems)
-    if any(tensor.host for tensor in tensors) and platform_of(layout.mesh) == "cpu":
+    simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
+    if simulated and any(tensor.host for tensor in tensors):
         text = "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
         warnings.warn(text, stacklevel=2)
     leaves, treedef = jax.tree.flatten(shapes)

@@ -104,7 +104,7 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (list(weights), list(states)))
 
     specs = [to_spec(t.resolved) for t in place(layout, state) if t.role == "opt_state"]
-    ours, theirs = _by_layers(state, extra)
+    ours, theirs, homes = _by_layers(state, extra, specs)
     # First what moves whole. One number stands in for what goes by layers; nothing reads it.
     brought = [_bring(layout, x, spec) if on_host(x) else x for x, spec in zip(states, specs, strict=True)]
     stood = [_stand_in(x) if skip else x for x, skip in zip(brought, theirs, strict=True)]
@@ -115,13 +115,17 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
         for old, new, spec, skip in zip(states, new_s, specs, theirs, strict=True)
     ]
     if any(ours):
-        layered = _layers(layout, apply, (weights, gradients, states), (ours, theirs), specs, (finite, loss))
+        layered = _layers(
+            layout, apply, (weights, gradients, states), (ours, theirs), (homes, _only(specs, theirs)), (finite, loss)
+        )
         new_w, new_s = _filled(layered[0], ours, new_w), _filled(layered[1], theirs, new_s)
     return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
 
 
-def _by_layers(state: TrainState, extra: dict[str, Any]) -> tuple[list[bool], list[bool]]:
-    """Which parameters, and which arrays of the optimizer, go layer by layer."""
+def _by_layers(
+    state: TrainState, extra: dict[str, Any], specs: Sequence[PartitionSpec]
+) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
+    """Which parameters, and which arrays of the optimizer, go layer by layer; where each such parameter's state lies."""
     dims = dict(state.static.dims)
     params = {to_path(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
     owners: list[Any] = []
@@ -135,8 +139,13 @@ def _by_layers(state: TrainState, extra: dict[str, Any]) -> tuple[list[bool], li
     lengths = [params[path].shape[0] for path in params if path in stacks]
     stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
     if not stacks or entangled(state, extra):
-        return [False] * len(params), [False] * len(states)
-    return [path in stacks for path in params], [owner in stacks for owner in owners]
+        return [False] * len(params), [False] * len(states), []
+    lies = {owner: spec for owner, spec in zip(owners, specs, strict=True) if owner in stacks}
+    return (
+        [path in stacks for path in params],
+        [owner in stacks for owner in owners],
+        [lies[p] for p in params if p in stacks],
+    )
 
 
 def entangled(state: TrainState, extra: Mapping[str, Any] | None = None) -> str | None:
@@ -172,15 +181,14 @@ def _layers(
     apply: Apply,
     arrays: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
     chosen: tuple[Sequence[bool], Sequence[bool]],
-    specs: Sequence[PartitionSpec],
+    specs: tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]],
     scalars: tuple[Any, Any],
 ) -> tuple[list[Any], list[Any]]:
     """Parameters and states of layers, updated one after the other where they lie."""
     (weights, gradients, states), (ours, theirs) = arrays, chosen
     stand = [_stand_in(w) for w in weights]
     # What its state is split over a parameter is split over too, for as long as this takes.
-    lies = {x.shape: spec for x, spec, skip in zip(states, specs, theirs, strict=True) if skip}
-    w_specs, s_specs = [lies[w.shape] for w in _only(weights, ours)], _only(specs, theirs)
+    w_specs, s_specs = (list(some) for some in specs)
 
     def loop(
         weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], scalars: tuple[Any, Any]

@@ -127,6 +127,10 @@ ERRORS = {
             "size, or auto."
         ),
     ),
+    "nothing to scatter": (
+        lambda: found(0, scatter=(2,)),
+        "fusion: scatter is [2], but nothing is scattered here. Remedy: leave scatter out.",
+    ),
     "no layers": (
         lambda: found(
             0, lambda key: {name: x if name == "last" else x.value for name, x in make(key).items()}, reduce=(2,)

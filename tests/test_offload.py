@@ -74,6 +74,28 @@ def goes_by_layers(tx: Any, stage: int) -> bool:
     return "<host>[3,16" in text and "dynamic_update_slice" in text
 
 
+def test_square_matrices_go_where_their_own_state_lies() -> None:
+    """Equal shapes, and parts of equal shapes, that lie the other way round."""
+
+    def square(key: jax.Array) -> dict[str, Any]:
+        up, down = (jax.random.normal(k, (LAYERS, 16, 16)) / 4 for k in jax.random.split(key))
+        return {"up": jp.tag(up, "layers", "embed", "mlp"), "down": jp.tag(down, "layers", "mlp", "embed")}
+
+    def loss(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean(
+            jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1], None), x, (model["up"], model["down"]))[0] ** 2
+        )
+
+    rules = jp.Rules(batch="replica", layers=None, embed="data", mlp="model")
+    layout = jp.Layout(jp.MeshSpec(replica=2, data=2, model=2).build(), rules)
+    x, found = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32), []
+    for tx in (optax.adam(LR), jp.offload(optax.adam(LR), min_bytes=0)):
+        state = jp.init(layout, square, tx)
+        found.append(jp.train_step(layout, loss)(state, x)[0].params)
+    for name in ("up", "down"):
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-6)
+
+
 def kinds(state: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
     return {jax.tree_util.keystr(keys): x.sharding.memory_kind for keys, x in leaves}

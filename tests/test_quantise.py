@@ -239,10 +239,11 @@ def test_a_model_that_hands_nothing_over_is_told_so() -> None:
         )
 
 
-def test_groups_that_do_not_divide_are_named() -> None:
+@pytest.mark.parametrize("group", [3, 0, -2, 16])
+def test_groups_that_do_not_divide_are_named(group: int) -> None:
     with pytest.raises(ConfigError) as error:
-        product_and_grads(jp.MeshSpec(data=8), regather=3)
+        product_and_grads(jp.MeshSpec(data=8), regather=group)
     assert str(error.value) == (
-        "regather is 3, but the 8 devices over data which share a weight ('embed', 'heads', None) of shape (16, 1, 48) make no "
-        "groups of 3. Remedy: a divisor of 8, true or false."
+        f"regather is {group}, but the 8 devices over data which share a weight ('embed', 'heads', None) of shape (16, 1, 48) make no "
+        f"groups of {group}. Remedy: a divisor of 8, true or false."
     )
