@@ -49,12 +49,13 @@ class Run:
     most: float = 1.0
 
 
-def sharded(model: LlamaConfig, size: float) -> float:
-    """Stage 3: the layers' weights gathered twice and their gradients scattered, in so many bytes a number.
+def sharded(model: LlamaConfig, size: float, group: int = DEVICES) -> float:
+    """Stage 3: the layers' weights gathered twice, the second time within groups, their gradients scattered, in so many bytes a number.
 
     The head stays in 16 bits, gathered for both passes at once; the lookup exchanges rows, there and back.
     """
-    return SHARE * (3 * size * matrices(model) + 2 * BF16 * model.embed * model.vocab + 2 * (16 << 20))
+    layers = (2 * SHARE + (group - 1) / group) * size * matrices(model)
+    return layers + SHARE * (2 * BF16 * model.embed * model.vocab + 2 * (16 << 20))
 
 
 def whole(model: LlamaConfig, size: float) -> float:
@@ -66,7 +67,7 @@ RUNS = {
     "stage 3": Run("1b_fsdp16", (), lambda m: sharded(m, BF16)),
     "stage 3, int8": Run("1b_fsdp16_int8", (), lambda m: sharded(m, INT8), "stage 3", 0.55),
     "stage 3, int8, groups of 4": Run(
-        "1b_fsdp16_int8", ("parallel.regather=4",), lambda m: sharded(m, INT8), "stage 3", 0.55
+        "1b_fsdp16_int8", ("parallel.regather=4",), lambda m: sharded(m, INT8, 4), "stage 3", 0.55
     ),
     "stage 1": Run("1b_dp16_zero1", (), lambda m: whole(m, BF16)),
     "stage 1, int8": Run("1b_dp16_zero1", (PRECISION,), lambda m: whole(m, INT8), "stage 1", 0.55),

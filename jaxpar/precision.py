@@ -92,8 +92,8 @@ class Precision:
       reduce: dtype in which gradients cross it, where each device sums its own first; fp32 or wider if ``None``.
         Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.quantise`).
       scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
-      matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.project` in 8-bit floating point; the name ``fp8`` alone
-        means this with ``compute`` in bf16.
+      matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.project` in 8-bit floating point; ``fp8`` for ``compute``,
+        or alone, means this with ``compute`` in bf16.
 
     Raises:
       ConfigError: no floating dtype, another ``matmul``, or a dtype beyond what ``jax_enable_x64`` allows.
@@ -138,6 +138,8 @@ class Precision:
                     raise ConfigError(
                         f"precision: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
                     )
+            if value.get("compute") == FP8:
+                value = {**value, "compute": "bfloat16", "matmul": FP8}
             scale = value.get("scale", {} if _half(value.get("compute")) else None)
             if isinstance(scale, Mapping):
                 known = [field.name for field in fields(LossScale)]

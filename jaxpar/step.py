@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.fusion import Fusion
-from jaxpar.gradients import Gather, How, Reduce, gradients
+from jaxpar.gradients import gradients
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
+from jaxpar.microbatches import Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import Asked, Precision

@@ -231,12 +231,12 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
             {"precision": "bf61"},
             (
                 "precision: compute is 'bf61', but a floating dtype is wanted. Did you mean 'bf16'? Known are fp32, bf16, fp16, "
-                "fp64."
+                "fp64, fp8."
             ),
         ),
         (
             {"precision": {"reduced": "fp32"}},
-            "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, scale.",
+            "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, scale, matmul.",
         ),
         ({"precision": "fp64"}, "precision: compute is float64, which jax computes only with jax_enable_x64."),
     ],

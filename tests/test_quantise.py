@@ -209,7 +209,7 @@ def test_fp8_products_and_their_gradients(way: str) -> None:
 
 
 def test_fp8_has_a_short_name_and_no_other() -> None:
-    assert jp.Precision.of("fp8") == jp.Precision(compute="bf16", matmul="fp8")
+    assert jp.Precision.of("fp8") == jp.Precision.of({"compute": "fp8"}) == jp.Precision(compute="bf16", matmul="fp8")
     with pytest.raises(ConfigError) as error:
         jp.Precision(matmul="fp4")
     assert str(error.value) == "precision: matmul is 'fp4', but 'fp8' or nothing is wanted."
