@@ -127,12 +127,13 @@ def knob(category: str, remat: str = "") -> str:
     """What makes a category of memory smaller.
 
     >>> knob("optimizer")
-    'shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or over more devices.'
+    'shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as parallel: {offload: {optimizer: host}}.'
     """
     again = "" if remat in ("", "full") else f"compute activations again (model.remat=full, now {remat}); "
     texts = {
         "parameters": "shard them over another axis (rules: params: {embed: data}), or over more devices.",
-        "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or over more devices.",
+        "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as "
+        "parallel: {offload: {optimizer: host}}.",
         "gradients": "shard the parameters over another axis, and their gradients follow.",
         "activations": f"{again}split the sequence over an axis (residual_seq: model), or take a smaller data.batch.",
         "temporaries": f"{again}take a smaller data.batch, or split the largest tensors at the peak over another axis.",
