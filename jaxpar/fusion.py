@@ -23,7 +23,8 @@ from jaxpar.topology import platform_of
 
 LAYERS = "layers"
 """The logical dim, the first of a parameter, by which index groups are made."""
-_LANES = 1024
+_LANES, _TILE = 1024, 16
+"""Whole tiles stay a reduce-scatter to the TPU's compiler; odd numbers of rows would be an all-reduce and a slice."""
 _ENDLESS = 2**30
 _OPTIONS = {
     ("tpu", "reduce"): ("xla_jf_crs_combiner_threshold_in_bytes", "xla_jf_crs_combiner_threshold_count"),
@@ -166,11 +167,12 @@ def _group(
         ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
         into, out = (1, ways) if gathers else (ways, 1)
         packed = [_pack(arrays[i], _dim(parts[i]), into) for i in members]
-        crossed = cross(jnp.concatenate(packed, 1), axes)
+        rows = jnp.concatenate(packed, 1)
+        crossed = cross(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % _TILE), (0, 0))), axes)
         start = 0
-        for i, rows in zip(members, packed, strict=True):
-            own = jax.lax.slice_in_dim(crossed, start, start + rows.shape[1], axis=1)
-            start += rows.shape[1]
+        for i, some in zip(members, packed, strict=True):
+            own = jax.lax.slice_in_dim(crossed, start, start + some.shape[1], axis=1)
+            start += some.shape[1]
             results[i] = _unpack(own, arrays[i].shape, _dim(parts[i]), into, out)
     return [results[i] for i in range(len(arrays))]
 
