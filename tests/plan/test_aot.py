@@ -212,6 +212,43 @@ def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypat
     ]
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_sizes_of_collectives_and_the_hosts_memory_reach_the_compiler(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(aot, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(aot, "_compile", lambda compiler, program, request, kept: asked.append(pretend(request, kept)))
+    layout, own = jp.Layout.from_yaml(FSDP, devices=8), {"xla_tpu_scoped_vmem_limit_kib": 65536}
+    compiled("v5e:2x4", layout, fusion=jp.Fusion(reduce=0), compiler_options=own)
+    assert asked[0]["compiler_options"] == own | {
+        "xla_jf_crs_combiner_threshold_in_bytes": 0,
+        "xla_jf_crs_combiner_threshold_count": 2**30,
+    }
+    assert "kinds" not in asked[0]
+    tx = jp.offload(optax.adamw(1e-3))
+    compile_for("v5e:2x4", layout, make_llama(MODEL), tx, next_token_loss, batch())
+    state = jp.abstract_state(aim(layout, Topology.parse("v5e:2x4")), make_llama(MODEL), tx)
+    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
+    found = asked[1]["kinds"]
+    assert isinstance(found, list) and found[: len(kinds)] == kinds and kinds.count("pinned_host") == 2 * 9
+    with pytest.warns(UserWarning, match="takes the host's memory for the device's, and counts it so"):
+        compile_for("h100:8", layout, make_llama(MODEL), tx, next_token_loss, batch())
+
+
+def test_the_peak_is_the_devices_alone() -> None:
+    given = {
+        "peak_memory": 100,
+        "host_argument_size": 30,
+        "host_temp_size": 5,
+        "host_output_size": 40,
+        "host_alias_size": 30,
+    }
+    assert aot._memory(given) == {"peak": 55, "host": 45}
+    assert aot._memory({"peak_memory": 100, "host_argument_size": 0, "host_temp_size": 0}) == {"peak": 100, "host": 0}
+    assert aot._memory({"peak_memory": 100}) == {"peak": 100}
+
+
 def test_a_model_sees_what_it_is_compiled_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
