@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from jaxpar import errors as errors
     from jaxpar import testing as testing
     from jaxpar.arrays import put as put
+    from jaxpar.attn.context import Context as Context
     from jaxpar.attn.dispatch import attention as attention
+    from jaxpar.attn.local import attention_local as attention_local
+    from jaxpar.attn.masks import Mask as Mask
     from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.fusion import Fusion as Fusion
     from jaxpar.host import offload as offload
@@ -49,8 +52,10 @@ if TYPE_CHECKING:
     from jaxpar.zero import Zero as Zero
 
 _HOMES = {
+    "Context": "attn.context",
     "Fusion": "fusion",
     "Layout": "layout",
+    "Mask": "attn.masks",
     "MeshSpec": "mesh",
     "Precision": "precision",
     "Recompute": "recompute",
@@ -59,6 +64,7 @@ _HOMES = {
     "Zero": "zero",
     "abstract_state": "state",
     "attention": "attn.dispatch",
+    "attention_local": "attn.local",
     "audit": "inspect.audit",
     "check": "inspect.explain",
     "compile_for": "plan.aot",

@@ -1,19 +1,29 @@
-"""``attention``: causal attention on global arrays, by the best means that the accelerator and the layout allow."""
+"""``attention``: on global arrays, by the best means that the accelerator and the layout allow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from jaxpar.attn import heads as exchange
+from jaxpar.attn.asked import Beside, Impl, Options, check_impl, read
 from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.choose import Choice, Spread, choice
+from jaxpar.attn.dense import dense
+from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
+from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
+from jaxpar.attn.order import permutation
 from jaxpar.attn.splash import splash
-from jaxpar.errors import LayoutError, listing
+from jaxpar.attn.split import Way
+from jaxpar.attn.tiles import Extras, Rules
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes, resolve
 from jaxpar.topology import platform_of
@@ -21,73 +31,209 @@ from jaxpar.topology import platform_of
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
 KERNELS = {"tpu": splash, "gpu": mha}
-"""Platform → the kernel that is ``flash`` there."""
+"""Platform → the kernel that is ``flash`` there, for a causal mask and nothing beside it."""
+
+type Dims = Sequence[str | None]
+type Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attention(
     q_BSHD: jax.Array,
-    k_BSKD: jax.Array,
-    v_BSKD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
     *,
-    impl: Literal["auto", "dense", "flash"] = "auto",
+    impl: Impl = "auto",
     q_dims: Sequence[str | None] = Q_DIMS,
     kv_dims: Sequence[str | None] = KV_DIMS,
+    heads_axis: str | Sequence[str] = "ulysses",
+    pad: bool = False,
+    **options: Unpack[Options],
 ) -> jax.Array:
-    """Causal softmax attention, scaled by 1 / sqrt(head_dim), under the ambient layout.
+    """Softmax attention under the ambient layout; causal, and scaled by 1 / sqrt(head_dim), if nothing else is said.
+
+    Every implementation takes every mask and every option, any number of key heads that divides the queries', and gives the same
+    result: docs/attention.md has the table.
 
     Args:
       q_BSHD: queries [batch, seq, heads, head_dim].
-      k_BSKD, v_BSKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
-      impl: ``dense`` builds the scores [seq, seq]; ``flash`` never does, and is there on TPU and GPU, where the layout leaves
-        seq and head_dim whole, for four bytes a number at most; ``auto`` takes ``flash`` where it is there.
+      k_BTKD, v_BTKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
+      impl: ``dense`` builds the scores [seq, seq]. ``flash`` does not, where the layout leaves seq whole: the accelerator's kernel for a
+        causal mask and nothing beside, tiles in plain jax for all else. Where seq is split: ``gather`` collects keys and values;
+        ``ring`` passes them from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), ``ring_self_attention`` first all keys
+        and then all values, with whole rows of scores (Li et al. 2021, arXiv:2105.13120); ``ulysses`` exchanges sequence for heads
+        (Jacobs et al. 2023, arXiv:2309.14509); ``hybrid`` does so over ``heads_axis`` and passes over the other axes. ``auto`` takes what sends
+        the fewest bytes; :func:`jaxpar.attn.choose.choice` says why.
       q_dims, kv_dims: logical dims of queries and of keys and values.
+      heads_axis: for ``hybrid`` and ``auto``: the mesh axes that exchange sequence for heads.
+      pad: fill up a sequence that does not divide with tokens that nothing sees, and cut the result back.
+      options: see :class:`jaxpar.attn.asked.Options`.
 
     Returns:
       [batch, seq, heads, head_dim], laid out as the queries.
 
     Raises:
-      LayoutError: the dims do not fit the layout, or ``flash`` was asked for where it is not there.
+      LayoutError: sizes, dims or heads do not fit the layout or each other.
+      ConfigError: an option that is none, or out of its range.
     """
-    q, k, v = hint(q_BSHD, *q_dims), hint(k_BSKD, *kv_dims), hint(v_BSKD, *kv_dims)
-    q_axes, kv_axes = _axes(q, q_dims), _axes(k, kv_dims)
-    why_not = _no_flash(q_axes, kv_axes, q.dtype)
-    if impl == "flash" and why_not:
-        raise LayoutError(f"attention(impl='flash'): {why_not}. Remedy: impl='auto' or 'dense'.")
-    if impl == "dense" or why_not:
-        return checkpoint_name(hint(jax.nn.dot_product_attention(q, k, v, is_causal=True), *q_dims), SAVED)
-    if q_axes[2] != kv_axes[2]:
+    check_impl(impl)
+    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
+    swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
+    rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
+    if pad:
+        arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
+    q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
+    spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
+    why_not = _no_kernel(q, k, rules, beside, offset)
+    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=swapped, no_kernel=why_not)
+    if picked.impl == "dense":
+        o = _dense(q, k, v, rules, beside, offset, options, spread, swapped)
+        return checkpoint_name(hint(o, *q_dims), SAVED)[:, :rows]
+    if spread.q[2] != spread.kv[2]:
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *q_dims) for x in (k, v))
-        kv_axes = q_axes
-    return _sharded(KERNELS[platform_of(current_layout().mesh)], q_axes, kv_axes)(q, k, v)
+        spread = Spread(spread.q, spread.q)
+    ring, heads = roles(picked.impl, spread.q[1], swapped) if spread.q[1] else ((), ())
+    way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset)
+    check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
+    return hint(_sharded(picked, way, options, spread, (q, k, v), beside), *q_dims)[:, :rows]
 
 
-def _axes(x: jax.Array, dims: Sequence[str | None]) -> tuple[Axes, ...]:
+def shares(
+    impl: Impl,
+    q: Any,
+    k: Any,
+    *,
+    dims: tuple[Dims, Dims] = (Q_DIMS, KV_DIMS),
+    heads_axis: tuple[str, ...] = ("ulysses",),
+) -> tuple[int, int]:
+    """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
+    spread = Spread(_axes(q, dims[0]), _axes(k, dims[1]))
+    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=heads_axis, no_kernel="no matter")
+    ring, heads = roles(picked.impl, spread.q[1], heads_axis)
+    return _share(ring), _share(heads)
+
+
+def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays: Arrays, beside: Beside) -> jax.Array:
+    """On each device's shards: kernels and rings are opaque to the partitioner."""
+    layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
+    q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
+    rows, columns, apart = spread.q[0], spread.q[1], (*spread.q[2], *way.heads)
+    per = lambda x, size, axes: axes or None if x is not None and size > 1 else None
+    some = lambda x, *spec: None if x is None else PartitionSpec(*spec)
+    bias = beside.bias
+    specs = Beside(
+        segments=None if beside.segments is None else (PartitionSpec(rows or None, columns or None),) * 2,
+        prefix=some(beside.prefix, rows or None if beside.prefix is not None and len(beside.prefix) == batch else None),
+        slopes=some(beside.slopes, apart or None),
+        bias=bias
+        if bias is None
+        else PartitionSpec(per(bias, bias.shape[0], rows), per(bias, bias.shape[1], apart), way.ring or None, None),
+        sinks=some(beside.sinks, spread.q[2] or None),
+        key=some(beside.key),
+        offset=some(beside.offset),
+    )
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
+        if picked.kernel:
+            return _by_kernel(way, q, k, v, platform_of(layout.mesh))
+        here = ordered(way, options, (q.shape[1], k.shape[1]))
+        first = _index(spread.q[0]) * q.shape[0], _index(spread.q[2]) * q.shape[2]
+        return compute(here, q, k, v, beside, first)[0]
+
+    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not free:  # an enclosing shard_map has made every axis manual: these are the shards
+        return local(q, k, v, beside)
+    # Kernels do not say over which axes their results vary.
+    in_specs = (q_spec, kv_spec, kv_spec, specs)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
+
+
+def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array:
+    """The accelerator's kernel; where heads are exchanged, between the exchanges."""
+    repeat = exchange.repeats(k.shape[2], exchange.ways_of(way.heads))
+    q, k, v = exchange.apart(q, way.heads), *(exchange.apart(x, way.heads, repeat) for x in (k, v))
+    return exchange.together(KERNELS[platform](q, k, v), way.heads)
+
+
+def _dense(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rules: Rules,
+    beside: Beside,
+    offset: int,
+    options: Options,
+    spread: Spread,
+    heads_axis: tuple[str, ...],
+) -> jax.Array:
+    plain = rules == Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
+    if plain and q.shape[1] == k.shape[1] and q.dtype.itemsize <= 4:  # jax's own has fp32 sums for fp64 too
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
+    order: Any = options.get("order") or "contiguous"
+    at = [np.asarray(permutation(order, x.shape[1], ways)) for x in (q, k)]
+    first = (0, 0) if rules.dropout else None
+    group = (k.shape[2], q.shape[2] // k.shape[2])
+    bias, slopes = beside.bias, beside.slopes
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
+    slopes = None if slopes is None else slopes.reshape(group)
+    extras = Extras(bias, slopes, beside.prefix, beside.key, first)
+    start = offset if beside.offset is None else beside.offset
+    o, lse = dense(rules, q, k, v, (jnp.asarray(at[0]) + start, jnp.asarray(at[1])), beside.segments, extras)
+    if beside.sinks is not None:
+        o = (o * jax.nn.sigmoid(lse - beside.sinks.astype(lse.dtype))[..., None]).astype(o.dtype)
+    return o
+
+
+def _asks(beside: Beside, offset: int, options: Options) -> bool:
+    """Whether anything is asked for beside rules and keys that begin with the queries."""
+    return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
+
+
+def _no_kernel(q: jax.Array, k: jax.Array, rules: Rules, beside: Beside, offset: int) -> str:
+    """Why the accelerator's kernel cannot run here; empty where it can."""
+    platform = platform_of(current_layout().mesh)
+    if platform not in KERNELS:
+        return f"kernels run on TPU and GPU, but the mesh is of {platform} devices"
+    if q.dtype.itemsize > 4:
+        return f"the kernel computes in float32, but the queries are {q.dtype.name}"
+    if rules != Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) or _asks(beside, offset, {}):
+        return "the kernel knows the causal mask alone"
+    return "" if q.shape[1] == k.shape[1] else "the kernel wants as many queries as keys"
+
+
+def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:
+    """Sequences filled up to what the layout's split of them wants, with tokens that are padding."""
+    missing = []
+    for x, names in zip(arrays[:2], dims, strict=True):
+        # Any split divides so long a sequence: its axes are those that the rules want.
+        long = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1] * current_layout().mesh.size, *x.shape[2:]), x.dtype)
+        missing.append(-x.shape[1] % (2 * _share(_axes(long, names)[1])))
+    if not any(missing):
+        return arrays, beside
+    given = beside.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
+    rows, columns = (
+        jnp.pad(x, ((0, 0), (0, more)), constant_values=-1) for x, more in zip(given, missing, strict=True)
+    )
+    fill = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+    q, k, v = (fill(x, more) for x, more in zip(arrays, (missing[0], missing[1], missing[1]), strict=True))
+    bias = beside.bias
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
+    return (q, k, v), beside._replace(segments=(rows, columns), bias=bias)
+
+
+def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
     """The mesh axes of each dim of ``x``, without those that an enclosing ``shard_map`` has made manual."""
     layout, manual = current_layout(), jax.sharding.get_abstract_mesh().manual_axes
     sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
     return resolve(layout.rules, sizes, tuple(dims), x.shape, itemsize=x.dtype.itemsize).axes
 
 
-def _no_flash(q_axes: Sequence[Axes], kv_axes: Sequence[Axes], dtype: Any) -> str:
-    """Why the kernel cannot run here; empty where it can."""
-    platform = platform_of(current_layout().mesh)
-    if platform not in KERNELS:
-        return f"its kernels run on TPU and GPU, but the mesh is of {platform} devices"
-    if dtype.itemsize > 4:
-        return f"its kernel computes in float32, but the queries are {dtype.name}"
-    for dim, size in ((1, "sequence"), (3, "head dim")):
-        split = q_axes[dim] or kv_axes[dim]
-        if split:
-            return f"it wants the {size} whole, but the layout splits it over {listing(split)}"
-    return ""
+def _share(axes: Sequence[str]) -> int:
+    return math.prod(current_layout().sizes[axis] for axis in axes)
 
 
-def _sharded(local: Callable[..., jax.Array], q_axes: Sequence[Axes], kv_axes: Sequence[Axes]) -> Callable[..., Any]:
-    """``local`` on each device's shards: a kernel is opaque to the partitioner."""
-    q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (q_axes, kv_axes))
-    free = set(current_layout().mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    if not free:  # an enclosing shard_map has made every axis manual: these are the shards
-        return local
-    # The kernel does not say over which axes its results vary.
-    return jax.shard_map(local, in_specs=(q_spec, kv_spec, kv_spec), out_specs=q_spec, axis_names=free, check_vma=False)
+def _index(axes: Sequence[str]) -> Any:
+    return jax.lax.axis_index(tuple(axes)) if axes else 0

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
 from jaxpar.attn.blocks import SAVED
-from jaxpar.attn.dispatch import attention
+from jaxpar.attn.context import AUTO, Context
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
@@ -31,6 +31,8 @@ from jaxpar.weights import gather_weight, project
 
 NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
 """What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
+
+type Rope = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class LlamaConfig:
     param_dtype: str = "float32"
     remat: str | Recompute = "none"
     regather: bool | int = True
+    context: Context = AUTO
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -183,15 +186,16 @@ class Attention(nnx.Module):
         # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
         self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
         self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
+        self.context = c.context
 
-    def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(self, x_BSE: jax.Array, rope: Rope, order: str | None) -> jax.Array:
         kv_dims = ("embed", "kv_heads", "head_dim")
         # One by one: gathered together they come too late to hide behind the matmul before.
         (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
         (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
         (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
-        o_BSHD = attention(q, k, v)
+        o_BSHD = self.context(q, k, v, order)
         (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
         return y_BSE
 
@@ -224,10 +228,10 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(self, x_BSE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(self, x_BSE: jax.Array, rope: Rope, order: str | None = None) -> jax.Array:
         residual = ("batch", "residual_seq", "embed")
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope), *residual), OUTPUT)
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order), *residual), OUTPUT)
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
         return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
 
@@ -262,7 +266,15 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
         return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
 
-    def hidden(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+    def laid(self, *arrays_BS: jax.Array) -> tuple[str | None, jax.Array | None, tuple[jax.Array, ...]]:
+        """Tokens and targets as :meth:`hidden` takes them fastest, their positions, and the order that they lie in."""
+        c, shape = self.config, arrays_BS[0].shape
+        q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
+        return c.context.laid(q, k, *arrays_BS)
+
+    def hidden(
+        self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None, order: str | None = None
+    ) -> jax.Array:
         """What the last layer gives, normed: [batch, seq, embed] in ``config.dtype``."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         tokens_BS = hint(tokens_BS, "batch", "seq")
@@ -273,7 +285,7 @@ class Llama(nnx.Module):
 
         blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
         for first, last, again in recompute.segments(config.layers):
-            layers = _stacked(recompute if again else Recompute("none"), config, rope)
+            layers = _stacked(recompute if again else Recompute("none"), config, rope, order)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
@@ -284,14 +296,16 @@ class Llama(nnx.Module):
 
 
 def _stacked(
-    recompute: Recompute, config: LlamaConfig, rope: tuple[jax.Array, jax.Array]
+    recompute: Recompute, config: LlamaConfig, rope: Rope, order: str | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
     """A stack of layers, one after the other."""
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
 
     @_remat(recompute, config.regather)
     def layer(block: Block, x_BSE: jax.Array) -> jax.Array:
-        return block(hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE, rope)
+        return block(
+            hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE, rope, order
+        )
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
     def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
@@ -321,7 +335,7 @@ def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:
     return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, state))
 
 
-def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:
     """Cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021), in fp32."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_factor > 1:
@@ -334,7 +348,7 @@ def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> tuple[jax.Array,
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
-def rotate(x_BSHD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x_BSHD: jax.Array, rope: Rope) -> jax.Array:
     """Turn the pairs (i, i + head_dim / 2) of each head by the angles of its position."""
     cos, sin = rope
     low, high = jnp.split(x_BSHD, 2, axis=-1)

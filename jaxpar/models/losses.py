@@ -128,4 +128,5 @@ def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
 
 def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """``loss_fn`` of a language model: ``batch`` holds ``tokens`` and ``targets``, each [batch, seq] int."""
-    return linear_cross_entropy(model.hidden(batch["tokens"]), model.unembedding(), batch["targets"])
+    order, positions, (tokens, targets) = model.laid(batch["tokens"], batch["targets"])
+    return linear_cross_entropy(model.hidden(tokens, positions, order), model.unembedding(), targets)

@@ -76,6 +76,16 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True)
+class ContextConfig:
+    """How attention goes over a split sequence; see :class:`jaxpar.attn.context.Context`."""
+
+    impl: str = "auto"
+    order: str | None = None
+    travel: str | None = None
+    block: int = 512
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """What is split beside the layout.
 
@@ -87,6 +97,7 @@ class ParallelConfig:
         number keeps a part of them within groups of so many devices.
       fusion: what of gradients and weights goes in one collective.
       offload: what waits in the host's memory: ``{optimizer: host}``.
+      context: how attention goes over a split sequence: ``{impl: ring}``.
     """
 
     optimizer: ZeroConfig | None = None
@@ -94,6 +105,7 @@ class ParallelConfig:
     regather: bool | int = True
     fusion: FusionConfig = field(default_factory=FusionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    context: ContextConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ import jax
 import optax
 
 import jaxpar as jp
+from jaxpar.attn.context import Context
 from jaxpar.config import build
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.recompute import SAVED_EMBED
-from jaxpar.train.config import Loaded, OptimizerConfig, PrecisionConfig, RunConfig
+from jaxpar.train.config import ContextConfig, Loaded, OptimizerConfig, PrecisionConfig, RunConfig
 
 BATCH_DIMS = ("batch", "seq")
 FAMILIES = ("llama",)
@@ -109,6 +110,8 @@ def make_job(loaded: Loaded) -> Job:
             )
         asked = config.parallel.remat
         model = replace(model, remat=asked if isinstance(asked, str) else jp.Recompute(**asdict(asked)))
+    if config.parallel.context is not None:
+        model = replace(model, context=_context(config.parallel.context))
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
@@ -133,6 +136,13 @@ def _fusion(config: RunConfig) -> jp.Fusion:
     asked = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
     try:
         return jp.Fusion(**asked)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
+
+
+def _context(asked: ContextConfig) -> Context:
+    try:
+        return Context(**asdict(asked))
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 

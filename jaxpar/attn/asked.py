@@ -1,0 +1,226 @@
+"""What a caller asks of attention, checked before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.attn.masks import Mask, Rule, mask_of
+from jaxpar.attn.split import Segments
+from jaxpar.attn.tiles import Rules
+from jaxpar.errors import ConfigError, LayoutError, did_you_mean
+
+Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid"]
+IMPLS: tuple[str, ...] = get_args(Impl)
+TRAVEL = ("float32", "bfloat16")
+
+
+class Options(TypedDict, total=False):
+    """What :func:`jaxpar.attention` and :func:`jaxpar.attention_local` take beside queries, keys and values.
+
+    Attributes:
+      causal: a query sees the keys up to its own position; if neither this nor ``mask`` is given, it does.
+      mask: a :class:`jaxpar.Mask`, or a function of two positions.
+      segment_ids: integers [batch, seq], or a pair of them for queries and keys: a token sees those of its own segment. A
+        negative number is padding: it sees nothing and is seen by nobody, its result and gradients are 0.
+      prefix: how many keys every query sees whatever the mask says of them: a number, or one for each sequence [batch].
+      scale: of the scores; 1 / sqrt(head_dim) if not given.
+      softcap: ``softcap * tanh(score / softcap)`` in the place of the score (Gemma 2), before biases.
+      alibi: slopes [heads] of ``-slope * |q - k|``, or ``True`` for those of Press et al. 2021 (arXiv:2108.12409).
+      bias: added to the scores, [batch or 1, heads or 1, queries, keys].
+      sinks: a logit [heads] that takes part in every softmax and adds nothing (attention sinks).
+      dropout: the share of weights that are dropped; the others grow accordingly. The same ``key`` drops the same ones in
+        every layout.
+      key: of the dropout, a jax PRNG key.
+      q_offset: the position of the first query, where that of the first key is 0; a number, or a traced one.
+      order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
+        out in zigzag and back by itself.
+      travel: the dtype in which gradients of keys and values go from device to device.
+      block: tokens of a tile's side, at most.
+    """
+
+    causal: bool | None
+    mask: Mask | Rule | None
+    segment_ids: Any
+    prefix: Any
+    scale: float | None
+    softcap: float | None
+    alibi: Any
+    bias: Any
+    sinks: Any
+    dropout: float
+    key: Any
+    q_offset: Any
+    order: str | None
+    travel: str | None
+    block: int
+
+
+class Beside(NamedTuple):
+    """Arrays beside queries, keys and values; ``None`` for what is not asked for."""
+
+    segments: Segments = None
+    prefix: Any = None
+    slopes: Any = None
+    bias: Any = None
+    sinks: Any = None
+    key: Any = None
+    offset: Any = None
+
+
+def known(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that there is not."""
+    names = tuple(Options.__annotations__)
+    for name in options:
+        if name not in names:
+            raise ConfigError(
+                f"attention: no option {name!r}.{did_you_mean(name, names)} The options are: {', '.join(names)}."
+            )
+
+
+def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Rules, Beside, int]:
+    """What is to be computed, the arrays beside, and the first query's position where it is a plain number.
+
+    Raises:
+      ConfigError, LayoutError: what is asked for does not fit; see :func:`jaxpar.attention`.
+    """
+    known(options)
+    _check_shapes(q, k, v)
+    heads = q.shape[2]
+    mask = mask_of(options.get("causal"), options.get("mask"))
+    offset, prefix = options.get("q_offset"), options.get("prefix")
+    if offset is None and q.shape[1] != k.shape[1] and mask.sides != (None, None):
+        raise LayoutError(
+            f"attention: {q.shape[1]} queries and {k.shape[1]} keys under a mask that compares their positions, but nothing says where the "
+            f"first query stands. Remedy: q_offset={k.shape[1] - q.shape[1]} if the last query is at the last key, q_offset=0 if the "
+            f"first is at the first, or causal=False."
+        )
+    if isinstance(prefix, int):
+        mask, prefix = replace(mask, prefix=prefix), None
+    scale, softcap = options.get("scale"), options.get("softcap")
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"attention: softcap is {softcap!r}, but a number above 0 is wanted.")
+    dropout, key = options.get("dropout", 0.0), options.get("key")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"attention: dropout is {dropout!r}, but a share from 0 to below 1 is wanted.")
+    if dropout and key is None:
+        raise ConfigError(
+            f"attention: dropout is {dropout}, but there is no key to draw from. Remedy: key=jax.random.key(...), another in every step, or "
+            f"dropout=0."
+        )
+    beside = Beside(
+        _segments(q, k, options.get("segment_ids")),
+        None if prefix is None else _prefix(q, prefix),
+        _slopes(heads, options.get("alibi")),
+        _bias(q, k, options.get("bias")),
+        _per_head("sinks", heads, options.get("sinks")),
+        _words(key) if dropout else None,
+        None if offset is None or isinstance(offset, int) else jnp.asarray(offset, jnp.int32),
+    )
+    softcap = None if softcap is None else float(softcap)
+    return Rules(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
+
+
+def read_travel(travel: str | None) -> str | None:
+    if travel is not None and travel not in TRAVEL:
+        raise ConfigError(
+            f"attention: travel is {travel!r}, but {' or '.join(map(repr, TRAVEL))} is wanted.{did_you_mean(str(travel), TRAVEL)}"
+        )
+    return travel
+
+
+def check_impl(impl: str) -> None:
+    if impl not in IMPLS:
+        raise ConfigError(
+            f"attention: unknown impl {impl!r}.{did_you_mean(impl, IMPLS)} The implementations are: {', '.join(IMPLS)}."
+        )
+
+
+def _check_shapes(q: Any, k: Any, v: Any) -> None:
+    sizes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise LayoutError(f"attention: {sizes}, but [batch, seq, heads, head_dim] is wanted of each.")
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise LayoutError(
+            f"attention: {sizes}, but one batch, as many keys as values of as many heads, and one head_dim of queries and keys are wanted."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise LayoutError(
+            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key heads, so they cannot share them evenly."
+        )
+
+
+def _segments(q: Any, k: Any, ids: Any) -> Segments:
+    if ids is None:
+        return None
+    pair = ids if isinstance(ids, tuple) else (ids, ids)
+    for name, x, tokens in zip(("queries", "keys"), pair, (q, k), strict=True):
+        if jnp.shape(x) != tokens.shape[:2] or not jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer):
+            raise LayoutError(
+                f"attention: segment_ids of the {name} are {jnp.asarray(x).dtype}{list(jnp.shape(x))}, but integers "
+                f"{list(tokens.shape[:2])}, one for each token, are wanted."
+            )
+    a, b = (jnp.asarray(x, jnp.int32) for x in pair)
+    return a, b
+
+
+def _prefix(q: Any, prefix: Any) -> jax.Array:
+    lengths = jnp.atleast_1d(jnp.asarray(prefix, jnp.int32))
+    if lengths.shape not in ((1,), (q.shape[0],)):
+        raise LayoutError(
+            f"attention: prefix has shape {list(lengths.shape)}, but a number, or one for each of {q.shape[0]} sequences, is wanted."
+        )
+    return lengths
+
+
+def _slopes(heads: int, alibi: Any) -> Any:
+    if alibi is None or alibi is False:
+        return None
+    return jnp.asarray(standard_slopes(heads)) if alibi is True else _per_head("alibi", heads, alibi)
+
+
+def standard_slopes(heads: int) -> list[float]:
+    """The slopes of Press et al.: for a power of two, from 2^(-8 / heads) down to 2^-8; else those of the power below and every other of
+    the one above.
+
+    >>> standard_slopes(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 1 << (heads.bit_length() - 1)
+    regular = lambda n: [2 ** (-8 * (i + 1) / n) for i in range(n)]
+    return regular(power) + regular(2 * power)[::2][: heads - power]
+
+
+def _bias(q: Any, k: Any, bias: Any) -> Any:
+    if bias is None:
+        return None
+    batch, rows, heads, _ = q.shape
+    shape = jnp.shape(bias)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (rows, k.shape[1])
+    if not fits:
+        raise LayoutError(
+            f"attention: bias has shape {list(shape)}, but [{batch} or 1, {heads} or 1, {rows}, {k.shape[1]}] (batch, heads, queries, keys) is "
+            f"wanted."
+        )
+    return bias
+
+
+def _per_head(name: str, heads: int, x: Any) -> Any:
+    if x is not None and jnp.shape(x) != (heads,):
+        raise LayoutError(
+            f"attention: {name} has shape {list(jnp.shape(x))}, but one number for each of {heads} query heads is wanted."
+        )
+    return x
+
+
+def _words(key: Any) -> jax.Array:
+    """Two 32-bit words of a PRNG key of any kind."""
+    data = key if jnp.issubdtype(key.dtype, jnp.unsignedinteger) else jax.random.key_data(key)
+    words = data.reshape(-1, 2)
+    return words[0] if len(words) == 1 else words[0] ^ words[1]

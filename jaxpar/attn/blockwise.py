@@ -1,0 +1,259 @@
+"""Attention in tiles: those that the mask empties are not visited, those that it leaves whole are not masked.
+
+After FlashAttention (Dao et al. 2022, arXiv:2205.14135), in plain jax, for any mask and on any device. Queries come in blocks
+[n, P, B, K, G, Q, D], keys and values in blocks [m, P, B, K, L, D], with heads in P parts: a tile is a block of queries and a block of
+keys of one part, small enough for a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.attn import tiles
+from jaxpar.attn.tiles import FAR, PAD, Extras, Gradients, Rows, Rules, Sums, Tokens, accumulator, varies_over
+
+
+class Tiles(NamedTuple):
+    """Which tiles to visit: numbers ``i * columns + j``, the first ``count`` of them."""
+
+    numbers: Any
+    count: Any
+
+
+def in_blocks(x: Any, block: int, axis: int, fill: Any = 0) -> Any:
+    """``x`` with ``axis`` cut into blocks, which come first; the last one is filled up."""
+    xp = np if isinstance(x, np.ndarray) else jnp
+    missing = -x.shape[axis] % block
+    if missing:
+        x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
+    cut = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+    return xp.moveaxis(cut, axis, 0)
+
+
+def whole(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """The inverse of :func:`in_blocks`."""
+    joined = jnp.moveaxis(x, 0, axis)
+    joined = joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(joined, 0, length, axis=axis)
+
+
+def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
+    """Positions [n, Q] and segments [n, B, Q]."""
+    segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, PAD)
+    return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
+
+
+def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, Tiles]:
+    """The tiles that the mask leaves whole, and those it leaves in part; from the blocks' first and last positions and segments."""
+    some, every = _of_positions(rules, q.positions, k.positions, extras)
+    if q.segments is not None:
+        overlap, equal = _of_segments(q.segments, k.segments)
+        some, every = some & overlap, every & equal
+    if rules.mask.where is not None:
+        some, every = _of_values(rules, q, k, extras, some)
+    every = every & some
+    return _listed(every), _listed(some & ~every)
+
+
+def _of_positions(rules: Rules, q: Any, k: Any, extras: Extras) -> tuple[Any, Any]:
+    xp = np if isinstance(q, np.ndarray) and isinstance(k, np.ndarray) else jnp
+    ends = [
+        (xp.min(xp.where(x == PAD, np.iinfo(np.int32).max, x), -1), xp.max(x, -1), xp.min(x, -1) != PAD) for x in (q, k)
+    ]
+    (q_low, q_high, q_full), (k_low, k_high, k_full) = ends
+    prefix = None if extras.prefix is None else (xp.min(extras.prefix), xp.max(extras.prefix))
+    rows, columns = (q_low[:, None], q_high[:, None]), (k_low[None], k_high[None])
+    some, every = rules.mask.bounds(rows, columns, prefix)
+    there = (q_high != PAD)[:, None] & (k_high != PAD)[None]
+    return some & there, every & q_full[:, None] & k_full[None]
+
+
+def _of_segments(q: Any, k: Any) -> tuple[Any, Any]:
+    (a, b), (c, d) = ((jnp.min(x, -1), jnp.max(x, -1)) for x in (q, k))
+    a, b, c, d = a[:, None], b[:, None], c[None], d[None]
+    overlap = (jnp.maximum(a, 0) <= d) & (jnp.maximum(c, 0) <= b)
+    return jnp.any(overlap, -1), jnp.all((a == b) & (c == d) & (a == c) & (a >= 0), -1)
+
+
+def _of_values(rules: Rules, q: Tokens, k: Tokens, extras: Extras, some: Any) -> tuple[Any, Any]:
+    """A function of positions says only by its values what it hides."""
+    rows, columns = some.shape
+
+    def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        visible = tiles.seen(rules, _at(q, k, number // columns, number % columns), extras)
+        return jnp.any(visible), jnp.all(visible)
+
+    found = jax.lax.map(look, jnp.arange(rows * columns))
+    any_seen, all_seen = (x.reshape(rows, columns) for x in found)
+    return some & any_seen, all_seen
+
+
+def _listed(flags: Any) -> Tiles:
+    if isinstance(flags, np.ndarray):
+        known = np.flatnonzero(flags)
+        return Tiles(known.astype(np.int32), len(known))
+    numbers = jnp.nonzero(flags.ravel(), size=flags.size, fill_value=0)[0].astype(jnp.int32)
+    return Tiles(numbers, jnp.sum(flags, dtype=jnp.int32))
+
+
+def visit(
+    rules: Rules, at: tuple[Tokens, Tokens], extras: Extras, parts: int, one: Callable[..., Any], carry: Any
+) -> Any:
+    """``carry`` after ``one(carry, i, j, part, masked)`` of every tile that is to be visited."""
+    q, k = at
+    columns = k.positions.shape[0]
+    for some, masked in zip(chosen(rules, q, k, extras), (False, True), strict=True):
+        if isinstance(some.count, int) and not some.count:
+            continue
+        numbers = jnp.asarray(some.numbers)
+
+        def step(t: jax.Array, carry: Any, numbers: Any = numbers, masked: bool = masked) -> Any:
+            number = numbers[t // parts]
+            return one(carry, number // columns, number % columns, t % parts, masked)
+
+        carry = jax.lax.fori_loop(*_start(0, some.count * parts), step, carry)
+    return carry
+
+
+def nothing(q: jax.Array, v: jax.Array) -> Sums:
+    """The sums of queries that have seen no key yet."""
+    rows = zeros(q[..., 0])
+    return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + FAR, rows)
+
+
+def zeros(x: jax.Array) -> jax.Array:
+    """As many as ``x`` has, in the dtype of sums, differing over the axes that ``x`` differs over."""
+    none = jnp.zeros(x.shape, accumulator(x))
+    axes = tuple(varies_over(x))
+    return jax.lax.pcast(none, axes, to="varying") if axes else none
+
+
+def forward(
+    rules: Rules, q: jax.Array, k: jax.Array, v: jax.Array, at: tuple[Tokens, Tokens], extras: Extras, sums: Sums
+) -> Sums:
+    """``sums`` of queries with these keys in them; all in blocks."""
+
+    def one(sums: Sums, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Sums:
+        own, other = _pick((q, sums), i, part), _pick((k, v), j, part)
+        here = _extras_of_tile(extras, q, k, i, j, part)
+        new = tiles.forward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
+        return jax.tree.map(lambda x, y: _put(x, y, i, part), sums, new)
+
+    return visit(rules, at, extras, q.shape[1], one, sums)
+
+
+def finished(sums: Sums) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logarithm of the sum of weights: 0 and -inf for a query that has seen nothing."""
+    empty = sums.weights == 0
+    weights = jnp.where(empty, 1, sums.weights)
+    return sums.values / weights[..., None], jnp.where(empty, -jnp.inf, sums.greatest + jnp.log(weights))
+
+
+def rows_of(o: jax.Array, lse: jax.Array, gradient: jax.Array, lse_gradient: jax.Array) -> Rows:
+    """What the backward pass wants of the forward pass and of the gradients of its two results."""
+    delta = jnp.sum(o.astype(lse.dtype) * gradient.astype(lse.dtype), -1) - lse_gradient.astype(lse.dtype)
+    return Rows(gradient, jnp.where(jnp.isneginf(lse), 0, lse), delta)
+
+
+def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> Gradients:
+    """Where sums of gradients begin."""
+    bias, slopes = (None if x is None else zeros(x) for x in (extras.bias, extras.slopes))
+    return Gradients(zeros(q), zeros(k), zeros(v), bias, slopes)
+
+
+def backward(
+    rules: Rules,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    rows: Rows,
+    sums: Gradients,
+) -> Gradients:
+    """``sums`` with the gradients of these queries and keys in them; all in blocks."""
+
+    def one(sums: Gradients, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Gradients:
+        own, other = _pick((q, rows), i, part), _pick((k, v), j, part)
+        here = _extras_of_tile(extras, q, k, i, j, part)
+        new = tiles.backward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
+        add = lambda x, y, n: _put(x, _pick(x, n, part) + y, n, part)
+        bias = None if sums.bias is None else _add_bias(sums.bias, new.bias, i, j, part)
+        slopes = (
+            None
+            if sums.slopes is None
+            else _put_part(sums.slopes, _part(sums.slopes, part, len(new.slopes)) + new.slopes, part)
+        )
+        return Gradients(add(sums.q, new.q, i), add(sums.k, new.k, j), add(sums.v, new.v, j), bias, slopes)
+
+    return visit(rules, at, extras, q.shape[1], one, sums)
+
+
+def _at(q: Tokens, k: Tokens, i: Any, j: Any) -> tuple[Tokens, Tokens]:
+    return _pick(q, i), _pick(k, j)
+
+
+def _pick(tree: Any, *numbers: Any) -> Any:
+    """Element ``[numbers]`` of every array."""
+
+    def pick(x: Any) -> jax.Array:
+        size = (1,) * len(numbers) + x.shape[len(numbers) :]
+        start = _start(*numbers, *(0,) * (x.ndim - len(numbers)))
+        return jax.lax.dynamic_slice(jnp.asarray(x), start, size).reshape(x.shape[len(numbers) :])
+
+    return jax.tree.map(pick, tree)
+
+
+def _put(x: jax.Array, y: jax.Array, *numbers: Any) -> jax.Array:
+    start = _start(*numbers, *(0,) * y.ndim)
+    return jax.lax.dynamic_update_slice(x, y.reshape((1,) * len(numbers) + y.shape), start)
+
+
+def _start(*numbers: Any) -> tuple[jax.Array, ...]:
+    """In one dtype, also where numbers are 64 bits wide."""
+    return tuple(jnp.asarray(n, jnp.int32) for n in numbers)
+
+
+def _extras_of_tile(extras: Extras, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> Extras:
+    kv_heads = q.shape[3]
+    if extras.slopes is not None:
+        extras = extras._replace(slopes=_part(extras.slopes, part, kv_heads))
+    if extras.first is not None:
+        extras = extras._replace(first=(extras.first[0], extras.first[1] + part * kv_heads * q.shape[4]))
+    if extras.bias is not None:
+        extras = extras._replace(bias=_bias_tile(extras.bias, (i, j, part), (q.shape[-2], k.shape[-2], kv_heads)))
+    return extras
+
+
+def _part(slopes: jax.Array, part: Any, heads: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(slopes, part * heads, heads, 0)
+
+
+def _put_part(slopes: jax.Array, new: jax.Array, part: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(slopes, new, part * len(new), 0)
+
+
+def _bias_tile(bias: jax.Array, where: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> jax.Array:
+    return jax.lax.dynamic_slice(bias, *_window(bias, where, sizes))
+
+
+def _add_bias(sums: jax.Array, new: jax.Array, *where: Any) -> jax.Array:
+    sizes = new.shape[-2], new.shape[-1], new.shape[1]
+    folded = tuple(n for n in range(3) if sums.shape[n] == 1)
+    start, _ = _window(sums, where, sizes)
+    new = jnp.sum(new, axis=folded, keepdims=True) + _bias_tile(sums, where, sizes)
+    return jax.lax.dynamic_update_slice(sums, new, start)
+
+
+def _window(
+    bias: jax.Array, where: tuple[Any, ...], sizes: tuple[int, int, int]
+) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
+    """Where a tile begins in a bias [B or 1, K or 1, G or 1, queries, keys], and its size."""
+    (i, j, part), (rows, columns, heads) = where, sizes
+    heads, first = (1, 0) if bias.shape[1] == 1 else (heads, part * heads)
+    return _start(0, first, 0, i * rows, j * columns), (bias.shape[0], heads, bias.shape[2], rows, columns)

@@ -1,0 +1,193 @@
+"""``attention_local``: attention inside of a ``shard_map``, and what it shares with the form for global arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.attn import heads as exchange
+from jaxpar.attn.asked import Beside, Options, check_impl, read, read_travel
+from jaxpar.attn.core import attend
+from jaxpar.attn.order import check
+from jaxpar.attn.split import Keys, Way
+from jaxpar.attn.tiles import Extras, varies_over
+from jaxpar.errors import ConfigError, LayoutError, listing
+
+KEYS: dict[str, Keys] = {
+    "flash": "here",
+    "gather": "gather",
+    "ring": "ring",
+    "ring_self_attention": "rows",
+    "ulysses": "here",
+    "hybrid": "ring",
+}
+"""Implementation → how the keys of other devices come."""
+
+
+def attention_local(
+    q_BSHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    *,
+    impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid"] = "ring",
+    axis: str | Sequence[str] = "context",
+    heads_axis: str | Sequence[str] = "ulysses",
+    **options: Unpack[Options],
+) -> jax.Array:
+    """Attention of one device's queries to the keys of all devices along ``axis``, inside of a ``shard_map`` of the caller's.
+
+    Args:
+      q_BSHD: [batch, tokens, heads, head_dim] of this device.
+      k_BTKD, v_BTKD: [batch, tokens, kv_heads, head_dim] of this device.
+      impl: see :func:`jaxpar.attention`.
+      axis: the mesh axes that the sequence is split over, major to minor.
+      heads_axis: for ``hybrid``, which of them, the minor ones, exchange sequence for heads.
+      options: see :class:`jaxpar.attn.asked.Options`. ``q_offset`` counts from the first token of all; a bias has the rows of the tokens that
+        this device computes (with an exchange of heads, of all that take part) and the columns of all keys.
+
+    Returns:
+      As the queries.
+
+    Raises:
+      LayoutError: heads or tokens do not divide, or an axis is not there or not manual here.
+      ConfigError: an option that is none.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> x = jnp.ones((1, 16, 2, 4))
+    >>> with jax.set_mesh(jp.MeshSpec(context=-1).build()):
+    ...     ring = lambda x: jp.attention_local(x, x, x, impl="ring", order="zigzag")
+    ...     y = jax.jit(jax.shard_map(ring, in_specs=P(None, "context"), out_specs=P(None, "context")))(x)
+    >>> bool(jnp.allclose(y, x))
+    True
+    """
+    check_impl(impl)
+    if impl not in KEYS:
+        raise ConfigError(
+            f"attention_local: impl is {impl!r}, which is for global arrays. Remedy: one of {', '.join(KEYS)}, or jp.attention."
+        )
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    _check_axes(axes)
+    swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
+    ring, heads = roles(impl, axes, swapped)
+    lengths = {"bias": None} if options.get("bias") is not None else {}
+    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, {**options, **lengths})  # type: ignore[typeddict-item]
+    way = ordered(Way(rules, KEYS[impl], ring, heads, offset=offset), options, (q_BSHD.shape[1], k_BTKD.shape[1]))
+    check_heads(q_BSHD.shape[2], exchange.ways_of(heads), heads)
+    beside = beside._replace(bias=options.get("bias"))
+    share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
+    beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
+    return compute(way, q_BSHD, k_BTKD, v_BTKD, beside)[0]
+
+
+def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the axes that the sequence is split over: the ring's, and those that exchange heads.
+
+    Raises:
+      LayoutError: ``hybrid`` finds none for the heads, or they are not the minor ones.
+    """
+    if impl in ("flash", "dense"):
+        return (), ()
+    if impl == "ulysses":
+        return (), axes
+    if impl != "hybrid":
+        return axes, ()
+    heads = tuple(axis for axis in axes if axis in heads_axis)
+    ring = axes[: len(axes) - len(heads)]
+    if not heads or not ring or axes != (*ring, *heads):
+        raise LayoutError(
+            f"attention(impl='hybrid'): the sequence is split over {listing(axes)}, but a ring's axes and then {listing(heads_axis)} to exchange "
+            f"heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or impl='ring' or 'ulysses'."
+        )
+    return ring, heads
+
+
+def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
+    """``way`` with the order that its tokens lie in, or are brought into.
+
+    Args:
+      lengths: tokens of queries and of keys that one device has.
+    """
+    way = replace(way, travel=read_travel(options.get("travel")), block=options.get("block", way.block))
+    asked, swapped = options.get("order"), exchange.ways_of(way.heads)
+    lengths = lengths[0] * swapped, lengths[1] * swapped
+    causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None
+    relay = asked is None and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
+    order: Any = "zigzag" if relay else asked or "contiguous"
+    for what, length in zip(("the queries' sequence", "the keys' sequence"), lengths, strict=True):
+        check(order, length * way.ways, way.ways, what)
+    return replace(way, order=order, relay=relay)
+
+
+def check_heads(heads: int, ways: int, axes: Sequence[str]) -> None:
+    if heads % ways:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise LayoutError(
+            f"attention: {heads} query heads cannot be exchanged among {ways} devices over {listing(axes)}. Remedy: as many devices as divide "
+            f"them ({', '.join(map(str, fitting))}), or impl='ring', which takes any."
+        )
+
+
+def compute(
+    way: Way, q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, first: tuple[Any, Any] = (0, 0)
+) -> tuple[jax.Array, jax.Array]:
+    """Result and logarithm of the sums of weights of one device's shards.
+
+    Args:
+      beside: slopes and bias of the heads that this device computes, after heads are exchanged.
+      first: which sequence and which query head of all are the first here, before heads are exchanged.
+    """
+    ways = exchange.ways_of(way.heads)
+    kv_heads = k.shape[2] * exchange.repeats(k.shape[2], ways) // ways
+    shape = (kv_heads, q.shape[2] // ways // kv_heads)
+    bias, slopes = beside.bias, beside.slopes
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
+    slopes = None if slopes is None else slopes.reshape(shape)
+    counted = first if way.rules.dropout else None
+    extras = Extras(bias, slopes, beside.prefix, beside.key, counted, beside.offset)
+    q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
+    o, lse = attend(way, q, k, v, segments, extras)
+    if beside.sinks is not None:
+        sinks = beside.sinks.astype(lse.dtype)
+        o = (o * jax.nn.sigmoid(lse - sinks)[..., None]).astype(o.dtype)
+        lse = jnp.logaddexp(lse, sinks)
+    return o, lse
+
+
+def _alike(way: Way, tree: Any) -> Any:
+    """All arrays differing over the axes that one of them, or the work, differs over: a shard_map may keep count of it."""
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    axes = {axis for x in leaves for axis in varies_over(x)}
+    if not axes:
+        return tree
+    axes |= {*way.ring, *way.heads}
+
+    def vary(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        missing = tuple(sorted(axes - varies_over(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def _own_heads(x: jax.Array, axes: Sequence[str], dim: int) -> jax.Array:
+    """The part of all heads that this device computes, once they are exchanged."""
+    each = x.shape[dim] // exchange.ways_of(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * each, each, dim)
+
+
+def _check_axes(axes: Sequence[str]) -> None:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    missing = [axis for axis in axes if axis not in manual]
+    if missing:
+        there = listing(manual) if manual else "none"
+        raise LayoutError(
+            f"attention_local: {listing(missing)} is no manual axis here; manual are: {there}. Remedy: call it inside of jax.shard_map over "
+            f"{listing(axes)}, or jp.attention outside of one."
+        )

@@ -1,0 +1,176 @@
+"""How a sequence's queries and keys are split, and where the tokens of each part stand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.attn.blockwise import in_blocks, tokens_in_blocks
+from jaxpar.attn.order import Order, into_zigzag, permutation, positions
+from jaxpar.attn.tiles import Extras, Rules, Tokens
+
+type Keys = Literal["here", "gather", "ring", "rows"]
+Segments = tuple[Any, Any] | None
+"""Of queries [B, S] and of keys [B, T]."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How attention is computed: all that is no array.
+
+    Attributes:
+      rules: what is computed.
+      keys: how the keys of other devices come: not at all, gathered, from neighbour to neighbour with an online softmax, or
+        so with whole rows of scores.
+      ring: the mesh axes that queries and keys are split over for ``keys``, major to minor.
+      heads: the mesh axes that exchange sequence for heads before, and back after.
+      order: how the tokens lie on the devices of ``ring``.
+      relay: they come contiguous, and are brought into that order first and back after.
+      travel: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
+      block: tokens of a tile's side, at most.
+      tile: scores of a tile, at most, if one head's do not exceed it: heads go in parts.
+      offset: the position of the first query; the first key's is 0.
+    """
+
+    rules: Rules
+    keys: Keys = "here"
+    ring: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    order: Order = "contiguous"
+    relay: bool = False
+    travel: str | None = None
+    block: int = 512
+    tile: int = 2**19
+    offset: int = 0
+
+    @property
+    def ways(self) -> int:
+        """Devices of the ring; inside of a shard_map."""
+        return math.prod(jax.lax.axis_size(axis) for axis in self.ring)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One device's queries and keys, inside of a shard_map.
+
+    Attributes:
+      batch: its sequences.
+      q_length, k_length: tokens that this device has.
+      segments: of these tokens, and of the keys of all devices.
+    """
+
+    way: Way
+    batch: int
+    q_length: int
+    k_length: int
+    segments: Segments
+    extras: Extras
+
+    @property
+    def index(self) -> Any:
+        return jax.lax.axis_index(self.way.ring) if self.way.ring else 0
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Tokens in a block of queries and in a block of keys."""
+        if self.way.keys == "rows":
+            return self.q_length, self.k_length
+        parts = 2 if self.way.order == "zigzag" and self.way.ways > 1 else 1
+        return _block(self.q_length // parts, self.way.block), _block(self.k_length // parts, self.way.block)
+
+    def parts(self, kv_heads: int, group: int) -> int:
+        """In how many parts key heads go, the fewest that make tiles small enough."""
+        if self.way.keys == "rows":
+            return 1
+        head = self.batch * group * self.blocks[0] * self.blocks[1]
+        fits = (n for n in range(1, kv_heads) if kv_heads % n == 0 and head * kv_heads // n <= self.way.tile)
+        return next(fits, kv_heads)
+
+    def queries(self) -> Tokens:
+        """Where this device's queries stand, in blocks."""
+        way, segments = self.way, None if self.segments is None else self.segments[0]
+        at = positions(way.order, self.q_length * way.ways, way.ways, self.index) + way.offset
+        at = at if self.extras.offset is None else at + self.extras.offset
+        return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
+
+    def keys(self, distance: int | None = 0) -> Tokens:
+        """Where the keys stand of the device that is so many places back in the ring, in blocks; ``None`` for those of all."""
+        way, segments = self.way, None if self.segments is None else self.segments[1]
+        length = self.k_length * way.ways
+        if distance is None:
+            at = permutation(way.order, length, way.ways)
+        else:
+            source = (self.index - distance) % way.ways
+            at = positions(way.order, length, way.ways, source)
+            if segments is not None:
+                segments = jax.lax.dynamic_slice_in_dim(segments, source * self.k_length, self.k_length, 1)
+        return tokens_in_blocks(Tokens(at, segments), self.blocks[1])
+
+    def extras_of(self, distance: int | None = 0) -> Extras:
+        """The extras with the bias's columns of those keys, filled up to whole blocks."""
+        bias = self.extras.bias
+        if bias is None:
+            return self.extras
+        bias = self._bias_in_order(bias)
+        if distance is not None:
+            bias = jax.lax.dynamic_slice_in_dim(bias, self._column(distance), self.k_length, 4)
+        missing = [(0, 0)] * 3 + [(0, -n % b) for n, b in zip(bias.shape[3:], self.blocks, strict=True)]
+        return self.extras._replace(bias=jnp.pad(bias, missing))
+
+    def put_bias(self, sums: jax.Array, new: jax.Array, distance: int | None = 0) -> jax.Array:
+        """``sums``, of all of the bias, with the gradients of the columns of those keys."""
+        new = new[:, :, :, : self.q_length, : self.k_length if distance is not None else sums.shape[4]]
+        return jax.lax.dynamic_update_slice_in_dim(sums, new, self._column(distance), 4)
+
+    def _bias_in_order(self, bias: jax.Array, *, back: bool = False) -> jax.Array:
+        way = self.way
+        if not way.relay:
+            return bias
+        columns = permutation(way.order, self.k_length * way.ways, way.ways)
+        bias = bias[..., np.argsort(columns) if back else columns]
+        return into_zigzag(bias, way.ring, 3, back=back)
+
+    def bias_gradient(self, sums: jax.Array) -> jax.Array:
+        """``sums`` with rows and columns as those of the bias came."""
+        return self._bias_in_order(sums, back=True)
+
+    def _column(self, distance: int | None) -> Any:
+        return 0 if distance is None else (self.index - distance) % self.way.ways * self.k_length
+
+    def hops(self) -> tuple[int, ...]:
+        """How far back there are keys that some device's queries see; read from positions alone."""
+        way, ways = self.way, self.way.ways
+        if self.extras.prefix is not None or self.extras.offset is not None:
+            return tuple(range(ways))
+        parts = 2 if way.order == "zigzag" and ways > 1 else 1
+
+        def chunks(index: int, length: int, offset: int) -> tuple[Any, Any]:
+            at = in_blocks(np.asarray(positions(way.order, length * ways, ways, index)) + offset, length // parts, 0)
+            return at.min(1), at.max(1)
+
+        def needed(distance: int) -> bool:
+            for index in range(ways):
+                rows, columns = (
+                    chunks(index, self.q_length, way.offset),
+                    chunks((index - distance) % ways, self.k_length, 0),
+                )
+                some, _ = way.rules.mask.bounds(
+                    (rows[0][:, None], rows[1][:, None]), (columns[0][None], columns[1][None])
+                )
+                if np.any(some):
+                    return True
+            return False
+
+        return tuple(distance for distance in range(ways) if distance == 0 or needed(distance))
+
+
+def _block(length: int, most: int) -> int:
+    """The largest block that divides ``length`` and is no less than half of ``most``; else ``most``."""
+    if length <= most:
+        return length
+    return next((size for size in range(most, most // 2, -1) if length % size == 0), most)

@@ -1,0 +1,194 @@
+"""The arithmetic of one tile: some queries against some keys.
+
+Shape suffixes: B batch, K key heads, G query heads of a key head, Q queries and L keys of a tile, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
+
+from jaxpar.attn.masks import Mask
+
+FAR = -1e30
+"""What an unseen key scores: far below any score, and still a number."""
+PAD = -1
+"""The position of a token that only fills a block. Segments below 0 are padding too."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is computed of queries and keys: all that is no array."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of queries or of keys stand: positions [Q], and segments [B, Q] if there are several."""
+
+    positions: Any
+    segments: Any = None
+
+
+class Extras(NamedTuple):
+    """Arrays beside queries, keys and values; what is not asked for is ``None``.
+
+    Attributes:
+      bias: added to the scores, [B or 1, K or 1, G or 1, queries, keys].
+      slopes: of ALiBi, [K, G]: ``-slope * |q - k|`` is added to the scores.
+      prefix: lengths of prefixes [B or 1].
+      key: of the dropout, two 32-bit words.
+      first: which of all sequences and heads are the first here; dropout counts from them.
+      offset: of the queries' positions, beside what :class:`jaxpar.attn.split.Way` says.
+    """
+
+    bias: Any = None
+    slopes: Any = None
+    prefix: Any = None
+    key: Any = None
+    first: Any = None
+    offset: Any = None
+
+
+def varies_over(x: Any) -> frozenset[str]:
+    """The manual axes over which a ``shard_map`` that keeps count of it takes ``x`` to differ."""
+    kind = jax.typeof(x)
+    # jax 0.12 has it in a place of its own.
+    axes: frozenset[str] = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    return axes
+
+
+def accumulator(x: Any) -> Any:
+    """The dtype of sums: fp32, or that of ``x`` where it is wider."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def scores(rules: Rules, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: Extras) -> tuple[jax.Array, Any]:
+    """Scores [B, K, G, Q, L] of queries [B, K, G, Q, D] and keys [B, K, L, D]; and what the soft cap has made of them."""
+    s = jnp.einsum("bkgqd,bkld->bkgql", q, k, preferred_element_type=accumulator(q)) * rules.scale
+    capped = None
+    if rules.softcap is not None:
+        capped = jnp.tanh(s / rules.softcap)
+        s = rules.softcap * capped
+    if extras.slopes is not None:
+        s = s - extras.slopes.astype(s.dtype)[:, :, None, None] * distances(at).astype(s.dtype)
+    if extras.bias is not None:
+        s = s + extras.bias.astype(s.dtype)
+    return s, capped
+
+
+def distances(at: tuple[Tokens, Tokens]) -> jax.Array:
+    """How far apart query and key stand, [Q, L]."""
+    return abs(at[0].positions[:, None] - at[1].positions[None, :])
+
+
+def seen(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras) -> jax.Array:
+    """Which keys the queries of a tile see: [B or 1, 1, 1, Q, L]."""
+    q, k = at
+    prefix = None if extras.prefix is None else extras.prefix[:, None, None]
+    x, y = q.positions[None, :, None], k.positions[None, None, :]
+    visible = (x != PAD) & (y != PAD) & rules.mask.visible(x, y, prefix)
+    if q.segments is not None:
+        a, b = q.segments[:, :, None], k.segments[:, None, :]
+        visible = visible & (a == b) & (a >= 0)
+    return visible[:, None, None]
+
+
+def kept(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras, shape: tuple[int, ...]) -> jax.Array:
+    """What dropout leaves of a tile's weights, [B, K, G, Q, L]: 0, or the inverse of the share that it leaves.
+
+    A number is drawn from the key, the sequence, the head and the two positions, and so is the same however the arrays are split.
+    """
+    batch, kv_heads, group, rows, columns = shape
+    first_sequence, first_head = extras.first
+    counts = (
+        jnp.broadcast_to(at[0].positions[:, None], (rows, columns)),
+        jnp.broadcast_to(at[1].positions[None, :], (rows, columns)),
+    )
+    count = jnp.concatenate([x.astype(jnp.uint32).ravel() for x in counts])
+
+    def draw(sequence: jax.Array, head: jax.Array) -> jax.Array:
+        own = threefry_2x32(extras.key, jnp.stack([sequence, head]).astype(jnp.uint32))
+        return threefry_2x32(own, count)[: rows * columns]
+
+    each = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))
+    bits = each(first_sequence + jnp.arange(batch), first_head + jnp.arange(kv_heads * group)).reshape(shape)
+    least = jnp.uint32(min(round(rules.dropout * 2**32), 2**32 - 1))
+    return jnp.where(bits >= least, 1.0 / (1.0 - rules.dropout), 0.0)
+
+
+class Sums(NamedTuple):
+    """Attention on the way, per query: values [.., D] weighted and summed, the greatest score, the sum of weights, in the dtype of sums."""
+
+    values: jax.Array
+    greatest: jax.Array
+    weights: jax.Array
+
+
+def forward(rules: Rules, q: Any, k: Any, v: Any, at: Any, extras: Extras, sums: Sums, masked: bool) -> Sums:
+    """``sums`` with the keys of a tile in it (the online softmax of Milakov & Gimelshein 2018, arXiv:1805.02867)."""
+    s, _ = scores(rules, q, k, at, extras)
+    visible = seen(rules, at, extras) if masked else None
+    s = s if visible is None else jnp.where(visible, s, FAR)
+    greatest = jnp.maximum(sums.greatest, jnp.max(s, -1))
+    p = jnp.exp(s - greatest[..., None])
+    # A row that sees nothing has FAR for its greatest, and would weigh all alike.
+    p = p if visible is None else jnp.where(visible, p, 0)
+    shrunk = jnp.exp(sums.greatest - greatest)
+    weights = sums.weights * shrunk + jnp.sum(p, -1)
+    if rules.dropout:
+        p = p * kept(rules, at, extras, p.shape).astype(p.dtype)
+    added = jnp.einsum("bkgql,bkld->bkgqd", p.astype(v.dtype), v, preferred_element_type=accumulator(v))
+    return Sums(sums.values * shrunk[..., None] + added, greatest, weights)
+
+
+class Gradients(NamedTuple):
+    """Of a tile's queries, keys, values, bias (of the scores, [B, K, G, Q, L]) and slopes [K, G], in the dtype of sums."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: Any
+    slopes: Any
+
+
+class Rows(NamedTuple):
+    """Of the queries of a tile: the gradient of the result [B, K, G, Q, D], the logarithm of the sum of weights, and what the softmax
+    takes off each gradient of its weights."""
+
+    gradient: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def backward(rules: Rules, q: Any, k: Any, v: Any, at: Any, extras: Extras, rows: Rows, masked: bool) -> Gradients:
+    """The gradients that a tile gives (Dao et al. 2022, arXiv:2205.14135, algorithm 4)."""
+    dtype = accumulator(q)
+    s, capped = scores(rules, q, k, at, extras)
+    p = jnp.exp(s - rows.lse[..., None])
+    p = jnp.where(seen(rules, at, extras), p, 0) if masked else p
+    dp = jnp.einsum("bkgqd,bkld->bkgql", rows.gradient, v, preferred_element_type=dtype)
+    dropped = p
+    if rules.dropout:
+        keep = kept(rules, at, extras, p.shape).astype(dtype)
+        dp, dropped = dp * keep, p * keep
+    ds = p * (dp - rows.delta[..., None])
+    bias = None if extras.bias is None else ds
+    slopes = None if extras.slopes is None else -jnp.einsum("bkgql,ql->kg", ds, distances(at).astype(dtype))
+    if capped is not None:
+        ds = ds * (1 - capped * capped)
+    ds = (ds * rules.scale).astype(q.dtype)
+    return Gradients(
+        jnp.einsum("bkgql,bkld->bkgqd", ds, k, preferred_element_type=dtype),
+        jnp.einsum("bkgql,bkgqd->bkld", ds, q, preferred_element_type=dtype),
+        jnp.einsum("bkgql,bkgqd->bkld", dropped.astype(q.dtype), rows.gradient, preferred_element_type=dtype),
+        bias,
+        slopes,
+    )
