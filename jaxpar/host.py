@@ -58,11 +58,16 @@ def hosted(tx: Any, shape: Sequence[int], dtype: Any) -> bool:
     return isinstance(tx, Offloaded) and len(shape) > 1 and _bytes(shape, dtype) >= tx.min_bytes
 
 
-def hosted_layers(tx: Any, names: Names | None, shape: Sequence[int], dtype: Any) -> bool:
-    """Whether a parameter with these logical dims lies there: the weights of a stack of layers."""
-    # The TPU's compiler cannot cut slices of a row from the host's memory: norms and biases stay.
-    stack = len(shape) > 2 and (names or ())[:1] == (LAYERS,)
-    return isinstance(tx, Offloaded) and tx.parameters and stack and _bytes(shape, dtype) >= tx.min_bytes
+def hosted_layers(tx: Any, names: Names | None, shape: Sequence[int], dtype: Any) -> tuple[bool, str]:
+    """Whether a parameter with these logical dims lies there, the weights of a stack of layers; or why it stays, if parameters were asked for."""
+    if not (isinstance(tx, Offloaded) and tx.parameters):
+        return False, ""
+    if (names or ())[:1] != (LAYERS,):
+        return False, "stays on the device: no stack of layers"
+    if len(shape) < 3:  # the TPU's compiler cannot cut slices of a row from the host's memory
+        return False, "stays on the device: rows of a stack, no matrices"
+    small = _bytes(shape, dtype) < tx.min_bytes
+    return not small, "stays on the device: below min_bytes" if small else ""
 
 
 def no_layers(tx: Any, some: bool) -> str | None:

@@ -254,8 +254,8 @@ def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx
     part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
     if names is not None:
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
-        host = part == "params" and hosted_layers(tx, names, shape, dtype)
-        return Tensor(part, full, shape, dtype, names, resolved, host=host)
+        host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
+        return Tensor(part, full, shape, dtype, names, resolved, why, host)
     if part == "params":
         # Only `over` can place a parameter that nobody annotated.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)

@@ -103,8 +103,10 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
     own = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
     ours, theirs, homes = _by_layers(state, extra, own, specs)
     # First what moves whole. One number stands in for what goes by layers; nothing reads it.
-    brought = [_bring(layout, x, spec) if on_host(x) else x for x, spec in zip(states, specs, strict=True)]
-    stood = [_stand_in(x) if skip else x for x, skip in zip(brought, theirs, strict=True)]
+    stood = [
+        _stand_in(x) if skip else _bring(layout, x, spec) if on_host(x) else x
+        for x, spec, skip in zip(states, specs, theirs, strict=True)
+    ]
     loss = extra.get("value", jnp.zeros(()))
     new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite, loss)
     new_s = [

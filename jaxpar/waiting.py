@@ -52,7 +52,7 @@ class Waiting:
     def __getitem__(self, key: Any) -> Any:
         if key is Ellipsis:
             return self
-        if jnp.shape(key) == () and jnp.issubdtype(jnp.result_type(key), jnp.integer):
+        if isinstance(key, int) or (isinstance(key, jax.Array) and not key.ndim):
             one = lambda x: jax.lax.dynamic_index_in_dim(x, key, 0, keepdims=False)
             return Waiting(one(self.host), one(self.ghost), self.names)
         return fetch(self)[key]
