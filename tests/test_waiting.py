@@ -273,6 +273,15 @@ def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> 
     )
 
 
+def test_what_is_fetched_is_fetched_again_where_all_else_is_kept(layout_of: Callable[..., jp.Layout]) -> None:
+    config = preset("tiny", layers=2, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64, remat="none")
+    layout, tx = layout_of("fsdp"), jp.offload(optax.sgd(LR), parameters=True, min_bytes=0)
+    data = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 16), "int32"))
+    traced = jp.train_step(layout, next_token_loss).trace(abstract_state(layout, make_llama(config), tx), data)
+    layers = [shape for shape, there, _ in moves(traced.jaxpr.jaxpr) if there and shape[0] != 1]
+    assert len(layers) == 2 * 7  # the weights of a layer, forward and backward
+
+
 def test_a_part_of_a_stack_is_not_taken_out_of_the_hosts_memory(layout_of: Callable[..., jp.Layout]) -> None:
     config = preset("tiny", layers=2, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64)
     config = type(config)(**{**vars(config), "remat": jp.Recompute("full", layers=(1,))})
