@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from jaxpar.state import init as init
     from jaxpar.step import eval_step as eval_step
     from jaxpar.step import train_step as train_step
+    from jaxpar.waiting import fetch as fetch
     from jaxpar.weights import gather_weight as gather_weight
     from jaxpar.weights import project as project
     from jaxpar.zero import Zero as Zero
@@ -73,6 +74,7 @@ _HOMES = {
     "eval_step": "step",
     "exchange_local": "exchange",
     "explain": "inspect.explain",
+    "fetch": "waiting",
     "first_of": "rules",
     "gather_weight": "weights",
     "project": "weights",

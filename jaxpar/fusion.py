@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jaxpar.crossing import Parts
 from jaxpar.errors import ConfigError, RulesError
 from jaxpar.layout import Layout
+from jaxpar.names import LAYERS
 from jaxpar.rules import over
 from jaxpar.topology import platform_of
 
-LAYERS = "layers"
-"""The logical dim, the first of a parameter, by which index groups are made."""
 _LANES, _TILE = 1024, 16
 """Whole tiles stay a reduce-scatter to the TPU's compiler; odd numbers of rows would be an all-reduce and a slice."""
 _ENDLESS = 2**30

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.contract import PRODUCT
 from jaxpar.crossing import asking, gather, parts_of
 from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.host import on_host
 from jaxpar.layout import Layout, lay_out, to_spec
 from jaxpar.microbatches import (
     Found,
@@ -38,12 +39,14 @@ from jaxpar.ownsums import once, spec_of
 from jaxpar.precision import FP8, INT8, Precision
 from jaxpar.rules import Resolved
 from jaxpar.state import TrainState
+from jaxpar.waiting import split, waiting
 
 
 def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     with asking(how.precision):
-        by_hand = how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)
+        hosted = _hosted(state, how)
+        by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
         if how.reduce == "once" or by_hand:
             _check_handed(layout, loss_fn, state, batch, how, ())
             return once(layout, loss_fn, state, batch, how)
@@ -64,8 +67,9 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
 
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
         here = state if n is None else seen_by(state, rest, state.key, n)
-        grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, w)), scale)
-        (loss, (metrics, rest)), grads = grad(weights)
+        trained, whole = split(waiting(dict(state.static.dims), weights, layout))
+        grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
+        (loss, (metrics, rest)), grads = grad(trained)
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
     if how.accumulate == 1:
@@ -78,6 +82,19 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.accumulate, place)
         loss, metrics, grads = means_of(sums, weight)
     return Found(loss, metrics, rest, unscaled(state, grads, scale))
+
+
+def _hosted(state: TrainState, how: How) -> bool:
+    """Whether parameters wait in the host's memory, which is for the compiler's own way only."""
+    if not any(map(on_host, jax.tree.leaves(state.params))):
+        return False
+    asked = {"reduce='once'": how.reduce == "once", "gather='step'": how.gather == "step"}
+    for name in (name for name, true in asked.items() if true):
+        raise ConfigError(
+            f"offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {name} "
+            f"(ZeRO stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep parameters on the device."
+        )
+    return True
 
 
 def _check_dtypes(how: How) -> None:

@@ -1,20 +1,25 @@
-"""``offload``: an optimizer whose state waits in the host's memory, and comes to the device a layer at a time.
+"""``offload``: an optimizer whose state, and a model whose layers, wait in the host's memory, and come to the device a layer at a time.
 
-After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), with the arithmetic left on the device: :mod:`jaxpar.streaming` brings the state there and back.
+After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), with the arithmetic left on the device: :mod:`jaxpar.streaming` brings the state there and back,
+:mod:`jaxpar.waiting` a layer's weights to where it runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from jaxpar.errors import ConfigError, RulesError
+from jaxpar.names import LAYERS, Names
 from jaxpar.rules import over
 
 KIND = "pinned_host"
 """What jax calls the host's memory."""
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Offloaded(NamedTuple):
@@ -23,10 +28,17 @@ class Offloaded(NamedTuple):
     init: Callable[..., Any]
     update: Callable[..., Any]
     min_bytes: int
+    parameters: bool = False
 
 
-def offload(tx: optax.GradientTransformation, *, min_bytes: int | str = "64KiB") -> Any:
+def offload(tx: optax.GradientTransformation, *, parameters: bool = False, min_bytes: int | str = "64KiB") -> Any:
     """``tx`` with its state in the host's memory, but for arrays of fewer bytes: for :func:`jaxpar.init` and all that takes an optimizer.
+
+    Args:
+      tx: any optax transform; with ``parameters`` one that treats every number by itself, as Adam, Lion or SGD.
+      parameters: keep the weights of stacked layers there too (first logical dim ``layers``, three dims or more), and bring each layer's to the
+        device when it runs; see :func:`jaxpar.fetch`.
+      min_bytes: of the smallest array that goes there.
 
     Raises:
       ConfigError: ``min_bytes`` is no size.
@@ -36,14 +48,43 @@ def offload(tx: optax.GradientTransformation, *, min_bytes: int | str = "64KiB")
     1048576
     """
     try:
-        return Offloaded(tx.init, tx.update, over("data", min_bytes).min_bytes)
+        return Offloaded(tx.init, tx.update, over("data", min_bytes).min_bytes, parameters)
     except RulesError:
         raise ConfigError(f"offload: min_bytes is {min_bytes!r}, but a size, as '64KiB', is wanted.") from None
 
 
 def hosted(tx: Any, shape: Sequence[int], dtype: Any) -> bool:
     """Whether an array of the state of ``tx`` lies in the host's memory."""
-    size = getattr(dtype, "itemsize", 0)
-    for length in shape:
-        size *= length
-    return isinstance(tx, Offloaded) and len(shape) > 1 and size >= tx.min_bytes
+    return isinstance(tx, Offloaded) and len(shape) > 1 and _bytes(shape, dtype) >= tx.min_bytes
+
+
+def hosted_layers(tx: Any, names: Names | None, shape: Sequence[int], dtype: Any) -> tuple[bool, str]:
+    """Whether a parameter with these logical dims lies there, the weights of a stack of layers; or why it stays, if parameters were asked for."""
+    if not (isinstance(tx, Offloaded) and tx.parameters):
+        return False, ""
+    if (names or ())[:1] != (LAYERS,):
+        return False, "stays on the device: no stack of layers"
+    if len(shape) < 3:  # the TPU's compiler cannot cut slices of a row from the host's memory
+        return False, "stays on the device: rows of a stack, no matrices"
+    small = _bytes(shape, dtype) < tx.min_bytes
+    return not small, "stays on the device: below min_bytes" if small else ""
+
+
+def no_layers(tx: Any, some: bool) -> str | None:
+    """What is wrong where parameters were asked into the host's memory and none lies there."""
+    if some or not (isinstance(tx, Offloaded) and tx.parameters):
+        return None
+    return (
+        f"offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim {LAYERS!r}, three dims or "
+        f"more, {tx.min_bytes} bytes or more), so nothing would lie there. Remedy: stack the layers, as nnx.vmap with "
+        f"jaxpar.nnx.stacked({LAYERS!r}) does, a smaller min_bytes, or leave parameters out."
+    )
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, traced or not, is in the host's memory."""
+    return bool(jax.typeof(x).memory_space == HOST)
+
+
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    return math.prod(shape) * int(getattr(dtype, "itemsize", 0))

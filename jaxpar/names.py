@@ -7,6 +7,8 @@ from typing import Any
 from jaxpar.errors import AnnotationError
 
 Names = tuple[str | None, ...]
+LAYERS = "layers"
+"""The logical dim, the first of a parameter, over which layers are stacked."""
 
 
 def check_names(dims: Any, where: str) -> Names:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpar.errors import ModelError, listing
 from jaxpar.state import TrainState
+from jaxpar.waiting import waiting
 
 Metrics = dict[str, Any]
 
@@ -23,7 +24,7 @@ def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Calla
     extra = {"key": jax.random.fold_in(state.key, state.step)} if wants_key else {}
 
     def compute(params: Any) -> tuple[jax.Array, Any]:
-        model = kind.merge(params, state.rest)
+        model = kind.merge(waiting(dict(state.static.dims), params), state.rest)
         loss, aux, updates = _unpack(loss_fn(model, batch, **extra))
         return loss, (aux, kind.carried(model, state.rest, updates))
 

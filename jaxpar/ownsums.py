@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.crossing import Parts, gather, parts_of, reduce
 from jaxpar.errors import ConfigError, ModelError
-from jaxpar.fusion import LAYERS, Fusion, check_groups, in_groups
+from jaxpar.fusion import Fusion, check_groups, in_groups
 from jaxpar.layout import Layout, current_layout
 from jaxpar.microbatches import (
     Found,
@@ -30,6 +30,7 @@ from jaxpar.microbatches import (
     value_and_grad,
 )
 from jaxpar.model import show, to_path
+from jaxpar.names import LAYERS
 from jaxpar.objective import loss_of
 from jaxpar.rules import Axes
 from jaxpar.state import TrainState

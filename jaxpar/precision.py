@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.host import on_host
 
 INT8, FP8 = "int8", "fp8"
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -159,8 +160,8 @@ class Precision:
         return _cast(w, self.compute if self.gather == INT8 else self.gather or self.compute)
 
     def computing(self, w: jax.Array) -> jax.Array:
-        """A weight as the model sees it."""
-        return _cast(w, self.compute)
+        """A weight as the model sees it; in the host's memory it stays as it is, for whoever brings it from there."""
+        return w if on_host(w) else _cast(w, self.compute)
 
     def reducing(self, grad: jax.Array) -> jax.Array:
         """A device's sum of gradients as it is reduced over devices, if not in int8."""

@@ -19,8 +19,8 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxpar.errors import LayoutError, ModelError
-from jaxpar.host import KIND, hosted
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.host import KIND, hosted, hosted_layers, no_layers
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
 from jaxpar.precision import Asked, Precision
@@ -142,12 +142,16 @@ def abstract_state(
 
     Raises:
       LayoutError: listing every tensor that the rules cannot place.
+      ConfigError: parameters are to wait in the host's memory, but none is a stack of layers.
     """
     shapes = shape_state(layout, make_model, tx, precision)
     tensors = place(layout, shapes)
     problems = [text for tensor in tensors for text in tensor.problems]
     if problems:
         raise LayoutError(problems)
+    missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    if missing:
+        raise ConfigError(missing)
     simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
     if simulated and any(tensor.host for tensor in tensors):
         text = "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
@@ -228,7 +232,9 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
     leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
     params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
     placed = {
-        path: _model_tensor(layout, path, dims.get(path), leaf) for path, leaf in leaves if path[0] != "opt_state"
+        path: _model_tensor(layout, path, dims.get(path), leaf, state.static.tx)
+        for path, leaf in leaves
+        if path[0] != "opt_state"
     }
     for path, leaf in leaves:
         if path[0] == "opt_state":
@@ -243,12 +249,13 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
     return [placed[path] for path, _ in leaves]
 
 
-def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any) -> Tensor:
+def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> Tensor:
     """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
     part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
     if names is not None:
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
-        return Tensor(part, full, shape, dtype, names, resolved)
+        host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
+        return Tensor(part, full, shape, dtype, names, resolved, why, host)
     if part == "params":
         # Only `over` can place a parameter that nobody annotated.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)

@@ -16,13 +16,13 @@ from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.fusion import Fusion
 from jaxpar.gradients import gradients
+from jaxpar.host import on_host
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.microbatches import Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import Asked, Precision
 from jaxpar.state import TrainState, place
-from jaxpar.streaming import on_host
 from jaxpar.streaming import update as streaming_update
 
 
@@ -166,7 +166,7 @@ def _update(
     wanted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
-    if any(map(on_host, jax.tree.leaves(state.opt_state))):
+    if any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
         return streaming_update(layout, state, grads, finite, extra)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
     return optax.apply_updates(state.params, updates), opt_state
@@ -175,7 +175,7 @@ def _update(
 def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     """``new``, but with what ``old`` has trained and carried where ``update`` is false."""
     # With the optimizer's state on the host the update itself has seen to it; a second look at the old would be a copy of it.
-    seen_to = any(map(on_host, jax.tree.leaves(new.opt_state)))
+    seen_to = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
     parts = {
         name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
         for name in (("rest",) if seen_to else ("params", "opt_state", "rest"))

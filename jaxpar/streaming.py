@@ -1,4 +1,4 @@
-"""The update of an optimizer whose state lies in the host's memory.
+"""The update of an optimizer whose state, and of parameters which, lie in the host's memory.
 
 A state of layers stacked in one array stays where it is, while a loop reads a layer's slice, updates it and writes it back; what is no stack
 moves whole. Only an optimizer that treats every number by itself can go by layers (as Adam, Lion, SGD); one that looks at whole
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.fusion import LAYERS
+from jaxpar.errors import ConfigError
+from jaxpar.host import DEVICE, HOST, on_host
 from jaxpar.layout import Layout, lay_out, to_spec
-from jaxpar.model import to_path
+from jaxpar.model import Path, show, to_path
+from jaxpar.names import LAYERS
 from jaxpar.state import TrainState, moment_names, place
-
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 # Each number of the result is made of one number of each operand.
 _BY_ITSELF = frozenset(
@@ -78,11 +78,6 @@ _INNER = ("jaxpr", "call_jaxpr")
 type Apply = Callable[..., tuple[list[Any], list[Any]]]
 
 
-def on_host(x: Any) -> bool:
-    """Whether a traced array is in the host's memory."""
-    return bool(jax.typeof(x).memory_space == HOST)
-
-
 def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]) -> tuple[Any, Any]:
     """New parameters and optimizer state; where ``finite`` is false, the old ones.
 
@@ -103,11 +98,15 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
         new = (jax.tree.leaves(optax.apply_updates(p, updates)), jax.tree.leaves(s))
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (list(weights), list(states)))
 
-    specs = [to_spec(t.resolved) for t in place(layout, state) if t.role == "opt_state"]
-    ours, theirs, homes = _by_layers(state, extra, specs)
+    tensors = place(layout, state)
+    specs = [to_spec(t.resolved) for t in tensors if t.role == "opt_state"]
+    own = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
+    ours, theirs, homes = _by_layers(state, extra, own, specs)
     # First what moves whole. One number stands in for what goes by layers; nothing reads it.
-    brought = [_bring(layout, x, spec) if on_host(x) else x for x, spec in zip(states, specs, strict=True)]
-    stood = [_stand_in(x) if skip else x for x, skip in zip(brought, theirs, strict=True)]
+    stood = [
+        _stand_in(x) if skip else _bring(layout, x, spec) if on_host(x) else x
+        for x, spec, skip in zip(states, specs, theirs, strict=True)
+    ]
     loss = extra.get("value", jnp.zeros(()))
     new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite, loss)
     new_s = [
@@ -123,7 +122,7 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
 
 
 def _by_layers(
-    state: TrainState, extra: dict[str, Any], specs: Sequence[PartitionSpec]
+    state: TrainState, extra: dict[str, Any], placed: Any, specs: Sequence[PartitionSpec]
 ) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
     """Which parameters, and which arrays of the optimizer, go layer by layer; where each such parameter's state lies."""
     dims = dict(state.static.dims)
@@ -133,19 +132,57 @@ def _by_layers(
         owner = moment_names(to_path(keys), x.shape, {path: w.shape for path, w in params.items()}, dims)[0]
         owners.append(owner if owner is not None and params[owner].shape == x.shape else None)
     states = jax.tree.leaves(state.opt_state)
-    waiting = {owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)}
+    ours = {path for path, w in params.items() if on_host(w)}
+    waiting = ours | {owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)}
     # The TPU's compiler cannot cut slices of a row from the host's memory.
     stacks = {path for path in waiting if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
-    lengths = [params[path].shape[0] for path in params if path in stacks]
+    lengths = [params[path].shape[0] for path in params if path in (ours or stacks)]
     stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
-    if not stacks or entangled(state, extra):
+    tangled = entangled(state, extra) if stacks else None
+    if not stacks or tangled:
+        _check_stay(ours, tangled)
         return [False] * len(params), [False] * len(states), []
     lies = {owner: spec for owner, spec in zip(owners, specs, strict=True) if owner in stacks}
+    own = {to_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(placed)}
+    _check_alike(params, ours, stacks, own, lies)
+    lies |= {path: own[path] for path in ours}
     return (
         [path in stacks for path in params],
         [owner in stacks for owner in owners],
-        [lies[p] for p in params if p in stacks],
+        [lies[path] for path in params if path in stacks],
     )
+
+
+def _check_stay(ours: set[Path], tangled: str | None) -> None:
+    """What cannot go by layers moves whole; parameters that wait in the host's memory must not."""
+    if ours:
+        raise ConfigError(
+            f"offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a number of several "
+            f"({tangled}). Remedy: one that treats every number by itself (as adamw, lion, sgd; to clip, clip_norm of the step), or keep "
+            f"parameters on the device."
+        )
+
+
+def _check_alike(
+    params: Mapping[Path, Any],
+    ours: set[Path],
+    stacks: set[Path],
+    own: Mapping[Path, PartitionSpec],
+    states: Mapping[Path, PartitionSpec],
+) -> None:
+    """What lies in the host's memory is not laid out anew, and one loop goes through all of it."""
+    for path in params:
+        where = show(("params", *path))
+        if path in ours - stacks:
+            raise ConfigError(
+                f"offload: {where} {list(params[path].shape)} waits in the host's memory, but another stack there has another number of "
+                f"layers, and one loop updates all. Remedy: keep parameters on the device."
+            )
+        if path in ours and states.get(path, own[path]) != own[path]:
+            raise ConfigError(
+                f"offload: {where} waits in the host's memory as {own[path]}, its optimizer's state as {states[path]}, but nothing is "
+                f"laid out anew there. Remedy: the same rules for the roles params and optimizer."
+            )
 
 
 def entangled(state: TrainState, extra: Mapping[str, Any] | None = None) -> str | None:

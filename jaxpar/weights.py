@@ -24,6 +24,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.layout import current_layout, hint, to_spec
 from jaxpar.products import GATHERED, Regather, product, route
 from jaxpar.rules import Axes
+from jaxpar.waiting import fetch
 
 type _Dims = tuple[str | None, ...]
 type _Shapes = tuple[tuple[int, ...], ...]
@@ -37,6 +38,7 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
     """
+    w = fetch(w)
     w = w if dtype is None else w.astype(dtype)
     return checkpoint_name(_gather(dims, 0, (w.shape,), w), GATHERED)
 
@@ -89,7 +91,8 @@ def project(
                 f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
                 f"Remedy: transpose the weight, or pass what it belongs to."
             )
-    ws = [w if dtype is None else w.astype(dtype) for w, _ in weights]
+    brought = [fetch(w) for w, _ in weights]
+    ws = [w if dtype is None else w.astype(dtype) for w in brought]
     # A matrix alone lies well as it is stored.
     alone = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
     groups = [(0, [i]) for i in range(len(ws))] if alone else _alike([dims for _, dims in weights], ws)
@@ -122,13 +125,21 @@ def _times(
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A checkpoint policy that keeps everything but gathered weights, neither under their name nor before they have it."""
-    if primitive.name == "custom_vjp_call":  # of which a gather's is the only one that does nothing but lay out
+    """A checkpoint policy that keeps everything but gathered and fetched weights, neither under their name nor before they have it."""
+    if primitive.name == "custom_vjp_call":  # a gather's does nothing but lay out, a fetch's brings
         return not {equation.primitive.name for equation in parameters["call_jaxpr"].eqns} <= _OF_GATHER
     return parameters.get("name") != GATHERED
 
 
-_OF_GATHER = {"sharding_constraint", "reshape", "concatenate", "optimization_barrier", "shard_map"}
+_OF_GATHER = {
+    "device_put",
+    "convert_element_type",
+    "sharding_constraint",
+    "reshape",
+    "concatenate",
+    "optimization_barrier",
+    "shard_map",
+}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -18,7 +18,7 @@ FLOORS = (
     ("names", "texts"),
     ("config", "devices"),
     ("mesh", "plain", "rules", "topology"),
-    ("exchange", "host", "layout", "precision", "zero"),
+    ("exchange", "host", "layout", "precision", "waiting", "zero"),
     (
         "arrays",
         "attn",

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import LayoutError
+from jaxpar.host import no_layers
 from jaxpar.inspect.memory import Memory, estimate
 from jaxpar.inspect.report import Report, Row, device_bytes, show_bytes
 from jaxpar.layout import Layout, observing, tracing_under
@@ -59,6 +60,8 @@ def explain(
     used: set[tuple[str, str]] = set()
     rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
     problems = [text for tensor in tensors for text in tensor.problems]
+    missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    problems += [missing] if missing else []
     for tensor in tensors:
         used |= tensor.resolved.used
         if tensor.role == "params" and tensor.names is not None:

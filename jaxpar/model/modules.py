@@ -13,6 +13,7 @@ from jaxpar.errors import ModelError, listing
 from jaxpar.model.parts import Parts, Path, show
 from jaxpar.names import Names
 from jaxpar.nnx import names_of
+from jaxpar.waiting import is_waiting
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class NNXKind:
     rest: Any
 
     def merge(self, params: Any, rest: Any) -> Any:
-        states = [jax.tree.unflatten(d, jax.tree.leaves(x)) for d, x in ((self.params, params), (self.rest, rest))]
+        states = [
+            jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=is_waiting))
+            for d, x in ((self.params, params), (self.rest, rest))
+        ]
         return nnx.merge(self.graphdef, *states)
 
     def carried(self, model: Any, rest: Any, updates: Any) -> Any:

@@ -24,9 +24,11 @@ from jaxpar import hint
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.context import AUTO, Context
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.host import on_host
 from jaxpar.models.embedding import lookup
 from jaxpar.nnx import axes, stacked
 from jaxpar.recompute import OUTPUT, SAVED_EMBED, Recompute
+from jaxpar.waiting import cut
 from jaxpar.weights import gather_weight, project
 
 NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
@@ -326,13 +328,13 @@ def _remat(recompute: Recompute, regather: bool | int) -> Callable[[Any], Any]:
 def _part(module: nnx.Module, first: int, last: int) -> nnx.Module:
     """Some of a stack of layers."""
     graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x[first:last], state))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: cut(x, first, last), state))
 
 
 def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:
     """The module with its matrices in ``dtype``: cast before the scan, their gradients are stacked in it too."""
     graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 else x, state))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 and not on_host(x) else x, state))
 
 
 def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:

@@ -131,7 +131,8 @@ def knob(category: str, remat: str = "") -> str:
     """
     again = "" if remat in ("", "full") else f"compute activations again (model.remat=full, now {remat}); "
     texts = {
-        "parameters": "shard them over another axis (rules: params: {embed: data}), or over more devices.",
+        "parameters": "shard them over another axis (rules: params: {embed: data}), or over more devices, or keep those of the layers on the "
+        "host, as parallel: {offload: {parameters: host, optimizer: host}}.",
         "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as "
         "parallel: {offload: {optimizer: host}}.",
         "gradients": "shard the parameters over another axis, and their gradients follow.",

@@ -72,6 +72,7 @@ class OffloadConfig:
     """What waits in the host's memory; see :func:`jaxpar.offload`."""
 
     optimizer: Literal["host"] | None = None
+    parameters: Literal["host"] | None = None
     min_bytes: int | str = "64KiB"
 
 
@@ -96,7 +97,7 @@ class ParallelConfig:
       regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
         number keeps a part of them within groups of so many devices.
       fusion: what of gradients and weights goes in one collective.
-      offload: what waits in the host's memory: ``{optimizer: host}``.
+      offload: what waits in the host's memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``.
       context: how attention goes over a split sequence: ``{impl: ring}``.
     """
 

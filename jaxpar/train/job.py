@@ -115,10 +115,39 @@ def make_job(loaded: Loaded) -> Job:
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    if config.parallel.offload.optimizer is not None:
-        tx = jp.offload(tx, min_bytes=config.parallel.offload.min_bytes)
+    tx = _offload(config, model, tx)
     make_model, fusion = llama.make_llama(model), _fusion(config)
     return Job(loaded.name, config, model, make_model, next_token_loss, tx, loaded.layout, zero, precision, fusion)
+
+
+def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTransformation) -> Any:
+    """The optimizer with what is to wait in the host's memory."""
+    asked = config.parallel.offload
+    if asked.parameters is not None:
+        if asked.optimizer is None:
+            raise ConfigError(
+                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is "
+                "larger, does not. Remedy: {parameters: host, optimizer: host}."
+            )
+        if model.regather is not True:
+            raise ConfigError(
+                f"parallel.offload: parameters wait in the host's memory, but regather: {str(model.regather).lower()} keeps all layers' "
+                f"weights on the device for the backward pass. Remedy: leave regather out, or parallel.offload.parameters."
+            )
+        if model.remat != "none" and jp.Recompute.of(model.remat).layers:
+            raise ConfigError(
+                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes "
+                "some layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+            )
+        if config.parallel.optimizer is not None and config.parallel.optimizer.stage in (1, 2):
+            raise ConfigError(
+                f"parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
+                f"parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before the step. Remedy: stage 3, or leave "
+                f"parallel.offload.parameters out."
+            )
+    if asked.optimizer is None:
+        return tx
+    return jp.offload(tx, parameters=asked.parameters is not None, min_bytes=asked.min_bytes)
 
 
 def _zero(config: RunConfig) -> jp.Zero:

@@ -27,6 +27,9 @@ def job_of(tmp_path: Path) -> Any:
     return make
 
 
+BOTH = {"parameters": "host", "optimizer": "host"}
+
+
 def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
     job = job_of(parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "shard_group": 4}}, train={"accumulate": 2})
     layout = job.layout(16)
@@ -70,6 +73,11 @@ def test_collectives_and_the_hosts_memory_have_keys(job_of: Any) -> None:
     assert job_of().step_options()["fusion"] == jp.Fusion()
 
 
+def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
+    assert job_of(parallel={"offload": BOTH}).tx.parameters
+    assert not job_of(parallel={"offload": {"optimizer": "host"}}).tx.parameters
+
+
 def test_eight_bits_have_keys(job_of: Any) -> None:
     assert job_of(precision="fp8").model.dtype == "bfloat16"
     told = job_of(precision={"gather": "int8", "reduce": "int8", "matmul": "fp8"}).precision
@@ -100,6 +108,38 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"fusion": {"reduce": "many"}}},
             ConfigError,
             "parallel.fusion: reduce is 'many', but 'auto', a size as '64MiB', or a list of layers is wanted.",
+        ),
+        (
+            {"parallel": {"offload": {"parameters": "host"}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is larger, does "
+                "not. Remedy: {parameters: host, optimizer: host}."
+            ),
+        ),
+        (
+            {"parallel": {"offload": BOTH, "regather": 4}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, but regather: 4 keeps all layers' weights on the device for the backward "
+                "pass. Remedy: leave regather out, or parallel.offload.parameters."
+            ),
+        ),
+        (
+            {"parallel": {"offload": BOTH, "remat": {"policy": "full", "layers": [1]}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes some "
+                "layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+            ),
+        ),
+        (
+            {"parallel": {"offload": BOTH, "optimizer": {"stage": 2}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
+                "parallel.optimizer.stage 2 gathers all of them before the step. Remedy: stage 3, or leave parallel.offload.parameters out."
+            ),
         ),
         (
             {"parallel": {"offload": {"optimizer": "disk"}}},
