@@ -15,13 +15,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.contract import PRODUCT
-from jaxpar.crossing import asking, gather, parts_of
+from jaxpar.crossing import asking, batch_axes, gather, parts_of
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.layout import Layout, lay_out, to_spec
 from jaxpar.microbatches import (
     Found,
     How,
-    batch_axes,
     each_parameter,
     means_of,
     pieces_of,
@@ -44,7 +43,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     with asking(how.precision):
         by_hand = how.reduce is None and how.accumulate > 1 and not _sharded(layout, state)
-        if how.reduce == "once" or by_hand:
+        if how.reduce == "once" or how.own or by_hand:
             _check_handed(layout, loss_fn, state, batch, how, ())
             return once(layout, loss_fn, state, batch, how)
         _check_dtypes(how)
