@@ -126,7 +126,7 @@ VARIANTS = {
     "int8 weights and gradients": ("precision={gather: int8, reduce: int8}",),
     "1-bit Adam": ("layout=layouts/dp.yaml", *SIGNED),
 }
-NEAR = {"int8 weights and gradients": 0.02, "1-bit Adam": 0.2}
+NEAR = {"int8 weights and gradients": 0.02, "1-bit Adam": 0.25}
 """Nats per token that the held-out loss may be higher."""
 
 

@@ -61,7 +61,7 @@ def pack(x: jax.Array, live: jax.Array, block: int = BLOCK) -> Signs:
     >>> signs.bits, signs.scales
     (Array([237], dtype=uint8), Array([4.], dtype=float32))
     >>> unpack(signs, 8)
-    Array([-4., -4.,  4.,  4., -4.,  4.,  4.,  4.], dtype=float32)
+    Array([ 4., -4.,  4.,  4., -4.,  4.,  4.,  4.], dtype=float32)
     """
     # Bit i of all bytes is taken from numbers that lie side by side, as a vector unit wants it.
     shape = (*x.shape[:-1], _BITS, x.shape[-1] // _BITS)

@@ -246,7 +246,8 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
                 # The parameter names the problem once; repeating it for each moment would bury the others.
                 resolved = dataclasses.replace(resolved, problems=())
             if one_bit and path[1] == "mu":  # every parameter has one
-                resolved = dataclasses.replace(resolved, problems=onebit.problem(layout, path[2:], leaf.shape, dims))
+                found_too = onebit.problem(layout, path[2:], leaf.shape, dims)
+                resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
             host = hosted(state.static.tx, leaf.shape, leaf.dtype)
             placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
     return [placed[path] for path, _ in leaves]
