@@ -131,8 +131,8 @@ def job_of(run: Run, devices: int, layers: int | None) -> Job:
     return make_job(load_run(CONFIGS / f"{run.config}.yaml", [*settings, f"data.batch={batch * devices // 16}"]))
 
 
-def compile_ours(job: Job, topology: Topology, keep: bool) -> dict[str, Any]:
-    """What ``jaxpar check --topology`` compiles, counted."""
+def compile_ours(job: Job, topology: Topology, keep: bool, *, other_arms: bool = False) -> dict[str, Any]:
+    """What ``jaxpar check --topology`` compiles, counted; of conditionals the arm that sends most, or the other ones."""
     layout = job.layout(topology.devices)
     options = job.step_options() | {"compiler_options": job.compiler_options(topology.platform)}
     began = time.process_time()
@@ -142,6 +142,7 @@ def compile_ours(job: Job, topology: Topology, keep: bool) -> dict[str, Any]:
         step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), **options)
     traced = time.process_time() - began
     report = audit(step, mesh=layout.mesh)
+    report = report.through_other_arms() if other_arms else report
     figures = facts(report, step.memory, step.compile_cpu_seconds, step.versions)
     return figures | {"trace_cpu_seconds": traced, "cached": step.cached}
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxpar.layout import hint as hint
     from jaxpar.mesh import MeshSpec as MeshSpec
     from jaxpar.model import tag as tag
+    from jaxpar.onebit import one_bit_adam as one_bit_adam
     from jaxpar.plan.aot import compile_for as compile_for
     from jaxpar.plan.roofline import roofline as roofline
     from jaxpar.precision import Precision as Precision
@@ -81,6 +82,7 @@ _HOMES = {
     "hint": "layout",
     "init": "state",
     "offload": "host",
+    "one_bit_adam": "onebit",
     "over": "rules",
     "put": "arrays",
     "roofline": "plan.roofline",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar import exchange, quantise
 from jaxpar.errors import LayoutError
-from jaxpar.layout import current_layout
+from jaxpar.layout import Layout, current_layout
 from jaxpar.precision import INT8, Precision
 from jaxpar.rules import Axes, Resolved
 from jaxpar.topology import platform_of
@@ -33,6 +33,21 @@ def asked() -> Precision:
     """What :func:`asking` was given, or nothing in particular."""
     found: Precision | None = _asked.value
     return Precision() if found is None else found
+
+
+def batch_axes(layout: Layout) -> Axes:
+    """The mesh axes, larger than 1, that the rules split the dim ``batch`` over.
+
+    Raises:
+      LayoutError: the rules do not know ``batch``.
+    """
+    resolved = layout.resolve(("batch",))
+    if resolved.problems:
+        raise LayoutError(
+            "microbatches and reduce='once' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: "
+            "add it, as batch='data'."
+        )
+    return resolved.axes[0]
 
 
 @dataclass(frozen=True)

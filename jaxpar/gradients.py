@@ -15,14 +15,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.contract import PRODUCT
-from jaxpar.crossing import asking, gather, parts_of
+from jaxpar.crossing import asking, batch_axes, gather, parts_of
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.host import on_host
 from jaxpar.layout import Layout, lay_out, to_spec
 from jaxpar.microbatches import (
     Found,
     How,
-    batch_axes,
     each_parameter,
     means_of,
     pieces_of,
@@ -47,7 +46,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
     with asking(how.precision):
         hosted = _hosted(state, how)
         by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
-        if how.reduce == "once" or by_hand:
+        if how.reduce == "once" or how.own or by_hand:
             _check_handed(layout, loss_fn, state, batch, how, ())
             return once(layout, loss_fn, state, batch, how)
         _check_dtypes(how)

@@ -16,7 +16,7 @@ from jaxpar.layout import Layout
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics
 from jaxpar.precision import Precision
-from jaxpar.rules import Axes, Resolved
+from jaxpar.rules import Resolved
 from jaxpar.state import TrainState
 
 Gather = Literal["use", "step"]
@@ -25,13 +25,17 @@ Reduce = Literal["once", "each"]
 
 @dataclass(frozen=True)
 class How:
-    """The ways of :func:`jaxpar.train_step` to gradients; its arguments of the same names."""
+    """The ways of :func:`jaxpar.train_step` to gradients; its arguments of the same names.
+
+    ``own``: the optimizer reduces gradients itself. They are then the devices' own, along a leading dim that the batch's axes split.
+    """
 
     accumulate: int = 1
     gather: Gather = "use"
     reduce: Reduce | None = None
     precision: Precision = field(default_factory=Precision)
     fusion: Fusion = field(default_factory=Fusion)
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,21 +77,6 @@ def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
     """Gradients in their parameters' dtypes, without the scale."""
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     return grads if scale is None else jax.tree.map(lambda g: (wide(g) / scale).astype(g.dtype), grads)
-
-
-def batch_axes(layout: Layout) -> Axes:
-    """The mesh axes, larger than 1, that the rules split the dim ``batch`` over.
-
-    Raises:
-      LayoutError: the rules do not know ``batch``.
-    """
-    resolved = layout.resolve(("batch",))
-    if resolved.problems:
-        raise LayoutError(
-            "microbatches and reduce='once' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: "
-            "add it, as batch='data'."
-        )
-    return resolved.axes[0]
 
 
 def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:

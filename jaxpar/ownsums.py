@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.crossing import Parts, gather, parts_of, reduce
+from jaxpar.crossing import Parts, batch_axes, gather, parts_of, reduce, wide
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.fusion import Fusion, check_groups, in_groups
 from jaxpar.layout import Layout, current_layout
 from jaxpar.microbatches import (
     Found,
     How,
-    batch_axes,
     each_parameter,
     means_of,
     pieces_of,
@@ -37,7 +36,7 @@ from jaxpar.state import TrainState
 
 
 def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
-    """Each device's own sums, then one reduction."""
+    """Each device's own sums, then one reduction; none where the optimizer sees to it (``how.own``)."""
     axes, precision, scale, fusion = batch_axes(layout), how.precision, scale_of(state, how.precision), how.fusion
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
@@ -55,21 +54,27 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
         pieces = pieces_of(batch, how.accumulate, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
         (loss, metrics, grads), weight, rest = sums_of(run, weights, rest, pieces, how.accumulate)
-        sums = lambda g, parts: reduce(g, parts, axes, precision)
-        grads = _cross(state, grads, wanted, fusion, ("scatter", "reduce"), sums)
+        if how.own:
+            grads = jax.tree.map(lambda g: wide(g)[None], grads)
+        else:
+            sums = lambda g, parts: reduce(g, parts, axes, precision)
+            grads = _cross(state, grads, wanted, fusion, ("scatter", "reduce"), sums)
         loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
         return (loss, metrics, grads), weight, rest
 
     arguments = (state.params, state.rest, state.key, state.step, scale, batch)
     if axes:
         specs = (spec_of(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
-        results = ((PartitionSpec(), PartitionSpec(), spec_of(wanted)), PartitionSpec(), PartitionSpec())
+        given = PartitionSpec(axes) if how.own else spec_of(wanted)
+        results = ((PartitionSpec(), PartitionSpec(), given), PartitionSpec(), PartitionSpec())
         # Unchecked: jax would take what is gathered for different on every device.
         # With axes of size 1, so that what is not there leaves none behind.
         manual = {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = means_of(sums, weight)
+    if how.own:  # so that their mean, and no longer their sum, is the gradient
+        grads = jax.tree.map(lambda g: g * ways, grads)
     return Found(loss, metrics, rest, unscaled(state, grads, scale))
 
 

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxpar import onebit
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import KIND, hosted, hosted_layers, no_layers
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
@@ -188,7 +189,8 @@ def _build(
         model = _call(make_model, model_key)
         parts = read(model)
         _check_trainable(parts.params)
-        opt_state = tx.init(parts.params)
+        one_bit = isinstance(tx, onebit.OneBit)
+        opt_state = tx.init(parts.params, dict(parts.dims)) if one_bit else tx.init(parts.params)
     static = Static(parts.kind, tx, parts.dims)
     scale = None if precision.scale is None else precision.scale.start()
     return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static, scale)
@@ -236,14 +238,22 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
         for path, leaf in leaves
         if path[0] != "opt_state"
     }
+    one_bit = isinstance(state.static.tx, onebit.OneBit)
     for path, leaf in leaves:
         if path[0] == "opt_state":
+            found = onebit.place(layout, path[1:], leaf.shape, params, dims) if one_bit else None
+            if found is not None:
+                placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, *found)
+                continue
             owner, names, note = moment_names(path[1:], leaf.shape, params, dims)
             known = (None,) * len(leaf.shape) if names is None else names
             resolved = layout.resolve(known, leaf.shape, role="optimizer", dtype=leaf.dtype, path=show(path))
             if owner is not None and placed["params", *owner].problems:
                 # The parameter names the problem once; repeating it for each moment would bury the others.
                 resolved = dataclasses.replace(resolved, problems=())
+            if one_bit and path[1] == "mu":  # every parameter has one
+                found_too = onebit.problem(layout, path[2:], leaf.shape, dims)
+                resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
             host = hosted(state.static.tx, leaf.shape, leaf.dtype)
             placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
     return [placed[path] for path, _ in leaves]

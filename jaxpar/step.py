@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxpar import onebit
 from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.fusion import Fusion
@@ -64,7 +65,8 @@ def train_step(
       keep_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
 
     Returns:
-      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32), ``skipped`` (unless told not to),
+      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32; with :func:`jaxpar.one_bit_adam`
+      the root mean square of the norms of the devices' own gradients, which is not less than the norm of their mean), ``skipped`` (unless told not to),
       ``loss_scale`` where there is one, and what ``loss_fn`` returned beside.
 
     Raises (when traced):
@@ -74,17 +76,23 @@ def train_step(
 
     Raises (at once):
       ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there, or ``fusion`` has a size that the
-        compiler for the layout's devices does not take.
+        compiler for the layout's devices does not take. When traced with :func:`jaxpar.one_bit_adam`: an argument that does not go
+        with it.
     """
     how = replace(_how(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        own = isinstance(state.static.tx, onebit.OneBit)
+        if own:
+            _refuse(how, clip_norm)
         with tracing_under(layout):
-            found = gradients(layout, loss_fn, state, batch, how)
+            found = gradients(layout, loss_fn, state, batch, replace(how, own=own))
             loss, grads = found.loss, found.grads
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
-            kept = {"grads": grads} if keep_grads else {}
+            if own:  # the root mean square of the norms of the devices' own
+                norm = norm / jnp.sqrt(jax.tree.leaves(grads)[0].shape[0]).astype(norm.dtype)
+            kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else grads} if keep_grads else {}
             if clip_norm is not None:
                 scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
                 grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -122,6 +130,21 @@ def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Aske
             "skip_nonfinite out."
         )
     return How(accumulate, gather, reduce, found)
+
+
+def _refuse(how: How, clip_norm: float | None) -> None:
+    """What does not go with an optimizer that reduces gradients itself."""
+    fusion = ((f"fusion: {name}", value) for name, value in vars(how.fusion).items())
+    groups = [(name, list(value), None) for name, value in fusion if isinstance(value, tuple)]
+    onebit.refuse(
+        [
+            ("clip_norm", clip_norm, None),
+            ("gather", how.gather, "use"),
+            ("reduce", "once" if how.reduce is None else how.reduce, "once"),
+            ("precision: reduce", how.precision.reduce, None),
+            *groups,
+        ]
+    )
 
 
 def eval_step(layout: Layout, loss_fn: Callable[..., Any], *, precision: Asked = None) -> jax.stages.Wrapped:
@@ -166,6 +189,10 @@ def _update(
     wanted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
+    if isinstance(tx, onebit.OneBit):
+        dims = dict(state.static.dims)
+        updates, new = onebit.update(layout, tx.settings, dims, grads, state.opt_state, state.params)
+        return optax.apply_updates(state.params, updates), new
     if any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
         return streaming_update(layout, state, grads, finite, extra)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)

@@ -79,6 +79,15 @@ class Audit:
         """Bytes on the wire that no compute is scheduled beside."""
         return sum(c.exposed_bytes * c.count for c in self.select(kind, axis))
 
+    def through_other_arms(self) -> Audit:
+        """The same run, but with what the other arms of conditionals send counted in the place of those that send most.
+
+        FLOPs and memory traffic stay as they are. Right for conditionals of two arms.
+        """
+        always = tuple(c for c in self.collectives if not c.conditional)
+        instead = tuple(c for c in self.collectives if c.conditional)
+        return dataclasses.replace(self, collectives=(*always, *self.other_arms), other_arms=instead)
+
     @property
     def certain(self) -> bool:
         """Whether every loop's trip count was found."""
@@ -117,6 +126,12 @@ class Audit:
             f"{show_bytes(round(self.wire_bytes()))} ({show_bytes(round(self.exposed()))} exposed) in {self.count()} "
             f"executions of collectives"
         )
+        if self.other_arms:
+            sent: dict[str, float] = {}
+            for c in self.other_arms:
+                sent[c.dtype] = sent.get(c.dtype, 0) + c.total_wire_bytes
+            each = ", ".join(f"{dtype} {show_bytes(round(size))}" for dtype, size in sorted(sent.items()))
+            text += f"; other arms of branches, not counted, send {show_bytes(round(sum(sent.values())))} ({each})"
         if not self.certain:
             loops = ", ".join(self.unknown_loops)
             text += f"; LOWER BOUNDS, each loop counted as one run: the trip count is unknown of {loops}"

@@ -27,7 +27,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Any optax optimizer by name, with a warmup-cosine schedule; ``options`` are its own keyword arguments."""
+    """Any optax optimizer by name, or ``one_bit_adam``, with a warmup-cosine schedule; ``options`` are its own keyword arguments."""
 
     name: str = "adamw"
     learning_rate: float = 1e-3

@@ -17,6 +17,7 @@ from jaxpar.config import build
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
+from jaxpar.onebit import NAME as ONE_BIT
 from jaxpar.recompute import SAVED_EMBED
 from jaxpar.train.config import ContextConfig, Loaded, OptimizerConfig, PrecisionConfig, RunConfig
 
@@ -114,9 +115,12 @@ def make_job(loaded: Loaded) -> Job:
         model = replace(model, context=_context(config.parallel.context))
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
+    fusion = _fusion(config)
+    if config.optimizer.name == ONE_BIT:
+        _check_one_bit(config, precision, zero, fusion)
     tx = make_optimizer(config.optimizer, config.train.steps)
     tx = _offload(config, model, tx)
-    make_model, fusion = llama.make_llama(model), _fusion(config)
+    make_model = llama.make_llama(model)
     return Job(loaded.name, config, model, make_model, next_token_loss, tx, loaded.layout, zero, precision, fusion)
 
 
@@ -159,6 +163,22 @@ def _zero(config: RunConfig) -> jp.Zero:
         return jp.Zero(asked.stage, axis, asked.min_bytes, asked.shard_group)
     except JaxparError as error:
         raise type(error)(f"parallel.{error}") from error
+
+
+def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.Fusion) -> None:
+    """Of keys that contradict each other, both are named."""
+    groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
+    others = [
+        ("optimizer.clip_norm", config.optimizer.clip_norm, "the norm of all devices' gradient is not known", "null"),
+        ("parallel.optimizer", zero.stage or None, "weights and moments are whole (stage 0)", ""),
+        ("parallel.offload", config.parallel.offload.optimizer, "its state stays on the devices", ""),
+        ("precision.reduce", precision.reduce, "its warm-up reduces in fp32, and signs follow", ""),
+        *((f"parallel.fusion.{name}", True, "its signs cross all at once", "") for name in groups),
+    ]
+    for key, value, why, instead in others:
+        if value is not None:
+            remedy = f"{key}: {instead}" if instead else f"leave {key} out"
+            raise ConfigError(f"optimizer.name is {ONE_BIT}, which does not go with {key}: {why}. Remedy: {remedy}.")
 
 
 def _fusion(config: RunConfig) -> jp.Fusion:
@@ -205,7 +225,7 @@ def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfi
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The named optax optimizer with a linear warmup and a cosine decay over ``steps``.
+    """The named optax optimizer, or ``one_bit_adam``, with a linear warmup and a cosine decay over ``steps``.
 
     Raises:
       ConfigError: optax has no such optimizer, or it does not take one of ``options``.
@@ -213,12 +233,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # looking at every name touches the deprecated ones too
         known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
+        known = sorted([*known, ONE_BIT])
     if config.name not in known:
         raise ConfigError(
             f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Any optax optimizer with a "
             f"learning rate will do: {', '.join(known)}."
         )
-    make = getattr(optax, config.name)
+    make = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
     for option in config.options:
         taken = [name for name in _parameters(make) if name != "learning_rate"]
         if option not in taken:
@@ -226,6 +247,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
                 f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, taken)} Its options are: "
                 f"{', '.join(taken)}."
             )
+    if config.name == ONE_BIT and "warmup" not in config.options:
+        raise ConfigError(
+            f"optimizer: {ONE_BIT} wants to be told how many steps of ordinary Adam come first. Remedy: options: {{warmup: "
+            f"{max(steps // 5, 1)}}}, a fifth of train.steps."
+        )
     warmup = min(config.warmup, max(steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0 if warmup else config.learning_rate,

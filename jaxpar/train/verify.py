@@ -7,6 +7,7 @@ from rich.console import Console
 from jaxpar.data import batches, load_text
 from jaxpar.errors import ConfigError
 from jaxpar.inspect.compare import Verdict, compare
+from jaxpar.onebit import NAME, without_signs
 from jaxpar.precision import FP8, INT8
 from jaxpar.train.job import BATCH_DIMS, Job, in_fp32
 
@@ -34,11 +35,14 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
     if rounded:
         console.print(f"left out            precision: {', '.join(rounded)}, which rounds to 8 bits")
+    tx = without_signs(job.tx, steps)
+    if tx is not job.tx:
+        console.print(f"left out            optimizer: the signs of {NAME}, which depend on the number of devices")
     verdict = compare(
         layout.on_one_device(),
         layout,
         job.make_model,
-        job.tx,
+        tx,
         job.loss_fn,
         [next(stream) for _ in range(steps)],
         dict.fromkeys(("tokens", "targets"), BATCH_DIMS),

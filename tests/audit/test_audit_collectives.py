@@ -278,6 +278,13 @@ def test_a_conditional_counts_with_its_worst_arm(name, stored, line_mesh):
     assert [(c.kind, c.conditional, c.wire_bytes) for c in report.other_arms] == [("collective-permute", True, array)]
     assert report.matmul_flops == 2 * 64 * 32 * 32
     assert "in a branch" in str(report)
+    assert (
+        f"; other arms of branches, not counted, send {array // 1024}.00 KiB (f32 {array // 1024}.00 KiB)"
+        in report.headline()
+    )
+    other = report.through_other_arms()
+    assert (other.collectives, other.other_arms) == (report.other_arms, report.collectives)
+    assert other.wire_bytes() == array
 
 
 SPARSECORE = """HloModule offloaded, is_scheduled=true, num_partitions=8

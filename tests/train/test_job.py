@@ -151,6 +151,16 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ConfigError,
             "offload: min_bytes is 'big', but a size, as '64KiB', is wanted.",
         ),
+        (
+            {"optimizer": {"name": "one_bit_adam", "clip_norm": None}, "train": {"steps": 50}},
+            ConfigError,
+            "wants to be told how many steps of ordinary Adam come first. Remedy: options: {warmup: 10}, a fifth of train.steps.",
+        ),
+        (
+            {"optimizer": {"name": "one_bit_adam", "clip_norm": None, "options": {"warmup": 9, "momentum": 1}}},
+            ConfigError,
+            "optimizer: one_bit_adam has no option 'momentum'. Its options are: b1, b2, eps, weight_decay, warmup, block, min_bytes.",
+        ),
         ({"train": {"accumulate": 0}}, ConfigError, "train.accumulate is 0, but at least 1 is wanted."),
     ],
 )
@@ -158,6 +168,47 @@ def test_wrong_keys_are_named(keys: dict[str, Any], kind: type[JaxparError], tex
     with pytest.raises(kind) as error:
         job_of(**keys)
     assert text in str(error.value)
+
+
+ONE_BIT = {"name": "one_bit_adam", "clip_norm": None, "options": {"warmup": 9, "weight_decay": 0.1}}
+
+
+def test_signs_are_an_optimizer_of_a_run(job_of: Any) -> None:
+    job = job_of(optimizer=ONE_BIT)
+    assert (job.tx.settings.warmup, job.tx.settings.weight_decay) == (9, 0.1)
+    assert float(job.tx.settings.learning_rate(20)) == pytest.approx(1e-3)
+    assert job.step_options()["clip_norm"] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"optimizer": ONE_BIT | {"clip_norm": 1.0}},
+            "optimizer.clip_norm: the norm of all devices' gradient is not known. Remedy: optimizer.clip_norm: null.",
+        ),
+        (
+            {"parallel": {"optimizer": {"stage": 1}}},
+            "parallel.optimizer: weights and moments are whole (stage 0). Remedy: leave parallel.optimizer out.",
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "host"}}},
+            "parallel.offload: its state stays on the devices. Remedy: leave parallel.offload out.",
+        ),
+        (
+            {"precision": {"reduce": "int8"}},
+            "precision.reduce: its warm-up reduces in fp32, and signs follow. Remedy: leave precision.reduce out.",
+        ),
+        (
+            {"parallel": {"fusion": {"reduce": [1]}}},
+            "parallel.fusion.reduce: its signs cross all at once. Remedy: leave parallel.fusion.reduce out.",
+        ),
+    ],
+)
+def test_keys_that_contradict_signs_are_named_both(keys: dict[str, Any], text: str, job_of: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        job_of(**({"optimizer": ONE_BIT} | keys))
+    assert str(error.value) == f"optimizer.name is one_bit_adam, which does not go with {text}"
 
 
 def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_of: Any) -> None:
