@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxpar import testing as testing
     from jaxpar.arrays import put as put
     from jaxpar.attn.dispatch import attention as attention
+    from jaxpar.disk import DiskStep as DiskStep
     from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.fusion import Fusion as Fusion
     from jaxpar.host import offload as offload
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from jaxpar.zero import Zero as Zero
 
 _HOMES = {
+    "DiskStep": "disk",
     "Fusion": "fusion",
     "Layout": "layout",
     "MeshSpec": "mesh",

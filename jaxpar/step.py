@@ -17,7 +17,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.fusion import Fusion
 from jaxpar.gradients import gradients
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
-from jaxpar.microbatches import Gather, How, Reduce
+from jaxpar.microbatches import Found, Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import Asked, Precision
@@ -76,25 +76,19 @@ def train_step(
       ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there, or ``fusion`` has a size that the
         compiler for the layout's devices does not take.
     """
-    how = replace(_how(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with tracing_under(layout):
-            found = gradients(layout, loss_fn, state, batch, how)
-            loss, grads = found.loss, found.grads
-            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
-            kept = {"grads": grads} if keep_grads else {}
-            if clip_norm is not None:
-                scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-                grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-            finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+            found, grads, norm, finite = measure(layout, loss_fn, state, batch, how, clip_norm)
+            loss, kept = found.loss, {"grads": found.grads} if keep_grads else {}
             keeps = finite if skip_nonfinite else jnp.asarray(True)
             params, opt_state = _update(
                 layout, state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0], keeps
             )
             new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
-            _check_same(state, new)
+            check_same(state, new)
             if skip_nonfinite:
                 new = _keep(state, new, finite)
                 kept["skipped"] = ~finite
@@ -108,7 +102,23 @@ def train_step(
     return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
 
 
-def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
+def measure(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, clip_norm: float | None
+) -> tuple[Found, Any, jax.Array, jax.Array]:
+    """What a batch gave, its gradients after clipping, their norm before (L2, fp32), and whether it and the loss are finite."""
+    found = gradients(layout, loss_fn, state, batch, how)
+    grads = found.grads
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+    if clip_norm is not None:
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+    return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
+
+
+def how_of(
+    accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool
+) -> How:
+    """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")
     for name, value, known in (("gather", gather, get_args(Gather)), ("reduce", reduce, (None, *get_args(Reduce)))):
@@ -183,7 +193,7 @@ def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     return replace(new, **parts)
 
 
-def _check_same(old: TrainState, new: TrainState) -> None:
+def check_same(old: TrainState, new: TrainState) -> None:
     """A step keeps the shape and dtype of all it trains and carries, or the next one would be another program."""
     for part, cause in (("params", "the optimizer"), ("rest", "loss_fn")):
         before, after = (
