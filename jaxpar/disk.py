@@ -30,7 +30,7 @@ from jaxpar.staging import Staging
 from jaxpar.state import TrainState, place
 from jaxpar.step import check_same, how_of, measure, place_state
 from jaxpar.store import Entry, Store
-from jaxpar.stored import Group, Moment, disk_of, groups_of, is_stored, offered
+from jaxpar.stored import Group, Moment, disk_of, groups_of, is_stored, offered, zeros
 
 AHEAD = 2
 """How many groups are read ahead of the one that is updated."""
@@ -133,7 +133,7 @@ class DiskStep:
         self._first = np.cumsum([0, *(len(group.stored) for group in self._groups)]).tolist()
         self._pieces = [(g, row) for g, group in enumerate(self._groups) for row in range(group.rows)]
         self._updates = [self._update_of(state, group) for group in self._groups]
-        self._tail = self._tail_of(state)
+        self._tail, self._step = self._tail_of(state), int(state.step)
         self.peak_staged = 0
         """The most bytes of moments that the host held at once, on their way."""
         entries = [_entry(m, group.rows, self._parts[m.number]) for group in self._groups for m in group.stored]
@@ -225,22 +225,21 @@ class DiskStep:
         self.close()
 
     def _open(self, state: TrainState, restore: str | Path | None) -> None:
-        self._step = int(state.step)
         if restore is not None:
             self._store.restore(Path(restore) / self._store.path.name)
         if self._step or self._store.exists():
             self._store.open(self._step)
             return
         self._store.create()
-        weights = jax.tree.leaves(state.params)
+        weights, zero = jax.tree.leaves(state.params), zeros(self._tx.init, state.params)
         for g, group in enumerate(self._groups):
+            if all(zero[m.number] for m in group.stored):
+                continue  # as the files are
             begin = self._init_of(state, group)
             for row in range(group.rows):
                 made = begin(row, weights[group.parameter])
                 for n, (m, x) in enumerate(zip(group.stored, made, strict=True)):
-                    buffer = self._bytes(m, x)
-                    if buffer.any():  # the files begin as zeros
-                        self._store.write(self._first[g] + n, row, buffer)
+                    self._store.write(self._first[g] + n, row, self._bytes(m, x))
         self._store.commit(self._step)
 
     def _read(self, piece: int) -> list[jax.Array]:

@@ -115,9 +115,7 @@ def measure(
     return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
 
 
-def how_of(
-    accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool
-) -> How:
+def how_of(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
     """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")

@@ -302,9 +302,7 @@ class Store:
         found = {"version": VERSION, "about": self._about, "entries": entries, "generations": made}
         return dict(json.loads(json.dumps(found)))
 
-    def _write_record(
-        self, generations: Mapping[str, Generation] | None = None, folder: Path | None = None
-    ) -> None:
+    def _write_record(self, generations: Mapping[str, Generation] | None = None, folder: Path | None = None) -> None:
         folder = folder or self.path
         record = self._record(self._generations if generations is None else generations)
         text = json.dumps({"checksum": _checksum(record), "record": record})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from jaxpar.errors import ConfigError
@@ -112,6 +114,29 @@ def refusal(state: TrainState) -> str | None:
                 f"by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
             )
     return None
+
+
+def zeros(function: Callable[..., Any], *given: Any) -> list[bool]:
+    """Which leaves of ``function(*given)`` are zeros whatever it is given, as far as its trace tells.
+
+    >>> zeros(lambda x: (x, jax.numpy.zeros_like(x)), np.ones(2))
+    [False, True]
+    """
+    return _zeros(jax.make_jaxpr(function)(*given).jaxpr)
+
+
+def _zeros(jaxpr: Any) -> list[bool]:
+    is_zero = lambda v: not np.any(v.val) if isinstance(v, Literal) else v in known
+    known: set[Any] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape") and is_zero(equation.invars[0]):
+            known.add(equation.outvars[0])
+        elif name in ("jit", "pjit"):
+            known |= {
+                v for v, is_so in zip(equation.outvars, _zeros(equation.params["jaxpr"].jaxpr), strict=True) if is_so
+            }
+    return [bool(is_zero(v)) for v in jaxpr.outvars]
 
 
 def groups_of(layout: Layout, state: TrainState) -> list[Group]:

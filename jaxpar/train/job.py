@@ -112,8 +112,15 @@ def make_job(loaded: Loaded) -> Job:
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    if config.parallel.offload.optimizer is not None:
-        tx = jp.offload(tx, min_bytes=config.parallel.offload.min_bytes)
+    away = config.parallel.offload
+    if away.path is not None and away.optimizer != "disk":
+        raise ConfigError("parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.")
+    if away.path is None and away.optimizer == "disk":
+        raise ConfigError(
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk."
+        )
+    if away.optimizer is not None:
+        tx = jp.offload(tx, to=away.optimizer, path=away.path, min_bytes=away.min_bytes)
     make_model, fusion = llama.make_llama(model), _fusion(config)
     return Job(loaded.name, config, model, make_model, next_token_loss, tx, loaded.layout, zero, precision, fusion)
 
