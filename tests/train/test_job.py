@@ -102,9 +102,19 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             "parallel.fusion: reduce is 'many', but 'auto', a size as '64MiB', or a list of layers is wanted.",
         ),
         (
+            {"parallel": {"offload": {"optimizer": "tape"}}},
+            ConfigError,
+            "parallel: offload: optimizer is 'tape', but 'host'",
+        ),
+        (
             {"parallel": {"offload": {"optimizer": "disk"}}},
             ConfigError,
-            "parallel: offload: optimizer is 'disk', but 'host'",
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk.",
+        ),
+        (
+            {"parallel": {"offload": {"path": "moments"}}},
+            ConfigError,
+            "parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.",
         ),
         (
             {"parallel": {"offload": {"optimizer": "host", "min_bytes": "big"}}},

@@ -91,6 +91,27 @@ def test_the_same_run_twice_is_the_same_run(config: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_run_with_its_moments_on_disk_is_the_same_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moments, losses = config.parent / "moments", []
+    away = [f"--set=parallel.offload={{optimizer: disk, path: {moments}, min_bytes: 4KiB}}"]
+    for arguments in ([], away):
+        assert main(["train", str(config), "--set", "train.steps=3", *arguments]) == 0
+        losses.append([line["loss"] for line in records(config) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[1]) == 3
+    assert f"on disk in {moments}: 16 arrays of the optimizer's state" in capsys.readouterr().out
+    assert sum(file.stat().st_size for file in moments.rglob("*.a")) > 100_000
+    assert main(["train", str(config), *away]) == 1
+    assert (
+        "holds the optimizer's state of step 3 and step 2, but the training state is at step 0"
+        in capsys.readouterr().err
+    )
+    assert main(["verify", str(config), *away]) == 1
+    assert capsys.readouterr().err == (
+        "ConfigError: verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
+        "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
