@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxpar.attn.dispatch import attention as attention
     from jaxpar.attn.local import attention_local as attention_local
     from jaxpar.attn.masks import Mask as Mask
+    from jaxpar.disk import DiskStep as DiskStep
     from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.fusion import Fusion as Fusion
     from jaxpar.host import offload as offload
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Context": "attn.context",
+    "DiskStep": "disk",
     "Fusion": "fusion",
     "Layout": "layout",
     "Mask": "attn.masks",

@@ -154,6 +154,8 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
         return 0
     jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
     console.print(f"{report.headline()}: {len(report.rows)} tensors, no problem")
+    for note in report.notes:
+        console.print(note)
     return 0
 
 

@@ -79,6 +79,10 @@ class PlanError(JaxparError, ValueError):
     """A plan asks for what is not known: an accelerator or a matmul rate that no table holds, more chips than a pod has."""
 
 
+class DiskError(JaxparError, OSError):
+    """An optimizer's state on disk cannot be used or kept: a folder in use, of another run or step, damaged bytes, a full disk."""
+
+
 class VerificationError(JaxparError, AssertionError):
     """A layout does not compute what one device computes."""
 

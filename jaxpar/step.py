@@ -19,7 +19,7 @@ from jaxpar.fusion import Fusion
 from jaxpar.gradients import gradients
 from jaxpar.host import on_host
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
-from jaxpar.microbatches import Gather, How, Reduce
+from jaxpar.microbatches import Found, Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
 from jaxpar.precision import Asked, Precision
@@ -79,7 +79,7 @@ def train_step(
         compiler for the layout's devices does not take. When traced with :func:`jaxpar.one_bit_adam`: an argument that does not go
         with it.
     """
-    how = replace(_how(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -87,22 +87,15 @@ def train_step(
         if own:
             _refuse(how, clip_norm)
         with tracing_under(layout):
-            found = gradients(layout, loss_fn, state, batch, replace(how, own=own))
-            loss, grads = found.loss, found.grads
-            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
-            if own:  # the root mean square of the norms of the devices' own
-                norm = norm / jnp.sqrt(jax.tree.leaves(grads)[0].shape[0]).astype(norm.dtype)
-            kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else grads} if keep_grads else {}
-            if clip_norm is not None:
-                scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-                grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-            finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+            found, grads, norm, finite = measure(layout, loss_fn, state, batch, replace(how, own=own), clip_norm)
+            loss = found.loss
+            kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads} if keep_grads else {}
             keeps = finite if skip_nonfinite else jnp.asarray(True)
             params, opt_state = _update(
                 layout, state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0], keeps
             )
             new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
-            _check_same(state, new)
+            check_same(state, new)
             if skip_nonfinite:
                 new = _keep(state, new, finite)
                 kept["skipped"] = ~finite
@@ -116,7 +109,23 @@ def train_step(
     return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
 
 
-def _how(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
+def measure(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, clip_norm: float | None
+) -> tuple[Found, Any, jax.Array, jax.Array]:
+    """What a batch gave, its gradients after clipping, their norm before (L2, fp32), and whether it and the loss are finite."""
+    found = gradients(layout, loss_fn, state, batch, how)
+    grads = found.grads
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+    if how.own:  # the root mean square of the norms of the devices' own
+        norm = norm / jnp.sqrt(jax.tree.leaves(grads)[0].shape[0]).astype(norm.dtype)
+    if clip_norm is not None:
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+    return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
+
+
+def how_of(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
+    """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")
     for name, value, known in (("gather", gather, get_args(Gather)), ("reduce", reduce, (None, *get_args(Reduce)))):
@@ -210,7 +219,7 @@ def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     return replace(new, **parts)
 
 
-def _check_same(old: TrainState, new: TrainState) -> None:
+def check_same(old: TrainState, new: TrainState) -> None:
     """A step keeps the shape and dtype of all it trains and carries, or the next one would be another program."""
     for part, cause in (("params", "the optimizer"), ("rest", "loss_fn")):
         before, after = (

@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 FLOORS = (
     ("errors", "simulate", "versions"),
     ("names", "texts"),
-    ("config", "devices"),
+    ("config", "devices", "staging", "store"),
     ("mesh", "plain", "rules", "topology"),
     ("exchange", "host", "layout", "precision", "waiting", "zero"),
     (
@@ -38,9 +38,11 @@ FLOORS = (
     ("state",),
     ("objective",),
     ("microbatches", "streaming"),
+    ("stored",),
     ("ownsums",),
     ("gradients",),
     ("step",),
+    ("disk",),
     ("inspect",),
     ("plan",),
     ("testing",),

@@ -116,7 +116,8 @@ def visit(
             number = numbers[t // parts]
             return one(carry, number // columns, number % columns, t % parts, masked)
 
-        carry = jax.lax.fori_loop(*_start(0, some.count * parts), step, carry)
+        first, last = _start(0, some.count * parts)
+        carry = jax.lax.fori_loop(first, last, step, carry)
     return carry
 
 

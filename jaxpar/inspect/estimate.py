@@ -173,7 +173,11 @@ class Walk:
 
     def behind_results(self) -> frozenset[Value]:
         """The arrays that the placed results are made of: of a train step, the gradients."""
-        return frozenset(part for v in self.placed for part in self._parts(v) if part.shape)
+        return self.behind(self.placed)
+
+    def behind(self, values: Iterable[Value]) -> frozenset[Value]:
+        """The arrays that values are made of."""
+        return frozenset(part for v in values for part in self._parts(v) if part.shape)
 
     def copies_of_inputs(self) -> frozenset[Value]:
         """Arrays that are made of inputs alone, without work: parameters in another dtype."""

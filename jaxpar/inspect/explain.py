@@ -5,6 +5,7 @@ Neither needs devices: both work from shapes, on a concrete or an abstract mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxpar.disk import AHEAD
 from jaxpar.errors import LayoutError
 from jaxpar.host import no_layers
 from jaxpar.inspect.memory import Memory, estimate
@@ -20,7 +22,8 @@ from jaxpar.layout import Layout, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.objective import loss_of
 from jaxpar.rules import Over, Resolved
-from jaxpar.state import Tensor, place, shape_state
+from jaxpar.state import Tensor, TrainState, place, shape_state
+from jaxpar.stored import disk_of, groups_of, refusal, stored_tensors
 
 
 def explain(
@@ -56,13 +59,15 @@ def explain(
     4096
     """
     state = shape_state(layout, make_model, tx, (step or {}).get("precision"))
-    tensors = place(layout, state)
+    tensors, away = place(layout, state), stored_tensors(layout, state)
     used: set[tuple[str, str]] = set()
     rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
-    problems = [text for tensor in tensors for text in tensor.problems]
+    on_disk, refused = disk_of(state), refusal(state)
+    rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
+    problems = [text for tensor in [*tensors, *away] for text in tensor.problems] + ([refused] if refused else [])
     missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
     problems += [missing] if missing else []
-    for tensor in tensors:
+    for tensor in [*tensors, *away]:
         used |= tensor.resolved.used
         if tensor.role == "params" and tensor.names is not None:
             gradient = layout.resolve(
@@ -84,7 +89,8 @@ def explain(
         memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems, step or {})
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
-    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory)
+    notes = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
+    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, notes)
 
 
 def check(
@@ -144,7 +150,7 @@ def _memory(
     return estimate(layout, loss_fn, state, batch, tensors, **step)
 
 
-def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
+def _row(layout: Layout, tensor: Tensor, part: str, *, disk: str = "") -> Row:
     itemsize = tensor.dtype.itemsize  # a PRNG key has one too, though numpy knows no such dtype
     resolved = tensor.resolved
     dims = resolved.dims
@@ -155,7 +161,8 @@ def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
         why += [f"dim {i}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is None]
     why += [note for note in (tensor.note, resolved.note) if note]
     size = device_bytes(tensor.shape, itemsize, ways)
-    why += [f"in the host's memory, {show_bytes(size)} for each device"] if tensor.host else []
+    where = f"on disk in {disk}" if disk else "in the host's memory"
+    why += [f"{where}, {show_bytes(size)} for each device"] if tensor.host or disk else []
     return Row(
         part=part,
         path=tensor.path,
@@ -164,10 +171,26 @@ def _row(layout: Layout, tensor: Tensor, part: str) -> Row:
         dims=tuple(dim.name for dim in dims),
         spec=resolved.axes,
         bytes=itemsize * int(np.prod(tensor.shape, initial=1, dtype=np.int64)),
-        device_bytes=0 if tensor.host else size,
+        device_bytes=0 if tensor.host or disk else size,
+        disk_bytes=size if disk else 0,
         rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),
         why=tuple(why),
         problems=resolved.problems,
+    )
+
+
+def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) -> str:
+    away = [row for row in rows if row.disk_bytes]
+    if not away:
+        return f"on disk in {path}: nothing, as no array of the optimizer's state has min_bytes"
+    pieces = [
+        sum(math.prod(m.sharding.shard_shape(m.shape)) * m.dtype.itemsize for m in group.stored)
+        for group in groups_of(layout, state)
+    ]
+    return (
+        f"on disk in {path}: {len(away)} arrays of the optimizer's state, {show_bytes(sum(row.bytes for row in away))}, kept twice. The step is "
+        f"two kinds of programs: what is estimated or compiled here makes the gradients; then, beside parameters and gradients, up to "
+        f"{AHEAD + 1} pieces of at most {show_bytes(max(pieces))} a device, old and new, are on their way"
     )
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxpar.disk import gradient_step
 from jaxpar.errors import JaxparError
-from jaxpar.inspect.estimate import Moment, Walk
+from jaxpar.inspect.estimate import Moment, Value, Walk
 from jaxpar.inspect.program import Reader
 from jaxpar.layout import Layout, to_spec
 from jaxpar.state import Tensor
 from jaxpar.step import train_step
+from jaxpar.stored import disk_of
 
 _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
 """MiB of vector memory by device kind, as jax's ``pallas.tpu.get_tpu_info_for_chip`` has them."""
@@ -81,24 +83,28 @@ def estimate(
     ]
     reader = Reader(layout.sizes)
     try:
-        traced = train_step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
+        # With the optimizer's state on disk, the program that makes the gradients is the larger one.
+        step = train_step if disk_of(state) is None else gradient_step
+        traced = step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
     except (JaxparError, TypeError, ValueError, NotImplementedError) as error:
         reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         return Memory(target, known, (reason,))
     program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
     for tensor, value in zip(tensors, program.inputs, strict=True):
         known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
-    walk = Walk(program, placed=program.results[: len(jax.tree.leaves(state))], vector=_VECTOR.get(target, 0) << 20)
+    carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.rest, state.scale)))
+    made = program.results[carried : carried + len(jax.tree.leaves(state.params))] if step is gradient_step else ()
+    walk = Walk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
     moment = walk.peak()
     if reader.unknown:
         return Memory(target, known, tuple(sorted(reader.unknown)))
-    return Memory(target, known | _sorted(moment, walk))
+    return Memory(target, known | _sorted(moment, walk, made))
 
 
-def _sorted(moment: Moment, walk: Walk) -> dict[str, int]:
-    """What is held at the peak, by part."""
+def _sorted(moment: Moment, walk: Walk, made: Sequence[Value]) -> dict[str, int]:
+    """What is held at the peak, by part; ``made`` are gradients beside those that become a part of the state."""
     parts = dict.fromkeys(PARTS[3:], 0)
-    gradients, copies = walk.behind_results(), walk.copies_of_inputs()
+    gradients, copies = walk.behind_results() | walk.behind(made), walk.copies_of_inputs()
     for held in moment.held:
         if held.depth:
             part = "working"

@@ -23,7 +23,10 @@ _COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. ``spec`` has the mesh axes of each dim; ``rules`` and ``why`` are what the resolver said."""
+    """One tensor. ``spec`` has the mesh axes of each dim; ``rules`` and ``why`` are what the resolver said.
+
+    ``disk_bytes`` of it lie on disk for each device, in each of two generations.
+    """
 
     part: str
     path: str
@@ -36,6 +39,7 @@ class Row:
     rules: tuple[str, ...]
     why: tuple[str, ...]
     problems: tuple[str, ...]
+    disk_bytes: int = 0
 
     @property
     def replicated(self) -> bool:
@@ -74,6 +78,7 @@ class Report:
       traced: whether the activations were traced, so that ``unused`` is certain.
       problems: everything that is wrong, one text each.
       memory: what a step takes of each device's memory, estimated; ``None`` without a batch and a loss.
+      notes: what else there is to say, as what lies on disk.
     """
 
     mesh: dict[str, int]
@@ -83,6 +88,7 @@ class Report:
     traced: bool
     problems: tuple[str, ...]
     memory: Memory | None = None
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> Row:
         """The row of one tensor, as ``report["params/blocks/attention/q"]``.
@@ -164,8 +170,8 @@ class Report:
         return f"mesh: {axes} = {self.devices} device{'s' if self.devices > 1 else ''}"
 
     def remarks(self) -> list[str]:
-        """Unused rules and problems, a line each."""
-        lines = []
+        """Notes, unused rules and problems, a line each."""
+        lines = list(self.notes)
         if self.unused:
             scope = "" if self.traced else " by parameters, optimizer or batch (activations were not traced)"
             lines.append(f"rules not used{scope}: {', '.join(self.unused)}")

@@ -27,6 +27,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
+from jaxpar.disk import gradient_step
 from jaxpar.errors import CompileError, MeshError, need
 from jaxpar.fusion import Fusion
 from jaxpar.host import KIND
@@ -35,6 +36,7 @@ from jaxpar.model import MakeModel, Tagged
 from jaxpar.plan.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
 from jaxpar.state import abstract_state
 from jaxpar.step import train_step
+from jaxpar.stored import disk_of
 from jaxpar.topology import Topology
 
 CompilerOptions = Mapping[str, str | int | float | bool]
@@ -87,7 +89,7 @@ def compile_for(
     compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> AheadOfTime:
-    """Compile the train step of a run for a topology.
+    """Compile the train step of a run for a topology; with the optimizer's state on disk, the program that makes its gradients.
 
     Args:
       topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices, ``"h100:4x8"`` four hosts of 8 GPUs.
@@ -110,8 +112,9 @@ def compile_for(
     layout = aim(layout, parsed)
     state = abstract_state(layout, make_model, tx, options.get("precision"))
     inputs = placed(layout, batch)
-    step = train_step(layout, loss_fn, **options)
-    donated = len(jax.tree.leaves(state))
+    on_disk = disk_of(state) is not None
+    step = (gradient_step if on_disk else train_step)(layout, loss_fn, **options)
+    donated = 0 if on_disk else len(jax.tree.leaves(state))
     fusion = options.get("fusion") or Fusion()
     compiler_options = fusion.compiler_options(layout) | dict(compiler_options or {})
     return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)

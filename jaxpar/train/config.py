@@ -69,11 +69,12 @@ class FusionConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What waits in the host's memory; see :func:`jaxpar.offload`."""
+    """What waits in the host's memory, or on disk in the folder ``path``; see :func:`jaxpar.offload`."""
 
-    optimizer: Literal["host"] | None = None
+    optimizer: Literal["host", "disk"] | None = None
     parameters: Literal["host"] | None = None
     min_bytes: int | str = "64KiB"
+    path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class ParallelConfig:
       regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
         number keeps a part of them within groups of so many devices.
       fusion: what of gradients and weights goes in one collective.
-      offload: what waits in the host's memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``.
+      offload: what waits in the host's memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``; or on disk:
+        ``{optimizer: disk, path: DIR}``, relative to where the command runs.
       context: how attention goes over a split sequence: ``{impl: ring}``.
     """
 

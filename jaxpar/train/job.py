@@ -149,9 +149,20 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
                 f"parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before the step. Remedy: stage 3, or leave "
                 f"parallel.offload.parameters out."
             )
+    if asked.path is not None and asked.optimizer != "disk":
+        raise ConfigError("parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.")
+    if asked.path is None and asked.optimizer == "disk":
+        raise ConfigError(
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk."
+        )
     if asked.optimizer is None:
         return tx
-    return jp.offload(tx, parameters=asked.parameters is not None, min_bytes=asked.min_bytes)
+    try:
+        return jp.offload(
+            tx, to=asked.optimizer, path=asked.path, parameters=asked.parameters is not None, min_bytes=asked.min_bytes
+        )
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
 
 
 def _zero(config: RunConfig) -> jp.Zero:

@@ -7,7 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ def train(job: Job, console: Console) -> Summary:
     _introduce(job, layout, text, console)
     summary = Summary(bigram=bigram_entropy(text.heldout))
     folder = Path(config.output)
-    with _stop_on_interrupt() as stopped, MetricsWriter(folder) as writer:
-        _run(job, layout, text, held, summary, writer, console, stopped)
+    with _stop_on_interrupt() as stopped, MetricsWriter(folder) as writer, ExitStack() as opened:
+        _run(job, layout, text, held, summary, writer, console, stopped, opened)
     summary.interrupted = stopped()
     summary.seconds = time.perf_counter() - began
     _conclude(summary, folder, console)
@@ -94,6 +94,7 @@ def _run(
     writer: MetricsWriter,
     console: Console,
     stopped: Callable[[], bool],
+    opened: ExitStack,
 ) -> None:
     """Initialise, compile and step, filling ``summary`` as it goes."""
     config, tokens_a_step = job.config, job.config.data.batch * job.config.data.seq
@@ -106,8 +107,7 @@ def _run(
     with console.status("compiling the step ..."):
         started = time.perf_counter()
         state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed, precision=job.precision)
-        lowered = jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch)
-        step = lowered.compile(job.compiler_options(platform_of(layout.mesh)))
+        step = opened.enter_context(_step_of(job, layout, state, batch))
         evaluate = jp.eval_step(layout, job.loss_fn, precision=job.precision).lower(state, heldout[0]).compile()
         summary.compile_seconds = time.perf_counter() - started
     console.print(f"compiled in {summary.compile_seconds:.1f} s")
@@ -153,6 +153,18 @@ def _run(
     typical = statistics.median(summary.step_times)
     summary.tokens_per_second = tokens_a_step / typical
     summary.mfu = flops_a_step / typical / (peak * layout.mesh.size) if peak else None
+
+
+@contextmanager
+def _step_of(job: Job, layout: jp.Layout, state: jp.TrainState, batch: Any) -> Iterator[Callable[..., Any]]:
+    """The compiled step, which may hold a folder on disk for as long as the run lasts."""
+    options = job.compiler_options(platform_of(layout.mesh))
+    if job.config.parallel.offload.optimizer == "disk":
+        with jp.DiskStep(layout, job.loss_fn, state, **job.step_options()) as step:
+            step.compile(state, batch, options)
+            yield step
+    else:
+        yield jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch).compile(options)
 
 
 def _report_skipped(

@@ -22,10 +22,15 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
       console: where the verdict goes.
 
     Raises:
-      ConfigError: ``steps`` is below 1.
+      ConfigError: ``steps`` is below 1, or the optimizer's state is on disk.
     """
     if steps < 1:
         raise ConfigError(f"verify: steps is {steps}, but at least 1 is wanted.")
+    if job.config.parallel.offload.optimizer == "disk":
+        raise ConfigError(
+            "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
+            "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
+        )
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)
     data = job.config.data

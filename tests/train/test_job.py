@@ -142,9 +142,27 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
+            {"parallel": {"offload": {"optimizer": "tape"}}},
+            ConfigError,
+            "parallel: offload: optimizer is 'tape', but 'host'",
+        ),
+        (
+            {"parallel": {"offload": {"parameters": "host", "optimizer": "disk", "path": "moments"}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory beside the optimizer's state, but to is 'disk'. Remedy: to='host', or "
+                "leave parameters out."
+            ),
+        ),
+        (
             {"parallel": {"offload": {"optimizer": "disk"}}},
             ConfigError,
-            "parallel: offload: optimizer is 'disk', but 'host'",
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk.",
+        ),
+        (
+            {"parallel": {"offload": {"path": "moments"}}},
+            ConfigError,
+            "parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.",
         ),
         (
             {"parallel": {"offload": {"optimizer": "host", "min_bytes": "big"}}},

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import yaml
 
+import jaxpar as jp
 from jaxpar.cli import main
+from jaxpar.train.config import load_run
+from jaxpar.train.job import make_job
+from jaxpar.train.loop import _step_of
 from jaxpar.train.metrics import MetricsWriter, peak_flops
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
@@ -89,6 +96,32 @@ def test_the_same_run_twice_is_the_same_run(config: Path) -> None:
         assert main(["train", str(config), "--set", "train.steps=3"]) == 0
         losses.append([line["loss"] for line in records(config) if "loss" in line])
     assert losses[0] == losses[1]
+
+
+def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments = config.parent / "moments"
+    setting = f"parallel.offload={{optimizer: disk, path: {moments}, min_bytes: 0}}"
+    job = make_job(load_run(config, [setting]))
+    # The run's own model would take half a minute to compile.
+    small = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
+    job = replace(job, make_model=small, loss_fn=lambda model, x: ((x @ model["w"]) ** 2).mean())
+    layout, x = job.layout(), jp.put(job.layout(), np.ones((8, 16), np.float32), "batch", "embed")
+    state = jp.init(layout, job.make_model, job.tx)
+    with _step_of(job, layout, state, x) as step:
+        state, metrics = step(state, x)
+    assert int(state.step) == 1 and metrics.keys() == {"loss", "grad_norm", "skipped"}
+    assert {file.name for file in (moments / "process0").iterdir()} == {"lock", "record.json"} | {
+        f"{number:04}.opt_state.0.{moment}.w.{generation}"
+        for number, moment in enumerate(("mu", "nu"))
+        for generation in ("a", "b")
+    }
+    assert main(["verify", str(config), "--set", setting]) == 1
+    assert capsys.readouterr().err == (
+        "ConfigError: verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
+        "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same.\n"
+    )
 
 
 @pytest.mark.parametrize(

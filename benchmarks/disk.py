@@ -1,0 +1,127 @@
+"""An optimizer's state on disk beside one in memory, step by step in one run: ``uv run python benchmarks/disk.py``.
+
+A Llama of simulated devices, whose "device" is the host's processor: what is measured is what the disk, the copies and the host's part of the
+step cost beside the compute, as ratios to the jitted step; no time of an accelerator. ``cold`` drops the files from the operating
+system's cache before each step, as with moments that exceed the host's memory; ``warm`` leaves them. Kinds of steps take turns, so that what else
+the machine does falls on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jaxpar as jp
+
+RULES = {"batch": "data", "layers": None, "embed": None, "mlp": None}
+
+
+def drop(folder: Path) -> None:
+    """Forget what the operating system keeps of the files."""
+    for file in folder.rglob("*.[ab]"):
+        f = os.open(file, os.O_RDONLY)
+        os.fsync(f)
+        os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(f)
+
+
+def timed(step: Any, state: Any, x: Any) -> tuple[Any, float]:
+    import jax
+
+    began = time.perf_counter()
+    state, _ = step(state, x)
+    jax.block_until_ready(state)
+    return state, time.perf_counter() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--embed", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=512, help="of the batch")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument(
+        "--path", type=Path, help="on the disk to be measured (default: the folder for temporary files)"
+    )
+    options = parser.parse_args()
+    jp.simulate_devices(options.devices)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    layers, embed = options.layers, options.embed
+
+    def make(key: jax.Array) -> dict[str, Any]:
+        up, down = jax.random.split(key)
+        shape = (layers, embed, 4 * embed)
+        return {
+            "up": jp.tag(jax.random.normal(up, shape) / embed, "layers", "embed", "mlp"),
+            "down": jp.tag(jax.random.normal(down, (layers, 4 * embed, embed)) / embed, "layers", "mlp", "embed"),
+        }
+
+    def loss(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        layer = lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None)
+        return jnp.mean(jax.lax.scan(layer, x, (model["up"], model["down"]))[0] ** 2)
+
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Zero(stage=3).rules(jp.Rules(**RULES)))
+    x = np.random.default_rng(0).normal(size=(options.rows, embed)).astype(np.float32)
+    tx = optax.adam(1e-4)
+    with tempfile.TemporaryDirectory(dir=options.path) as folder, ExitStack() as stack:
+        runs: dict[str, tuple[Any, Any, Path | None]] = {
+            "in memory": (jp.train_step(layout, loss), jp.init(layout, make, tx), None)
+        }
+        for name, ahead in (
+            ("warm, read ahead", 2),
+            ("warm, one by one", 0),
+            ("cold, read ahead", 2),
+            ("cold, one by one", 0),
+        ):
+            path = Path(folder) / name.replace(", ", "-").replace(" ", "-")
+            state = jp.init(layout, make, jp.offload(tx, to="disk", path=path))
+            runs[name] = (stack.enter_context(jp.DiskStep(layout, loss, state, ahead=ahead)), state, path)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(options.steps + 1):
+            for name, (step, state, path) in runs.items():
+                if path is not None and name.startswith("cold"):
+                    drop(path)
+                state, seconds = timed(step, state, x)
+                runs[name] = (step, state, path)
+                if number:  # the first is compiled
+                    times[name].append(seconds)
+        first = statistics.median(times["in memory"])
+        print(
+            f"{8 * layers * embed * embed:,} parameters, {options.rows} rows, {options.devices} devices, {options.steps} steps"
+        )
+        print("step                median s   ratio   read MiB  written MiB  staged MiB  on disk MiB")
+        for name, (step, state, path) in runs.items():
+            middle = statistics.median(times[name])
+            line = f"{name:18}  {middle:8.3f}  {middle / first:6.2f}"
+            if path is not None:
+                moved = [n / (options.steps + 1) / 2**20 for n in step.traffic]
+                line += f"  {moved[0]:9.1f}  {moved[1]:11.1f}  {step.peak_staged / 2**20:10.1f}  {2 * step.bytes_on_disk / 2**20:11.1f}"
+            print(line, flush=True)
+        kept = jax.tree.leaves(runs["in memory"][1].params)
+        gaps = [
+            max(
+                float(jnp.abs(a - b).max() / jnp.abs(a).max())
+                for a, b in zip(kept, jax.tree.leaves(s.params), strict=True)
+            )
+            for _, s, _ in runs.values()
+        ]
+        print(
+            f"{'pass' if max(gaps) < 1e-5 else 'FAIL'}  weights are those of the step in memory, within {max(gaps):.1e} (goal 1e-5)"
+        )
+    return 0 if max(gaps) < 1e-5 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""``Store``: rows of bytes in files, in two generations, so that a kill at any moment leaves a whole one.
+
+A step reads one generation and writes the other, which counts from the moment that a small record, replaced at once, names it. Files
+are read and written, not mapped into memory: a full or broken disk is then an error instead of a signal, and what lies in
+memory can be counted. Nothing here knows of jax.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import DiskError
+
+RECORD, LOCK, VERSION = "record.json", "lock", 1
+NAMES = ("a", "b")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as the store keeps it: ``rows`` of ``row_bytes`` bytes each; ``about`` (JSON) is what its owner compares."""
+
+    name: str
+    rows: int
+    row_bytes: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The steps after which these bytes were the state (a skipped step changes none), and a checksum of each row."""
+
+    first: int
+    last: int
+    sums: tuple[tuple[int, ...], ...]
+
+
+class Store:
+    """A folder (0700) of one process, locked until :meth:`close`.
+
+    Args:
+      path: the folder; it is made.
+      entries: what is kept in it.
+      about: of the run, compared with what the record says, as JSON.
+
+    Raises:
+      DiskError: another run holds the folder, or it cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], entries: Sequence[Entry], about: Mapping[str, Any]):
+        self.path, self.entries = Path(path), tuple(entries)
+        self._about: dict[str, Any] = json.loads(json.dumps(about))
+        self._files: dict[tuple[str, int], int] = {}
+        self._generations: dict[str, Generation] = {}
+        self._current, self._sums = "", [[0] * entry.rows for entry in self.entries]
+        self.bytes_read = self.bytes_written = 0
+        with self._naming("the folder"):
+            for folder in (*reversed([p for p in self.path.parents if not p.exists()]), self.path):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            self.path.chmod(0o700)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace") or "unknown"
+            os.close(self._lock)
+            raise DiskError(
+                f"{self.path} is in use by another run (process {holder}). Remedy: another path, or end that run."
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    @property
+    def bytes(self) -> int:
+        """Of one generation."""
+        return sum(entry.bytes for entry in self.entries)
+
+    def exists(self) -> bool:
+        """Whether there is a record, and so a generation."""
+        return (self.path / RECORD).exists()
+
+    def create(self) -> None:
+        """Make both generations' files anew, their space reserved, and zeros to begin with: :meth:`write`, then :meth:`commit`.
+
+        Raises:
+          DiskError: the disk has no room.
+        """
+        for name in NAMES:
+            for number in range(len(self.entries)):
+                self._make(name, number)
+        zeros = [zlib.crc32(bytes(entry.row_bytes)) for entry in self.entries]
+        self._sums = [[zero] * entry.rows for zero, entry in zip(zeros, self.entries, strict=True)]
+        # As if the generation before were the other one, so that what is written goes to the first.
+        self._generations, self._current = {}, NAMES[1]
+
+    def open(self, step: int) -> None:
+        """Take the generation that was the state after ``step``.
+
+        Raises:
+          DiskError: no record, one that cannot be read, of another step, run or shape; a file that is missing or cut short.
+        """
+        record = self._read_record(self.path / RECORD)
+        self._compare(record)
+        self._generations = _generations(record)
+        fitting = [name for name, g in self._generations.items() if g.first <= step <= g.last]
+        if not fitting:
+            steps = sorted((g.last for g in self._generations.values()), reverse=True)
+            said = " and ".join(f"step {n}" for n in steps)
+            raise DiskError(
+                f"{self.path} holds the optimizer's state of {said}, but the training state is at step {step}. Remedy: a "
+                f"training state of {said.replace(' and ', ' or ')}, a snapshot of step {step} (restore=), or another path."
+            )
+        self._current = fitting[0]
+        here = self._generations[self._current]
+        self._generations[self._current] = Generation(here.first, step, here.sums)  # what follows is another future
+        for number, entry in enumerate(self.entries):
+            file = self._file(self._current, number)
+            if not file.exists():
+                raise DiskError(f"{file}, which holds {entry.name}, is missing. {_SNAPSHOT}")
+            size = file.stat().st_size
+            if size != entry.bytes:
+                raise DiskError(
+                    f"{file}, which holds {entry.name}, has {size:,} bytes, but {entry.bytes:,} are wanted. {_SNAPSHOT}"
+                )
+
+    def read(self, number: int, row: int) -> np.ndarray:
+        """A row of the current generation, as bytes.
+
+        Raises:
+          DiskError: the disk failed, or gave other bytes than were written.
+        """
+        entry, file = self.entries[number], self._file(self._current, number)
+        buffer = np.empty(entry.row_bytes, np.uint8)
+        with self._naming(f"reading {entry.name}"):
+            view, at, f = memoryview(buffer), row * entry.row_bytes, self._descriptor(self._current, number)
+            while len(view):
+                got = os.preadv(f, [view], at)
+                if not got:
+                    raise DiskError(f"{file}, which holds {entry.name}, ends within row {row}. {_SNAPSHOT}")
+                view, at = view[got:], at + got
+        wanted = self._generations[self._current].sums[number][row]
+        if (found := zlib.crc32(buffer)) != wanted:
+            raise DiskError(
+                f"{file}: row {row} of {entry.name} is not what was written: its checksum is {found:08x}, but {wanted:08x} is "
+                f"wanted. {_SNAPSHOT}"
+            )
+        self.bytes_read += entry.row_bytes
+        return buffer
+
+    def begin(self) -> None:
+        """Give up the generation before the current one: from here on its files are written.
+
+        Raises:
+          DiskError: the disk has no room for a second generation.
+        """
+        other = self._other
+        if self._generations.pop(other, None) is not None:
+            self._write_record()  # first, or a kill would leave a record that names files half written
+        self._sums = [[-1] * entry.rows for entry in self.entries]
+        for number, entry in enumerate(self.entries):
+            file = self._file(other, number)
+            # A snapshot may share the file: that one is left to it.
+            if not file.exists() or file.stat().st_nlink > 1 or file.stat().st_size != entry.bytes:
+                self._make(other, number)
+
+    def write(self, number: int, row: int, buffer: np.ndarray) -> None:
+        """A row, as contiguous bytes, of the generation in the making.
+
+        Raises:
+          DiskError: the disk is full, or failed; the current generation stays as it is.
+        """
+        entry = self.entries[number]
+        with self._naming(f"writing {entry.name}"):
+            view, at, f = memoryview(buffer), row * entry.row_bytes, self._descriptor(self._other, number)
+            while len(view):
+                done = os.pwrite(f, view, at)
+                view, at = view[done:], at + done
+        self._sums[number][row] = zlib.crc32(buffer)
+        self.bytes_written += entry.row_bytes
+
+    def commit(self, step: int) -> None:
+        """Make what was written the current generation, that of ``step``, once it has reached the disk.
+
+        Raises:
+          DiskError: a row was not written, or the disk failed; the current generation stays as it is.
+        """
+        other = self._other
+        for number, entry in enumerate(self.entries):
+            if -1 in self._sums[number]:
+                raise DiskError(f"row {self._sums[number].index(-1)} of {entry.name} was not written in step {step}.")
+            with self._naming(f"writing {entry.name}"):
+                os.fsync(self._descriptor(other, number))
+        made = Generation(step, step, tuple(map(tuple, self._sums)))
+        self._write_record({**self._generations, other: made})
+        self._generations[other], self._current = made, other
+
+    def skip(self, step: int) -> None:
+        """``step`` changed nothing: the current generation is its state too."""
+        here = self._generations[self._current]
+        made = {name: g for name, g in self._generations.items() if g.last < step}  # another future than this one
+        made[self._current] = Generation(here.first, step, here.sums)
+        self._write_record(made)
+        self._generations = made
+
+    def snapshot(self, folder: str | os.PathLike[str]) -> None:
+        """The current generation in a folder of its own: by links where the file system has them, else by copies.
+
+        Raises:
+          DiskError: the folder has one already, or the disk has no room.
+        """
+        target = Path(folder)
+        with self._naming(f"a snapshot in {target}"):
+            target.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (target / RECORD).exists():
+                raise DiskError(f"{target} holds a snapshot already. Remedy: another folder.")
+            for number in range(len(self.entries)):
+                source = self._file(self._current, number)
+                (target / source.name).unlink(missing_ok=True)  # of a snapshot that was not finished
+                _link(source, target / source.name)
+            _sync_folder(target)
+            self._write_record({self._current: self._generations[self._current]}, target)
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Take a snapshot in the place of what is here: then :meth:`open`.
+
+        Raises:
+          DiskError: there is no snapshot, or one of another run, or a file of it is missing.
+        """
+        source = Path(folder)
+        record = self._read_record(source / RECORD)
+        self._compare(record)
+        with self._naming(f"the snapshot in {source}"):
+            # Without a record nothing counts, until the new one does.
+            (self.path / RECORD).unlink(missing_ok=True)
+            _sync_folder(self.path)
+            self._close_files()
+            generations = _generations(record)
+            for name in generations:
+                for number, entry in enumerate(self.entries):
+                    file = self._file(name, number)
+                    if not (source / file.name).exists():
+                        raise DiskError(f"{source / file.name}, which holds {entry.name}, is missing.")
+                    file.unlink(missing_ok=True)
+                    _link(source / file.name, file)
+            self._write_record(generations)
+
+    def close(self) -> None:
+        """Give the folder back."""
+        self._close_files()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    @property
+    def _other(self) -> str:
+        return NAMES[self._current == NAMES[0]]
+
+    def _file(self, generation: str, number: int) -> Path:
+        safe = re.sub(r"[^\w.-]+", ".", self.entries[number].name)[-80:]
+        return self.path / f"{number:04}.{safe}.{generation}"
+
+    def _descriptor(self, generation: str, number: int) -> int:
+        if (generation, number) not in self._files:
+            self._files[generation, number] = os.open(self._file(generation, number), os.O_RDWR | os.O_CLOEXEC)
+        return self._files[generation, number]
+
+    def _make(self, generation: str, number: int) -> None:
+        """A file of zeros, its space reserved: what is written into it later cannot find the disk full."""
+        file, entry = self._file(generation, number), self.entries[number]
+        if (old := self._files.pop((generation, number), None)) is not None:
+            os.close(old)
+        with self._naming(f"room for {entry.name} ({entry.bytes:,} bytes)"):
+            file.unlink(missing_ok=True)
+            f = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._files[generation, number] = f
+            if entry.bytes:
+                os.posix_fallocate(f, 0, entry.bytes)
+
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _record(self, generations: Mapping[str, Generation]) -> dict[str, Any]:
+        entries = [{"name": e.name, "rows": e.rows, "row_bytes": e.row_bytes, **e.about} for e in self.entries]
+        made = {name: {"first": g.first, "last": g.last, "sums": g.sums} for name, g in sorted(generations.items())}
+        found = {"version": VERSION, "about": self._about, "entries": entries, "generations": made}
+        return dict(json.loads(json.dumps(found)))
+
+    def _write_record(self, generations: Mapping[str, Generation] | None = None, folder: Path | None = None) -> None:
+        folder = folder or self.path
+        record = self._record(self._generations if generations is None else generations)
+        text = json.dumps({"checksum": _checksum(record), "record": record})
+        with self._naming("the record"):
+            new = folder / f"{RECORD}.new"
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+            _sync_folder(folder)  # the names of the files that the record speaks of
+            os.replace(new, folder / RECORD)
+            _sync_folder(folder)
+
+    def _read_record(self, file: Path) -> dict[str, Any]:
+        if not file.exists():
+            raise DiskError(f"{file.parent} holds no optimizer state: {file.name} is missing. {_SNAPSHOT}")
+        try:
+            found = json.loads(file.read_text())
+            record, checksum = dict(found["record"]), found["checksum"]
+        except (ValueError, KeyError, TypeError):
+            raise DiskError(f"{file} cannot be read. {_SNAPSHOT}") from None
+        if checksum != _checksum(record):
+            raise DiskError(f"{file} is not what was written: its checksum is wrong. {_SNAPSHOT}")
+        if record["version"] != VERSION:
+            raise DiskError(f"{file} is of version {record['version']}, but this jaxpar reads version {VERSION}.")
+        return record
+
+    def _compare(self, record: Mapping[str, Any]) -> None:
+        """Whether the record is one of this run: then it differs in its generations alone."""
+        mine, theirs = self._record({}), record
+        for key, value in self._about.items():
+            if theirs["about"].get(key) != value:
+                raise DiskError(
+                    f"{self.path} was written by a run with {key} {_said(theirs['about'].get(key))}, but this one has "
+                    f"{_said(value)}. Remedy: that {key}, or another path."
+                )
+        here, there = ({e["name"]: e for e in r["entries"]} for r in (mine, theirs))
+        for name in [*here, *(there.keys() - here.keys())]:
+            if here.get(name) != there.get(name):
+                was, now = (_shown(entries.get(name)) for entries in (there, here))
+                raise DiskError(
+                    f"{self.path} holds {name} as {was}, but this run has it as {now}. Remedy: the model, optimizer and rules it "
+                    f"was written with, or another path."
+                )
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DiskError:
+            raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskError(f"{self.path}: {what}: {reason}.") from error
+            free = shutil.disk_usage(self.path).free
+            held = f" Nothing is lost: step {self._generations[self._current].last} stays whole." if self._ready else ""
+            raise DiskError(
+                f"{self.path}: {what}: {reason}; {free:,} bytes are free, and two generations take {2 * self.bytes:,}.{held} "
+                f"Remedy: make room, or take a path on a larger disk."
+            ) from error
+
+    @property
+    def _ready(self) -> bool:
+        return self._current in self._generations
+
+
+_SNAPSHOT = "Remedy: restore a snapshot (restore=), or begin anew in another path."
+
+
+def _generations(record: Mapping[str, Any]) -> dict[str, Generation]:
+    return {
+        name: Generation(g["first"], g["last"], tuple(map(tuple, g["sums"])))
+        for name, g in record["generations"].items()
+    }
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _said(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _shown(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return "nothing"
+    return f"{entry.get('dtype', 'bytes')}{entry.get('shape', [entry['rows'], entry['row_bytes']])} {entry.get('spec', '')}".strip()
+
+
+def _link(source: Path, target: Path) -> None:
+    """``source`` under a second name; a copy where the file system has no links, or is another one."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        with source.open("rb") as a, open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as b:
+            shutil.copyfileobj(a, b, 1 << 20)
+            b.flush()
+            os.fsync(b.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    f = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(f)
+    finally:
+        os.close(f)
