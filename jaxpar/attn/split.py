@@ -45,7 +45,7 @@ class Way:
     relay: bool = False
     travel: str | None = None
     block: int = 512
-    tile: int = 2**19
+    tile: int = 2**17
     offset: int = 0
 
     @property
