@@ -24,7 +24,7 @@ from jaxpar.attn.order import permutation
 from jaxpar.attn.splash import splash
 from jaxpar.attn.split import Way
 from jaxpar.attn.tiles import Extras, Rules
-from jaxpar.layout import current_layout, hint
+from jaxpar.layout import current_layout, hint, lay_out
 from jaxpar.rules import Axes, resolve
 from jaxpar.topology import platform_of
 
@@ -83,7 +83,7 @@ def attention(
         arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
-    why_not = _no_kernel(q, k, rules, beside, offset)
+    why_not = _no_kernel(q, k, v, rules, beside, offset)
     picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=swapped, no_kernel=why_not)
     if picked.impl == "dense":
         o = _dense(q, k, v, rules, beside, offset, options, spread, swapped)
@@ -145,6 +145,8 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
         return local(q, k, v, beside)
     # Kernels do not say over which axes their results vary.
     in_specs = (q_spec, kv_spec, kv_spec, specs)
+    if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # there the map takes arrays as they lie
+        beside = jax.tree.map(lambda x, spec: lay_out(layout.mesh, x, spec), beside, specs)
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
@@ -167,7 +169,8 @@ def _dense(
     heads_axis: tuple[str, ...],
 ) -> jax.Array:
     plain = rules == Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
-    if plain and q.shape[1] == k.shape[1] and q.dtype.itemsize <= 4:  # jax's own has fp32 sums for fp64 too
+    alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
+    if plain and alike and q.dtype.itemsize <= 4:  # jax's own has fp32 sums for fp64 too
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
     order: Any = options.get("order") or "contiguous"
@@ -191,7 +194,7 @@ def _asks(beside: Beside, offset: int, options: Options) -> bool:
     return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
-def _no_kernel(q: jax.Array, k: jax.Array, rules: Rules, beside: Beside, offset: int) -> str:
+def _no_kernel(q: jax.Array, k: jax.Array, v: jax.Array, rules: Rules, beside: Beside, offset: int) -> str:
     """Why the accelerator's kernel cannot run here; empty where it can."""
     platform = platform_of(current_layout().mesh)
     if platform not in KERNELS:
@@ -200,7 +203,9 @@ def _no_kernel(q: jax.Array, k: jax.Array, rules: Rules, beside: Beside, offset:
         return f"the kernel computes in float32, but the queries are {q.dtype.name}"
     if rules != Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) or _asks(beside, offset, {}):
         return "the kernel knows the causal mask alone"
-    return "" if q.shape[1] == k.shape[1] else "the kernel wants as many queries as keys"
+    if q.shape[1:4:2] != k.shape[1:4:2] or k.shape != v.shape:
+        return "the kernel wants as many queries as keys, and one head_dim"
+    return ""
 
 
 def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:

@@ -1,0 +1,136 @@
+"""Attention over a split sequence on 8 simulated devices: ``uv run python benchmarks/attention.py``.
+
+Causal, batch 1, 8 heads of 64, fp32, forward and backward: CPU seconds (the least of several runs, each implementation in turn), temporary
+memory and errors against fp64, beside ``ringattention`` 0.1.2 where ``JAXPAR_PEER_PYTHON`` is the Python of an environment that has it
+(``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype with the plain form instead
+(an hour), and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jaxpar as jp
+
+jp.simulate_devices(8)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.attn.order import permutation
+
+HERE = Path(__file__).parent
+RULES = jp.Rules(
+    batch="data", seq=("context", "ulysses"), heads="model", kv_heads=jp.first_of("model", None), head_dim=None
+)
+MESHES = {
+    "ring": {"context": 8},
+    "ulysses": {"ulysses": 8},
+    "gather": {"context": 8},
+    "hybrid": {"context": 4, "ulysses": 2},
+    "ring_self_attention": {"context": 8},
+}
+GOALS = {("ring", 4096): 0.70, ("ring", 8192): 0.65, ("ulysses", 4096): 0.55}
+BLOCK = 256
+"""Of the peer: what takes it the least time and memory."""
+ERROR = 2e-6
+
+
+def exact(x: list[np.ndarray]) -> np.ndarray:
+    """The result and gradients in fp64, some heads at a time."""
+    with jax.enable_x64(True):
+
+        def both(q: Any, k: Any, v: Any, g: Any) -> Any:
+            o, back = jax.vjp(lambda *a: jp.attention(*a, impl="flash", block=512), q, k, v)
+            return jnp.stack([o, *back(g)])
+
+        with jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES):
+            return np.asarray(jax.jit(both)(*(a.astype(np.float64) for a in x)))
+
+
+def ours(impl: str, x: list[np.ndarray], want: np.ndarray, repeats: int) -> dict[str, Any]:
+    layout = jp.Layout(jp.MeshSpec(**MESHES[impl]).build(), RULES)
+    ring = layout.sizes["context"]
+    order = "zigzag" if ring > 1 else "contiguous"
+    at = permutation(order, x[0].shape[1], ring)
+    place = layout.sharding(("batch", "seq", "heads", "head_dim"), x[0].shape)
+
+    def both(q: Any, k: Any, v: Any, g: Any) -> Any:
+        o, back = jax.vjp(lambda *a: jp.attention(*a, impl=impl, order=order), q, k, v)
+        return (o, *back(g))
+
+    given = [jax.device_put(a[:, at], place) for a in x]
+    with layout:
+        compiled = jax.jit(both).lower(*given).compile()
+    found = jax.block_until_ready(compiled(*given))
+    errors = [float(np.abs(np.asarray(a) - b[:, at]).max() / np.abs(b).max()) for a, b in zip(found, want, strict=True)]
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        jax.block_until_ready(compiled(*given))
+        seconds.append(time.process_time() - start)
+    return {"seconds": min(seconds), "temp": compiled.memory_analysis().temp_size_in_bytes, "errors": errors}
+
+
+def peer(python: str, x: list[np.ndarray], want: np.ndarray, repeats: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "given.npz"
+        np.savez(file, **dict(zip("qkvg", x, strict=True)), want=want)
+        command = [python, str(HERE / "ringattention_peer.py"), str(file), str(BLOCK), str(repeats)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def side_by_side(lengths: list[int], repeats: int) -> int:
+    python, missed = os.environ.get("JAXPAR_PEER_PYTHON"), 0
+    print("tokens  implementation       CPU s  ÷ peer   goal  temp MiB  ÷ peer  error of o, dq, dk, dv against fp64")
+    for seq in lengths:
+        rng = np.random.default_rng(0)
+        x = [rng.standard_normal((1, seq, 8, 64)).astype(np.float32) for _ in range(4)]
+        want = exact(x)
+        other = peer(python, x, want, repeats) if python else None
+        runs = ([("ringattention 0.1.2", other)] if other else []) + [
+            (impl, ours(impl, x, want, repeats)) for impl in MESHES if seq <= 4096 or impl != "ring_self_attention"
+        ]
+        for name, found in runs:
+            goal = GOALS.get((name, seq))
+            ratio = found["seconds"] / other["seconds"] if other else float("nan")
+            more = found["temp"] / other["temp"] if other else float("nan")
+            bad = name in MESHES and max(found["errors"]) > ERROR
+            missed += bool(goal and (ratio > goal or more > 1)) + bad
+            errors = ", ".join(f"{e:.1e}" for e in found["errors"])
+            print(
+                f"{seq:6}  {name:19}  {found['seconds']:6.2f}  {ratio:6.2f}  {goal or '':>5}  {found['temp'] / 2**20:8.1f}  {more:6.2f}  {errors}",
+                flush=True,
+            )
+    print(f"{missed} goals missed")
+    return 1 if missed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", default="4096,8192", help="tokens, with commas between them")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--table", action="store_true", help="the table of errors instead")
+    parser.add_argument("--impls", default=",".join(MESHES), help="of the table: which, with commas between them")
+    options = parser.parse_args()
+    if options.table:
+        from attention_table import table
+
+        return table(options.impls.split(","))
+    return side_by_side([int(n) for n in options.lengths.split(",")], options.repeats)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

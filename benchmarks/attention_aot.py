@@ -1,0 +1,112 @@
+"""Attention over a split sequence, compiled for TPUs that are not here: ``uv run python benchmarks/attention_aot.py``.
+
+Nothing needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). First attention alone, forward and backward, bfloat16, 32 query
+and 8 key heads of 128, on v5e 2x4: temporary memory, what a device sends, and how many of the permutes have compute beside them in the
+schedule. Then (``--models``) the step of the 1B model, context 4 × FSDP 4, 32,768 tokens a sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from maxtext_aot import CONFIGS, compile_ours
+
+import jaxpar as jp
+from jaxpar.layout import tracing_under
+from jaxpar.plan.aot import aim, compile_program, placed
+from jaxpar.topology import Topology
+from jaxpar.train.config import load_run
+from jaxpar.train.job import make_job
+
+RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads=None, kv_heads=None, head_dim=None)
+GIB = 2**30
+ALONE: dict[tuple[str, int], float] = {
+    ("ring", 2**15): 0.35,
+    ("ulysses", 2**15): 0.11,
+    ("hybrid", 2**15): 0,
+    ("gather", 2**15): 0,
+    ("ring", 2**17): 1.6,
+    ("ulysses", 2**17): 1.2,
+}
+"""Implementation and tokens → temporary GiB that are the goal; 0 for none."""
+MESHES = {
+    "ring": jp.MeshSpec(context=8),
+    "gather": jp.MeshSpec(context=8),
+    "ulysses": jp.MeshSpec(ulysses=8),
+    "hybrid": jp.MeshSpec(context=4, ulysses=2),
+}
+MODELS = {  # configuration, settings → wire GB and peak MiB that are the goal
+    "gather": ("1b_cp4_gather", [], 16.5, 3392),
+    "ring": ("1b_cp4_ring", [], 22.0, 4356),
+    "ring, bf16 travels": ("1b_cp4_ring", ["parallel.context.travel=bfloat16"], 17.5, 4356),
+    "ulysses": ("1b_cp4_ulysses", [], 10.5, 3208),
+    "hybrid": ("1b_cp4_hybrid", [], 0, 0),
+}
+
+
+def alone(impl: str, seq: int) -> dict[str, Any]:
+    """Figures of attention by itself."""
+    topology = Topology.parse("v5e:2x4")
+    layout = aim(jp.Layout(MESHES[impl].abstract(), RULES), topology)
+    order = "contiguous" if impl == "ulysses" else "zigzag"
+
+    def run(q: Any, k: Any, v: Any, g: Any) -> Any:
+        with tracing_under(layout):
+            o, back = jax.vjp(lambda *x: jp.attention(*x, impl=impl, order=order), q, k, v)
+            return o, *back(g)
+
+    shape = lambda heads, name: jp.tag(
+        jax.ShapeDtypeStruct((1, seq, heads, 128), jnp.bfloat16), "batch", "seq", name, "head_dim"
+    )
+    args = placed(layout, (shape(32, "heads"), shape(8, "kv_heads"), shape(8, "kv_heads"), shape(32, "heads")))
+    program = compile_program(topology, layout, jax.jit(run), args, donated=0)
+    report = jp.audit(program, mesh=layout.mesh)
+    return {"temp": program.memory["temp"] / GIB, "wire": report.wire_bytes() / 1e9, "exposed": report.exposed() / 1e9}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", action="store_true", help="the 1B model's step too, two CPU minutes each")
+    parser.add_argument("--runs", help="which models, by name, with ; between them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    missed = 0
+    if not options.runs:
+        print("implementation  tokens  temp GiB   goal  wire GB  exposed GB")
+        for (impl, seq), goal in ALONE.items():
+            found = figures[f"{impl} {seq}"] = alone(impl, seq)
+            missed += bool(goal) and found["temp"] > goal
+            print(
+                f"{impl:14}  {seq:6}  {found['temp']:8.3f}  {goal or '':>5}  {found['wire']:7.2f}  {found['exposed']:10.2f}",
+                flush=True,
+            )
+    if options.models or options.runs:
+        print(
+            "1B, context 4 × FSDP 4   wire GB  goal  exposed GB  peak MiB  goal  matmul FLOPs  kernel FLOPs  compile CPU s"
+        )
+        for name in options.runs.split(";") if options.runs else MODELS:
+            config, sets, wire, peak = MODELS[name]
+            job = make_job(load_run(CONFIGS / f"{config}.yaml", sets))
+            found = figures[name] = compile_ours(job, Topology.parse("v5e:4x4"), False)
+            sent, most = found["wire_bytes"] / 1e9, found["memory"]["peak"] / 2**20
+            missed += bool(wire) and (sent > wire or most > peak)
+            print(
+                f"{name:23}  {sent:7.2f}  {wire or '':>4}  {found['exposed_bytes'] / 1e9:10.2f}  {most:8.0f}  {peak or '':>4}  "
+                f"{found['matmul_flops']:12.4g}  {found['kernel_flops']:12.4g}  {found['compile_cpu_seconds']:13.0f}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    print(f"{missed} goals missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
