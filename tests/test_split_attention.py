@@ -31,6 +31,8 @@ MESHES: dict[str, dict[str, int]] = {
 }
 LEARNED = ("bias", "sinks", "alibi")
 BATCH, SEQ, HEADS = 2, 24, 4
+QUICK = {"xla_backend_optimization_level": 0}
+"""These programs run once: making them fast takes longer than running them."""
 
 
 def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
@@ -87,7 +89,7 @@ def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[st
         return jnp.sum(o * weight) + jnp.sum(o**2), o
 
     with where:
-        grads, o = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, learned)
+        grads, o = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=QUICK)(x, learned)
     return [np.asarray(leaf) for leaf in (o, *jax.tree.leaves(grads))]
 
 
@@ -178,7 +180,7 @@ def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
         o = mapped(*x)
         return jnp.sum(o * jnp.cos(jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape)) + jnp.sum(o**2), o
 
-    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*x)
+    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)(*x)
     want = run(layout(data=1), "dense", x, {})
     assert gap([np.asarray(leaf) for leaf in (o, *grads)], want) <= 1e-5
 
