@@ -81,7 +81,7 @@ class Split:
         if self.way.keys == "rows":
             return self.q_length, self.k_length
         parts = 2 if self.way.order == "zigzag" and self.way.ways > 1 else 1
-        return _block(self.q_length // parts, self.way.block), _block(self.k_length // parts, self.way.block)
+        return side(self.q_length // parts, self.way.block), side(self.k_length // parts, self.way.block)
 
     def parts(self, kv_heads: int, group: int) -> int:
         """In how many parts key heads go, the fewest that make tiles small enough."""
@@ -169,8 +169,8 @@ class Split:
         return tuple(distance for distance in range(ways) if distance == 0 or needed(distance))
 
 
-def _block(length: int, most: int) -> int:
-    """The largest block that divides ``length`` and is no less than half of ``most``; else ``most``."""
+def side(length: int, most: int) -> int:
+    """Tokens of a tile's side: the most that divide ``length`` and are no fewer than half of ``most``; else ``most``."""
     if length <= most:
         return length
     return next((size for size in range(most, most // 2, -1) if length % size == 0), most)
