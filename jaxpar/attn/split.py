@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.attn.blocks import up
 from jaxpar.attn.blockwise import in_blocks, tokens_in_blocks
 from jaxpar.attn.order import Order, into_zigzag, permutation, positions
-from jaxpar.attn.tiles import Extras, Rules, Tokens
+from jaxpar.attn.tiles import PAD, Extras, Rules, Tokens
 
 type Keys = Literal["here", "gather", "ring", "rows"]
 Segments = tuple[Any, Any] | None
@@ -103,7 +104,8 @@ class Split:
         way, segments = self.way, None if self.segments is None else self.segments[1]
         length = self.k_length * way.ways
         if distance is None:
-            at = permutation(way.order, length, way.ways)
+            at = self._filled(permutation(way.order, length, way.ways), 0, PAD)
+            segments = None if segments is None else self._filled(segments, 1, PAD)
         else:
             source = (self.index - distance) % way.ways
             at = positions(way.order, length, way.ways, source)
@@ -119,13 +121,24 @@ class Split:
         bias = self._bias_in_order(bias)
         if distance is not None:
             bias = jax.lax.dynamic_slice_in_dim(bias, self._column(distance), self.k_length, 4)
+        bias = self._filled(bias, 4, 0)
         missing = [(0, 0)] * 3 + [(0, -n % b) for n, b in zip(bias.shape[3:], self.blocks, strict=True)]
         return self.extras._replace(bias=jnp.pad(bias, missing))
 
     def put_bias(self, sums: jax.Array, new: jax.Array, distance: int | None = 0) -> jax.Array:
         """``sums``, of all of the bias, with the gradients of the columns of those keys."""
-        new = new[:, :, :, : self.q_length, : self.k_length if distance is not None else sums.shape[4]]
+        new = in_pieces(new[:, :, :, : self.q_length], up(self.k_length, self.blocks[1]), 4)
+        new = new[..., : self.k_length].reshape(*new.shape[:4], -1)
         return jax.lax.dynamic_update_slice_in_dim(sums, new, self._column(distance), 4)
+
+    def _filled(self, x: Any, axis: int, fill: int) -> Any:
+        """``x``, of keys of one or of all devices, with those of each filled up to whole blocks."""
+        missing = up(self.k_length, self.blocks[1]) - self.k_length
+        if not missing:
+            return x
+        xp, cut = np if isinstance(x, np.ndarray) else jnp, in_pieces(x, self.k_length, axis)
+        cut = xp.pad(cut, [(0, missing * (i == axis + 1)) for i in range(cut.ndim)], constant_values=fill)
+        return cut.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def _bias_in_order(self, bias: jax.Array, *, back: bool = False) -> jax.Array:
         way = self.way
@@ -167,6 +180,11 @@ class Split:
             return False
 
         return tuple(distance for distance in range(ways) if distance == 0 or needed(distance))
+
+
+def in_pieces(x: Any, length: int, axis: int) -> Any:
+    """``x`` with ``axis`` as two: pieces, and what is in a piece."""
+    return x.reshape(*x.shape[:axis], -1, length, *x.shape[axis + 1 :])
 
 
 def side(length: int, most: int) -> int:
