@@ -95,7 +95,7 @@ print(jp.balance(causal, 4096, 4, "zigzag", block=64, segment_ids=documents).rep
 
 # %% [markdown]
 # `jp.balanced_order` cuts the row into more pieces and gives them to the devices so that they come out even.
-# What it returns are the positions of the tokens, as they lie.
+# What it returns are the positions of the tokens, as they lie: `tokens[:, order]` brings them there, and `jp.attention(..., order=order)` is told.
 
 # %%
 order = jp.balanced_order(documents, 4, chunks=16)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,6 +25,7 @@ from jaxpar.attn.work import grid, grid_of, places
 from jaxpar.errors import ConfigError, LayoutError, MissingExtraError
 
 CAUSAL = jp.Mask(causal=True)
+REST = ("batch", "heads", "kv_heads", "head_dim")
 ORDERS = ("contiguous", "zigzag", "striped")
 sizes = st.one_of(st.none(), st.integers(1, 9))
 
@@ -202,6 +205,53 @@ def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
     found, zigzag = (jp.balance(CAUSAL, 4096, 8, o, segment_ids=segments, impl=impl) for o in (order, "zigzag"))
     assert zigzag.ratio > 1.6 and found.ratio <= bound
     assert found.order == "given"
+
+
+def test_attention_in_a_given_order_is_attention() -> None:
+    """Under a traced order, as every row of a batch may bring another one."""
+    segments = np.repeat([0, 1, 2, -1], [15, 4, 10, 3])
+    order = jp.balanced_order(segments, 2, chunks=4)
+    x = np.random.default_rng(0).normal(size=(3, 1, 32, 2, 4)).astype(np.float32)
+    layout = jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), jp.Rules(seq="context", **dict.fromkeys(REST)))
+
+    def loss(x: Any, segment_ids: Any, order: Any, impl: Any = "ring") -> Any:
+        o = jp.attention(*x, impl=impl, segment_ids=segment_ids[None], order=order, block=4)
+        return jnp.sum(o**2), o
+
+    both = jax.value_and_grad(loss, has_aux=True)
+    with layout:
+        (_, want), gradient = jax.jit(functools.partial(both, impl="dense", order=None))(x, segments)
+        lying = x[:, :, order], segments[order], order
+        (_, got), found = jax.jit(both)(*lying)
+        _, dense = jax.jit(functools.partial(loss, impl="dense"))(*lying)
+    np.testing.assert_allclose(dense, want[:, order], atol=1e-5)
+    np.testing.assert_allclose(got, want[:, order], atol=1e-5)
+    np.testing.assert_allclose(found, gradient[:, :, order], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (
+            np.arange(8),
+            (
+                "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: one for each token of all devices, as of "
+                "jp.balanced_order(...); and as many keys as queries."
+            ),
+        ),
+        (
+            np.arange(16)[None],
+            "attention: order is int32[1, 16], but a name, or the position of each token, integers [seq], is wanted.",
+        ),
+    ],
+    ids=["length", "shape"],
+)
+@pytest.mark.parametrize("impl", ["ring", "dense"])
+def test_a_given_order_fits_the_sequence(impl: Any, order: Any, text: str) -> None:
+    x = np.zeros((1, 16, 2, 4), np.float32)
+    layout = jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), jp.Rules(seq="context", **dict.fromkeys(REST)))
+    with layout, pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+        jax.eval_shape(lambda x: jp.attention(x, x, x, impl=impl, order=order), x)
 
 
 def test_rows_that_lie_alike_are_balanced_together() -> None:

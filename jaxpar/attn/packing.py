@@ -42,8 +42,9 @@ def balanced_order(
       impl: ``ring`` for the least sum of each hop's slowest device, ``gather`` for the least work of the busiest device.
 
     Returns:
-      The position of each token [seq], as they lie: ``x[:, order]`` brings tokens into this order, and ``order`` are then their
-      positions. :func:`jaxpar.balance` takes it for its ``order``.
+      The position of each token [seq], as they lie: ``x[:, order]`` brings tokens, segments and targets into this order, and ``order``
+      are then the positions of all rows. :func:`jaxpar.attention` and :func:`jaxpar.balance` take it for their ``order``; with a
+      ``block`` that divides ``seq / (chunks * ways)`` no tile spans two pieces.
 
     Raises:
       ConfigError: ``chunks`` or ``impl`` is none.

@@ -30,7 +30,7 @@ class Way:
         so with whole rows of scores.
       ring: the mesh axes that queries and keys are split over for ``keys``, major to minor.
       heads: the mesh axes that exchange sequence for heads before, and back after.
-      order: how the tokens lie on the devices of ``ring``.
+      order: how the tokens lie on the devices of ``ring``, unless the extras have their positions.
       relay: they come contiguous, and are brought into that order first and back after.
       travel: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
       block: tokens of a tile's side, at most.
@@ -95,7 +95,7 @@ class Split:
     def queries(self) -> Tokens:
         """Where this device's queries stand, in blocks."""
         way, segments = self.way, None if self.segments is None else self.segments[0]
-        at = positions(way.order, self.q_length * way.ways, way.ways, self.index) + way.offset
+        at = self._positions(self.q_length, self.index) + way.offset
         at = at if self.extras.offset is None else at + self.extras.offset
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
 
@@ -104,14 +104,21 @@ class Split:
         way, segments = self.way, None if self.segments is None else self.segments[1]
         length = self.k_length * way.ways
         if distance is None:
-            at = self._filled(permutation(way.order, length, way.ways), 0, PAD)
+            every = permutation(way.order, length, way.ways) if self.extras.order is None else self.extras.order
+            at = self._filled(every, 0, PAD)
             segments = None if segments is None else self._filled(segments, 1, PAD)
         else:
             source = (self.index - distance) % way.ways
-            at = positions(way.order, length, way.ways, source)
+            at = self._positions(self.k_length, source)
             if segments is not None:
                 segments = jax.lax.dynamic_slice_in_dim(segments, source * self.k_length, self.k_length, 1)
         return tokens_in_blocks(Tokens(at, segments), self.blocks[1])
+
+    def _positions(self, length: int, index: Any) -> Any:
+        """Of the tokens of a device of the ring, each of which has so many."""
+        if self.extras.order is not None:
+            return jax.lax.dynamic_slice_in_dim(self.extras.order, index * length, length, 0)
+        return positions(self.way.order, length * self.way.ways, self.way.ways, index)
 
     def extras_of(self, distance: int | None = 0) -> Extras:
         """The extras with the bias's columns of those keys, filled up to whole blocks."""
@@ -158,7 +165,7 @@ class Split:
     def hops(self) -> tuple[int, ...]:
         """How far back there are keys that some device's queries see; read from positions alone."""
         way, ways = self.way, self.way.ways
-        if self.extras.prefix is not None or self.extras.offset is not None:
+        if any(x is not None for x in (self.extras.prefix, self.extras.offset, self.extras.order)):
             return tuple(range(ways))
         parts = 2 if way.order == "zigzag" and ways > 1 else 1
 
