@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jaxpar.attn.dispatch import attention as attention
     from jaxpar.attn.local import attention_local as attention_local
     from jaxpar.attn.masks import Mask as Mask
+    from jaxpar.attn.packing import balanced_order as balanced_order
+    from jaxpar.attn.work import balance as balance
     from jaxpar.disk import DiskStep as DiskStep
     from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.fusion import Fusion as Fusion
@@ -70,6 +72,8 @@ _HOMES = {
     "attention": "attn.dispatch",
     "attention_local": "attn.local",
     "audit": "inspect.audit",
+    "balance": "attn.work",
+    "balanced_order": "attn.packing",
     "check": "inspect.explain",
     "compile_for": "plan.aot",
     "constrain": "layout",

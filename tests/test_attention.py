@@ -156,3 +156,21 @@ def test_the_kernels_state_the_flops_of_the_blocks_they_visit(topology: str, sta
         text = jax.jit(attention).trace(*shapes).lower(lowering_platforms=("tpu",) if topology[0] == "v" else ("cuda",))
     names = "_".join(str(2 * 2 * 4 * scores * 128) for scores in stated)
     assert f"attention_matmul_flops_{names}/" in text.as_text(debug_info=True)
+
+
+def test_a_devices_tokens_need_not_be_whole_blocks() -> None:
+    """Seven tokens each in blocks of four: what fills up the first device's must not be taken for the second's."""
+    q, k, v = inputs(1, 14, 2, 1, 4)
+    bias = np.random.default_rng(2).normal(size=(1, 2, 14, 14)).astype(np.float32)
+    ids = np.array([[0] * 5 + [1] * 7 + [-1] * 2])
+
+    def loss(*x: jax.Array, **options: Any) -> jax.Array:
+        o = attention(*x[:3], bias=x[3], segment_ids=ids, **options)
+        return (o * q).sum() + (o**2).sum()
+
+    def both(**options: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: loss(*x, **options), argnums=(0, 1, 2, 3)))(q, k, v, bias)
+
+    with jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), RULES):
+        got, want = both(impl="gather", block=4, order="contiguous"), both(impl="dense")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)

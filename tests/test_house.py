@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 # Lower floors first; a module imports only from its own floor or from lower ones.
 FLOORS = (
     ("errors", "simulate", "versions"),
-    ("names", "texts"),
+    ("figures", "names", "texts"),
     ("config", "devices", "staging", "store"),
     ("mesh", "plain", "rules", "topology"),
     ("exchange", "host", "layout", "precision", "waiting", "zero"),

@@ -39,7 +39,8 @@ class Options(TypedDict, total=False):
       key: of the dropout, a jax PRNG key.
       q_offset: the position of the first query, where that of the first key is 0; a number, or a traced one.
       order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
-        out in zigzag and back by itself.
+        out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
+        what :func:`jaxpar.balanced_order` gives; it may be traced.
       travel: the dtype in which gradients of keys and values go from device to device.
       block: tokens of a tile's side, at most.
     """
@@ -56,7 +57,7 @@ class Options(TypedDict, total=False):
     dropout: float
     key: Any
     q_offset: Any
-    order: str | None
+    order: Any
     travel: str | None
     block: int
 
@@ -71,6 +72,7 @@ class Beside(NamedTuple):
     sinks: Any = None
     key: Any = None
     offset: Any = None
+    order: Any = None
 
 
 def known(options: Mapping[str, Any]) -> None:
@@ -123,7 +125,9 @@ def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Rules, Beside, int]:
         _words(key) if dropout else None,
         None if offset is None or isinstance(offset, int) else jnp.asarray(offset, jnp.int32),
     )
-    softcap = None if softcap is None else float(softcap)
+    softcap, order = None if softcap is None else float(softcap), options.get("order")
+    if order is not None and not isinstance(order, str):
+        beside = beside._replace(order=_positions(order))
     return Rules(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
 
 
@@ -168,6 +172,15 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
             )
     a, b = (jnp.asarray(x, jnp.int32) for x in pair)
     return a, b
+
+
+def _positions(order: Any) -> jax.Array:
+    places = jnp.asarray(order)
+    if places.ndim != 1 or not jnp.issubdtype(places.dtype, jnp.integer):
+        raise LayoutError(
+            f"attention: order is {places.dtype}{list(places.shape)}, but a name, or the position of each token, integers [seq], is wanted."
+        )
+    return places.astype(jnp.int32)
 
 
 def _prefix(q: Any, prefix: Any) -> jax.Array:

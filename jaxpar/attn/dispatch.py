@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -20,7 +19,7 @@ from jaxpar.attn.dense import dense
 from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
-from jaxpar.attn.order import permutation
+from jaxpar.attn.order import check_given, permutation
 from jaxpar.attn.splash import splash
 from jaxpar.attn.split import Way
 from jaxpar.attn.tiles import Extras, Rules
@@ -131,6 +130,7 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
         sinks=some(beside.sinks, spread.q[2] or None),
         key=some(beside.key),
         offset=some(beside.offset),
+        order=some(beside.order),
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
@@ -173,8 +173,8 @@ def _dense(
     if plain and alike and q.dtype.itemsize <= 4:  # jax's own has fp32 sums for fp64 too
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
-    order: Any = options.get("order") or "contiguous"
-    at = [np.asarray(permutation(order, x.shape[1], ways)) for x in (q, k)]
+    order: Any = "contiguous" if options.get("order") is None else options["order"]
+    at = [_at(order, x.shape[1], ways, what) for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))]
     first = (0, 0) if rules.dropout else None
     group = (k.shape[2], q.shape[2] // k.shape[2])
     bias, slopes = beside.bias, beside.slopes
@@ -183,10 +183,18 @@ def _dense(
     slopes = None if slopes is None else slopes.reshape(group)
     extras = Extras(bias, slopes, beside.prefix, beside.key, first)
     start = offset if beside.offset is None else beside.offset
-    o, lse = dense(rules, q, k, v, (jnp.asarray(at[0]) + start, jnp.asarray(at[1])), beside.segments, extras)
+    o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), beside.segments, extras)
     if beside.sinks is not None:
         o = (o * jax.nn.sigmoid(lse - beside.sinks.astype(lse.dtype))[..., None]).astype(o.dtype)
     return o
+
+
+def _at(order: Any, length: int, ways: int, what: str) -> jax.Array:
+    """Positions of all tokens, as they lie."""
+    if isinstance(order, str):
+        return jnp.asarray(permutation(order, length, ways))  # type: ignore[arg-type]
+    check_given(order, length, what)
+    return jnp.asarray(order, jnp.int32)
 
 
 def _asks(beside: Beside, offset: int, options: Options) -> bool:

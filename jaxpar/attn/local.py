@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxpar.attn import heads as exchange
 from jaxpar.attn.asked import Beside, Options, check_impl, read, read_travel
 from jaxpar.attn.core import attend
-from jaxpar.attn.order import check
+from jaxpar.attn.order import check, check_given
 from jaxpar.attn.split import Keys, Way
 from jaxpar.attn.tiles import Extras, varies_over
 from jaxpar.errors import ConfigError, LayoutError, listing
@@ -117,10 +117,15 @@ def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
     asked, swapped = options.get("order"), exchange.ways_of(way.heads)
     lengths = lengths[0] * swapped, lengths[1] * swapped
     causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None
+    tokens = ("the queries' sequence", lengths[0] * way.ways), ("the keys' sequence", lengths[1] * way.ways)
+    if asked is not None and not isinstance(asked, str):
+        for what, length in tokens:
+            check_given(asked, length, what)
+        return way
     relay = asked is None and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
     order: Any = "zigzag" if relay else asked or "contiguous"
-    for what, length in zip(("the queries' sequence", "the keys' sequence"), lengths, strict=True):
-        check(order, length * way.ways, way.ways, what)
+    for what, length in tokens:
+        check(order, length, way.ways, what)
     return replace(way, order=order, relay=relay)
 
 
@@ -150,7 +155,7 @@ def compute(
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(shape)
     counted = first if way.rules.dropout else None
-    extras = Extras(bias, slopes, beside.prefix, beside.key, counted, beside.offset)
+    extras = Extras(bias, slopes, beside.prefix, beside.key, counted, beside.offset, beside.order)
     q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
     o, lse = attend(way, q, k, v, segments, extras)
     if beside.sinks is not None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.figure import Figure
 
 type Rule = Callable[[Any, Any], Any]
 
@@ -106,6 +111,36 @@ class Mask:
             (a, b), (c, d) = ((x // self.chunk for x in block) for block in (q, k))
             some, every = some & (a <= d) & (c <= b), every & (a == b) & (c == d) & (a == c)
         return some, every & (self.where is None)
+
+    def draw(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        seq: int,
+        ways: int = 1,
+        order: Any = "zigzag",
+        block: int = 512,
+        segment_ids: Any = None,
+    ) -> Figure:
+        """A picture of the tiles that each device computes: its colour is that of the device that has the queries.
+
+        Tiles that the mask leaves whole are dark, those that it leaves in part lighter; white ones are not computed. Rows and
+        columns go by position, however the tokens lie. The legend has each device's share of the work.
+
+        Args:
+          path: where to save it, in the format of its ending.
+          seq, ways, order, block, segment_ids: as for :func:`jaxpar.balance`.
+
+        Raises:
+          ConfigError, LayoutError: as :func:`jaxpar.balance`.
+          MissingExtraError: matplotlib is not installed.
+
+        >>> Mask(causal=True).draw(seq=64, ways=4).axes[0].get_title(loc="left")
+        'causal: 64 tokens over 4 devices, zigzag, tiles of 8'
+        """
+        from jaxpar.attn.picture import picture
+
+        return picture(self, path, seq=seq, ways=ways, order=order, block=block, segment_ids=segment_ids)
 
 
 def mask_of(causal: bool | None, mask: Mask | Rule | None) -> Mask:

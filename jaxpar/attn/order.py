@@ -74,6 +74,15 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
     return jnp.concatenate([low, high], axis=dim)
 
 
+def check_given(order: Any, length: int, what: str) -> None:
+    """Raises where there are not as many positions as tokens."""
+    if len(order) != length:
+        raise LayoutError(
+            f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: one for each token of all devices, as "
+            f"of jp.balanced_order(...); and as many keys as queries."
+        )
+
+
 def check(order: str, length: int, ways: int, what: str = "seq") -> None:
     """Raises where ``length`` tokens cannot lie in this order on so many devices."""
     if order not in ORDERS:

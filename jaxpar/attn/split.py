@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.attn.blocks import up
 from jaxpar.attn.blockwise import in_blocks, tokens_in_blocks
 from jaxpar.attn.order import Order, into_zigzag, permutation, positions
-from jaxpar.attn.tiles import Extras, Rules, Tokens
+from jaxpar.attn.tiles import PAD, Extras, Rules, Tokens
 
 type Keys = Literal["here", "gather", "ring", "rows"]
 Segments = tuple[Any, Any] | None
@@ -29,7 +30,7 @@ class Way:
         so with whole rows of scores.
       ring: the mesh axes that queries and keys are split over for ``keys``, major to minor.
       heads: the mesh axes that exchange sequence for heads before, and back after.
-      order: how the tokens lie on the devices of ``ring``.
+      order: how the tokens lie on the devices of ``ring``, unless the extras have their positions.
       relay: they come contiguous, and are brought into that order first and back after.
       travel: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
       block: tokens of a tile's side, at most.
@@ -81,7 +82,7 @@ class Split:
         if self.way.keys == "rows":
             return self.q_length, self.k_length
         parts = 2 if self.way.order == "zigzag" and self.way.ways > 1 else 1
-        return _block(self.q_length // parts, self.way.block), _block(self.k_length // parts, self.way.block)
+        return side(self.q_length // parts, self.way.block), side(self.k_length // parts, self.way.block)
 
     def parts(self, kv_heads: int, group: int) -> int:
         """In how many parts key heads go, the fewest that make tiles small enough."""
@@ -94,7 +95,7 @@ class Split:
     def queries(self) -> Tokens:
         """Where this device's queries stand, in blocks."""
         way, segments = self.way, None if self.segments is None else self.segments[0]
-        at = positions(way.order, self.q_length * way.ways, way.ways, self.index) + way.offset
+        at = self._positions(self.q_length, self.index) + way.offset
         at = at if self.extras.offset is None else at + self.extras.offset
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
 
@@ -103,13 +104,21 @@ class Split:
         way, segments = self.way, None if self.segments is None else self.segments[1]
         length = self.k_length * way.ways
         if distance is None:
-            at = permutation(way.order, length, way.ways)
+            every = permutation(way.order, length, way.ways) if self.extras.order is None else self.extras.order
+            at = self._filled(every, 0, PAD)
+            segments = None if segments is None else self._filled(segments, 1, PAD)
         else:
             source = (self.index - distance) % way.ways
-            at = positions(way.order, length, way.ways, source)
+            at = self._positions(self.k_length, source)
             if segments is not None:
                 segments = jax.lax.dynamic_slice_in_dim(segments, source * self.k_length, self.k_length, 1)
         return tokens_in_blocks(Tokens(at, segments), self.blocks[1])
+
+    def _positions(self, length: int, index: Any) -> Any:
+        """Of the tokens of a device of the ring, each of which has so many."""
+        if self.extras.order is not None:
+            return jax.lax.dynamic_slice_in_dim(self.extras.order, index * length, length, 0)
+        return positions(self.way.order, length * self.way.ways, self.way.ways, index)
 
     def extras_of(self, distance: int | None = 0) -> Extras:
         """The extras with the bias's columns of those keys, filled up to whole blocks."""
@@ -119,13 +128,24 @@ class Split:
         bias = self._bias_in_order(bias)
         if distance is not None:
             bias = jax.lax.dynamic_slice_in_dim(bias, self._column(distance), self.k_length, 4)
+        bias = self._filled(bias, 4, 0)
         missing = [(0, 0)] * 3 + [(0, -n % b) for n, b in zip(bias.shape[3:], self.blocks, strict=True)]
         return self.extras._replace(bias=jnp.pad(bias, missing))
 
     def put_bias(self, sums: jax.Array, new: jax.Array, distance: int | None = 0) -> jax.Array:
         """``sums``, of all of the bias, with the gradients of the columns of those keys."""
-        new = new[:, :, :, : self.q_length, : self.k_length if distance is not None else sums.shape[4]]
+        new = in_pieces(new[:, :, :, : self.q_length], up(self.k_length, self.blocks[1]), 4)
+        new = new[..., : self.k_length].reshape(*new.shape[:4], -1)
         return jax.lax.dynamic_update_slice_in_dim(sums, new, self._column(distance), 4)
+
+    def _filled(self, x: Any, axis: int, fill: int) -> Any:
+        """``x``, of keys of one or of all devices, with those of each filled up to whole blocks."""
+        missing = up(self.k_length, self.blocks[1]) - self.k_length
+        if not missing:
+            return x
+        xp, cut = np if isinstance(x, np.ndarray) else jnp, in_pieces(x, self.k_length, axis)
+        cut = xp.pad(cut, [(0, missing * (i == axis + 1)) for i in range(cut.ndim)], constant_values=fill)
+        return cut.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def _bias_in_order(self, bias: jax.Array, *, back: bool = False) -> jax.Array:
         way = self.way
@@ -145,7 +165,7 @@ class Split:
     def hops(self) -> tuple[int, ...]:
         """How far back there are keys that some device's queries see; read from positions alone."""
         way, ways = self.way, self.way.ways
-        if self.extras.prefix is not None or self.extras.offset is not None:
+        if any(x is not None for x in (self.extras.prefix, self.extras.offset, self.extras.order)):
             return tuple(range(ways))
         parts = 2 if way.order == "zigzag" and ways > 1 else 1
 
@@ -169,8 +189,13 @@ class Split:
         return tuple(distance for distance in range(ways) if distance == 0 or needed(distance))
 
 
-def _block(length: int, most: int) -> int:
-    """The largest block that divides ``length`` and is no less than half of ``most``; else ``most``."""
+def in_pieces(x: Any, length: int, axis: int) -> Any:
+    """``x`` with ``axis`` as two: pieces, and what is in a piece."""
+    return x.reshape(*x.shape[:axis], -1, length, *x.shape[axis + 1 :])
+
+
+def side(length: int, most: int) -> int:
+    """Tokens of a tile's side: the most that divide ``length`` and are no fewer than half of ``most``; else ``most``."""
     if length <= most:
         return length
     return next((size for size in range(most, most // 2, -1) if length % size == 0), most)

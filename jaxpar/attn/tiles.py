@@ -47,6 +47,7 @@ class Extras(NamedTuple):
       key: of the dropout, two 32-bit words.
       first: which of all sequences and heads are the first here; dropout counts from them.
       offset: of the queries' positions, beside what :class:`jaxpar.attn.split.Way` says.
+      order: the position of each token of all devices, as they lie [seq]; in the place of an order with a name.
     """
 
     bias: Any = None
@@ -55,6 +56,7 @@ class Extras(NamedTuple):
     key: Any = None
     first: Any = None
     offset: Any = None
+    order: Any = None
 
 
 def varies_over(x: Any) -> frozenset[str]:

@@ -5,8 +5,6 @@ Both read only the mesh and ``layout.spec``, and work out the owners from the me
 
 from __future__ import annotations
 
-import functools
-import io
 import itertools
 import math
 import textwrap
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxpar.errors import need
+from jaxpar.figures import new_figure
 from jaxpar.layout import Layout
 
 if TYPE_CHECKING:
@@ -208,31 +206,10 @@ def _drawn(sides: Sequence[_Side]) -> tuple[int, ...]:
     return tuple(sorted(ranked[:2]))
 
 
-def _matplotlib_figure() -> Any:
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise need("matplotlib", "plots", "draw()") from error
-    return matplotlib.figure.Figure
-
-
-@functools.cache
-def _drawing(figure: Any) -> Any:
-    """``Figure`` that shows itself in a notebook, whether or not pyplot was imported there."""
-
-    class Drawing(figure):
-        def _repr_png_(self) -> bytes:
-            out = io.BytesIO()
-            self.savefig(out, format="png", dpi=100)
-            return out.getvalue()
-
-    return Drawing
-
-
 def _new_axes(picture: _Picture) -> Any:
     columns, rows = len(picture.columns.blocks()), len(picture.rows.blocks())
     size = min(1.6 + max(0.85 * columns, 4.0), 10.0), 1.5 + max(0.38 * rows, 0.9)
-    return _drawing(_matplotlib_figure())(figsize=size, layout="constrained").subplots()
+    return new_figure("draw()", figsize=size, layout="constrained").subplots()
 
 
 def _edges(blocks: Sequence[int | None]) -> list[float]:
