@@ -127,6 +127,12 @@ def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """``loss_fn`` of a language model: ``batch`` holds ``tokens`` and ``targets``, each [batch, seq] int."""
-    order, positions, (tokens, targets) = model.laid(batch["tokens"], batch["targets"])
+    """``loss_fn`` of a language model: ``batch`` holds ``tokens`` and ``targets``, each [batch, seq] int.
+
+    A model with a method ``laid`` says in which order its tokens should lie; the mean over them is the same in any.
+    """
+    tokens, targets = batch["tokens"], batch["targets"]
+    if not hasattr(model, "laid"):
+        return linear_cross_entropy(model.hidden(tokens), model.unembedding(), targets)
+    order, positions, (tokens, targets) = model.laid(tokens, targets)
     return linear_cross_entropy(model.hidden(tokens, positions, order), model.unembedding(), targets)
