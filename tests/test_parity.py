@@ -38,9 +38,9 @@ class Task:
         return (self.inputs(rng) for _ in range(STEPS))
 
 
-def llama(seq: int) -> Task:
+def llama(seq: int, **more: Any) -> Task:
     """Grouped queries, heads of three pairs, a vocabulary and an MLP of twice an odd number."""
-    config = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=54)
+    config = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=54, **more)
     inputs = lambda rng: dict(zip(("tokens", "targets"), rng.integers(0, config.vocab, (2, 8, seq)), strict=True))
     return Task(make_llama(config), next_token_loss, inputs)
 
@@ -58,6 +58,7 @@ def vit(side: int) -> Task:
 TASKS = {
     ("llama", False): llama(15),
     ("llama", True): llama(14),
+    ("llama", "context"): llama(16),
     ("vit", False): vit(5),
     ("vit", True): vit(6),
 }
@@ -105,6 +106,12 @@ def assert_equal(got: Run, want: Run) -> None:
 def test_a_layout_equals_one_device(model: str, name: str, layout_of: Any, on_one_device: Any) -> None:
     key = model, name == "tp_sp"
     assert_equal(run(layout_of(name), TASKS[key]), on_one_device(*key))
+
+
+def test_a_split_sequence_equals_one_device(layout_of: Any, on_one_device: Any) -> None:
+    """A ring over pairs that exchange heads: tokens in zigzag from the first layer to the loss."""
+    task = llama(16, context=jp.Context("hybrid"), remat="save_attention")
+    assert_equal(run(layout_of("hybrid"), task), on_one_device("llama", "context"))
 
 
 def test_a_mesh_on_the_last_four_devices_equals_one_device(layout_of: Any, on_one_device: Any) -> None:

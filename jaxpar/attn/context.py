@@ -23,7 +23,7 @@ class Context:
       order: how tokens lie along the devices of a ring; ``None`` for zigzag where there is a ring and the sequence divides, as they come
         elsewhere. Tokens are brought into it once, before the first layer, and with them targets and positions.
       travel: the dtype in which gradients of keys and values go from device to device.
-      block: tokens of a tile's side, at most.
+      block: tokens of a tile's side, at most; ``None`` for what suits the device.
 
     Raises:
       ConfigError: a name that is none, or a block of no tokens.
@@ -32,7 +32,7 @@ class Context:
     impl: Impl = "auto"
     order: str | None = None
     travel: str | None = None
-    block: int = 512
+    block: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -46,7 +46,9 @@ class Context:
                 raise ConfigError(
                     f"context: {name} is {value!r}, but one of {', '.join(names)} is wanted.{did_you_mean(str(value), names)}"
                 )
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+        if self.block is not None and (
+            isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1
+        ):
             raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
 
     def laid(self, q: Any, k: Any, *arrays_BS: Any) -> tuple[str | None, jax.Array | None, tuple[Any, ...]]:

@@ -16,6 +16,7 @@ from jaxpar.attn.order import check, check_given
 from jaxpar.attn.split import Keys, Way
 from jaxpar.attn.tiles import Extras, varies_over
 from jaxpar.errors import ConfigError, LayoutError, listing
+from jaxpar.topology import platform_of
 
 KEYS: dict[str, Keys] = {
     "flash": "here",
@@ -113,7 +114,9 @@ def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
     Args:
       lengths: tokens of queries and of keys that one device has.
     """
-    way = replace(way, travel=read_travel(options.get("travel")), block=options.get("block", way.block))
+    # A CPU's caches hold smaller tiles.
+    usual = way.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else way.block
+    way = replace(way, travel=read_travel(options.get("travel")), block=options.get("block") or usual)
     asked, swapped = options.get("order"), exchange.ways_of(way.heads)
     lengths = lengths[0] * swapped, lengths[1] * swapped
     causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None

@@ -48,7 +48,12 @@ def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows
     extras = split.extras_of(None)
     at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
     found = _with_bias(split, backward(split.way.rules, q, k, v, at, extras, rows, none), None)
-    home = lambda x: scatter_local(_for_travel(split, x), split.way.ring, dim=0).astype(x.dtype)
+
+    def home(x: jax.Array) -> jax.Array:
+        # As rows: of blocks the TPU's compiler makes an all-reduce and a slice.
+        rows = scatter_local(_for_travel(split, x).reshape(-1, x.shape[-1]), split.way.ring, dim=0)
+        return rows.reshape(-1, *x.shape[1:]).astype(x.dtype)
+
     return found._replace(k=home(found.k), v=home(found.v))
 
 

@@ -46,7 +46,7 @@ class Way:
     relay: bool = False
     travel: str | None = None
     block: int = 512
-    tile: int = 2**17
+    tile: int = 2**16
     offset: int = 0
 
     @property

@@ -84,7 +84,7 @@ class ContextConfig:
     impl: str = "auto"
     order: str | None = None
     travel: str | None = None
-    block: int = 512
+    block: int | None = None
 
 
 @dataclass(frozen=True)

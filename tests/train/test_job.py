@@ -78,6 +78,12 @@ def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
     assert not job_of(parallel={"offload": {"optimizer": "host"}}).tx.parameters
 
 
+def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
+    asked = {"impl": "ring", "travel": "bfloat16"}
+    assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", travel="bfloat16")
+    assert job_of().model.context == jp.Context()
+
+
 def test_eight_bits_have_keys(job_of: Any) -> None:
     assert job_of(precision="fp8").model.dtype == "bfloat16"
     told = job_of(precision={"gather": "int8", "reduce": "int8", "matmul": "fp8"}).precision
@@ -103,6 +109,19 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
         ),
         ({"parallel": {"optimizer": {}}}, ConfigError, "the key 'stage' is missing"),
         ({"parallel": {"optimiser": {"stage": 1}}}, ConfigError, "Did you mean 'optimizer'?"),
+        (
+            {"parallel": {"context": {"impl": "rings"}}},
+            ConfigError,
+            (
+                "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, ulysses, hybrid is wanted. Did "
+                "you mean 'ring'?"
+            ),
+        ),
+        (
+            {"parallel": {"context": {"block": 0}}},
+            ConfigError,
+            "parallel.context: block is 0, but a number of tokens, 1 or more, is wanted.",
+        ),
         ({"precision": "bf61"}, ConfigError, "precision: compute is 'bf61', but a floating dtype is wanted."),
         (
             {"parallel": {"fusion": {"reduce": "many"}}},
