@@ -199,6 +199,19 @@ def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch
     assert traced("ring", True, order="zigzag").count("ppermute[") == 2 * 3 * 3
 
 
+@pytest.mark.parametrize("impl", ["ring", "gather", "ulysses"])
+def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
+    """256 tokens in tiles of 16: of 16 × 16 tiles 136 are visited, by 4 devices in equal parts; 7 matmuls each, of 4 heads."""
+    shapes = [jax.ShapeDtypeStruct((1, 256, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+    where = layout(**MESHES[impl])
+    with where:
+        loss = lambda *x: jnp.sum(jp.attention(*x, impl=impl, block=16) ** 2)
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK).lower(*shapes).compile()
+    report = jp.audit(compiled, mesh=where.mesh)
+    assert report.matmul_flops == 7 * 2 * 8 * 4 * 16 * 16 * 136 // 4
+    assert "LOWER BOUNDS" not in str(report)
+
+
 def test_a_window_ends_the_ring_early() -> None:
     near = {"mask": jp.Mask(causal=True, window=6)}  # no further than the neighbour's six tokens
     assert traced("ring", False, **near).count("ppermute[") == 2

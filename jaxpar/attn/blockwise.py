@@ -17,6 +17,9 @@ import numpy as np
 from jaxpar.attn import tiles
 from jaxpar.attn.tiles import FAR, PAD, Extras, Gradients, Rows, Rules, Sums, Tokens, accumulator, varies_over
 
+type Expected = tuple[int, int] | None
+"""How many tiles a device visits in the mean, whole and in part; ``None`` where arrays decide."""
+
 
 class Tiles(NamedTuple):
     """Which tiles to visit: numbers ``i * columns + j``, the first ``count`` of them."""
@@ -102,12 +105,18 @@ def _listed(flags: Any) -> Tiles:
 
 
 def visit(
-    rules: Rules, at: tuple[Tokens, Tokens], extras: Extras, parts: int, one: Callable[..., Any], carry: Any
+    rules: Rules,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    parts: int,
+    expected: Expected,
+    one: Callable[..., Any],
+    carry: Any,
 ) -> Any:
     """``carry`` after ``one(carry, i, j, part, masked)`` of every tile that is to be visited."""
     q, k = at
     columns = k.positions.shape[0]
-    for some, masked in zip(chosen(rules, q, k, extras), (False, True), strict=True):
+    for n, (some, masked) in enumerate(zip(chosen(rules, q, k, extras), (False, True), strict=True)):
         if isinstance(some.count, int) and not some.count:
             continue
         numbers = jnp.asarray(some.numbers)
@@ -117,7 +126,9 @@ def visit(
             return one(carry, number // columns, number % columns, t % parts, masked)
 
         first, last = _start(0, some.count * parts)
-        carry = jax.lax.fori_loop(first, last, step, carry)
+        # A loop's length that depends on the device is not in the program; an audit reads it here.
+        with jax.named_scope("tiles" if expected is None else f"visits_{expected[n] * parts}"):
+            carry = jax.lax.fori_loop(first, last, step, carry)
     return carry
 
 
@@ -135,7 +146,14 @@ def zeros(x: jax.Array) -> jax.Array:
 
 
 def forward(
-    rules: Rules, q: jax.Array, k: jax.Array, v: jax.Array, at: tuple[Tokens, Tokens], extras: Extras, sums: Sums
+    rules: Rules,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    sums: Sums,
+    expected: Expected = None,
 ) -> Sums:
     """``sums`` of queries with these keys in them; all in blocks."""
 
@@ -145,7 +163,7 @@ def forward(
         new = tiles.forward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
         return jax.tree.map(lambda x, y: _put(x, y, i, part), sums, new)
 
-    return visit(rules, at, extras, q.shape[1], one, sums)
+    return visit(rules, at, extras, q.shape[1], expected, one, sums)
 
 
 def finished(sums: Sums) -> tuple[jax.Array, jax.Array]:
@@ -176,6 +194,7 @@ def backward(
     extras: Extras,
     rows: Rows,
     sums: Gradients,
+    expected: Expected = None,
 ) -> Gradients:
     """``sums`` with the gradients of these queries and keys in them; all in blocks."""
 
@@ -192,7 +211,7 @@ def backward(
         )
         return Gradients(add(sums.q, new.q, i), add(sums.k, new.k, j), add(sums.v, new.v, j), bias, slopes)
 
-    return visit(rules, at, extras, q.shape[1], one, sums)
+    return visit(rules, at, extras, q.shape[1], expected, one, sums)
 
 
 def _at(q: Tokens, k: Tokens, i: Any, j: Any) -> tuple[Tokens, Tokens]:

@@ -27,27 +27,28 @@ UNROLLED = 3
 def here_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of this device."""
     at = split.queries(), split.keys()
-    return forward(split.way.rules, q, k, v, at, split.extras_of(), nothing(q, v))
+    return forward(split.way.rules, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
 
 
 def here_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     extras = split.extras_of()
     at, none = (split.queries(), split.keys()), no_gradients(q, k, v, extras)
-    return _with_bias(split, backward(split.way.rules, q, k, v, at, extras, rows, none), 0)
+    return _with_bias(split, backward(split.way.rules, q, k, v, at, extras, rows, none, split.expected()), 0)
 
 
 def gather_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of all devices, gathered."""
     k, v = (gather_local(x, split.way.ring, dim=0) for x in (k, v))
     at = split.queries(), split.keys(None)
-    return forward(split.way.rules, q, k, v, at, split.extras_of(None), nothing(q, v))
+    return forward(split.way.rules, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
 
 
 def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     k, v = (gather_local(x, split.way.ring, dim=0) for x in (k, v))
     extras = split.extras_of(None)
     at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
-    found = _with_bias(split, backward(split.way.rules, q, k, v, at, extras, rows, none), None)
+    found = backward(split.way.rules, q, k, v, at, extras, rows, none, split.expected(None))
+    found = _with_bias(split, found, None)
 
     def home(x: jax.Array) -> jax.Array:
         # As rows: of blocks the TPU's compiler makes an all-reduce and a slice.
@@ -66,9 +67,11 @@ def ring_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums
         sums, keys = carry
         coming = _passed(split, keys, after) if after else None
         places = at, split.keys(distance)
-        return forward(split.way.rules, q, keys[0], keys[1], places, split.extras_of(distance), sums), coming
+        extras, often = split.extras_of(distance), split.expected(distance)
+        return forward(split.way.rules, q, keys[0], keys[1], places, extras, sums, often), coming
 
-    return _around(split.hops(), turn, (nothing(q, v), (k, v)), 0)[0]
+    # The first hop by itself: it alone has a diagonal, and as many tiles as no other.
+    return _around(split.hops(), turn, (nothing(q, v), (k, v)), 1)[0]
 
 
 def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
@@ -81,7 +84,8 @@ def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: 
         arrived = None if found is None else _passed(split, _for_travel(split, found), before)
         extras = split.extras_of(distance)
         begin = no_gradients(q, keys[0], keys[1], extras)._replace(q=sums.q, slopes=sums.slopes)
-        new = backward(split.way.rules, q, keys[0], keys[1], (at, split.keys(distance)), extras, rows, begin)
+        places, often = (at, split.keys(distance)), split.expected(distance)
+        new = backward(split.way.rules, q, keys[0], keys[1], places, extras, rows, begin, often)
         bias = None if sums.bias is None else split.put_bias(sums.bias, new.bias, distance)
         found = new.k, new.v
         if arrived is not None:

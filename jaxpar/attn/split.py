@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.attn.blocks import up
-from jaxpar.attn.blockwise import in_blocks, tokens_in_blocks
+from jaxpar.attn.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
 from jaxpar.attn.order import Order, into_zigzag, permutation, positions
 from jaxpar.attn.tiles import PAD, Extras, Rules, Tokens
 
@@ -162,10 +162,35 @@ class Split:
     def _column(self, distance: int | None) -> Any:
         return 0 if distance is None else (self.index - distance) % self.way.ways * self.k_length
 
+    @property
+    def _by_formula(self) -> bool:
+        """Whether positions and mask alone, and none of the arrays, say where tokens stand and what they see of it."""
+        return all(x is None for x in (self.extras.prefix, self.extras.offset, self.extras.order))
+
+    def expected(self, distance: Any = 0) -> Expected:
+        """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first."""
+        way, ways = self.way, self.way.ways
+        if not self._by_formula or self.segments is not None or way.rules.mask.where is not None:
+            return None
+        hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
+        counts = np.zeros(2)
+        for index in range(ways):
+            q = positions(way.order, self.q_length * ways, ways, index) + way.offset
+            for hop in hops:
+                if hop is None:
+                    k = self._filled(permutation(way.order, self.k_length * ways, ways), 0, PAD)
+                else:
+                    k = positions(way.order, self.k_length * ways, ways, (index - hop) % ways)
+                blocks = (tokens_in_blocks(Tokens(x), n) for x, n in zip((q, k), self.blocks, strict=True))
+                rows, columns = blocks
+                counts += [some.count for some in chosen(way.rules, rows, columns, self.extras)]
+        whole, partly = np.ceil(counts / ways / len(hops))
+        return int(whole), int(partly)
+
     def hops(self) -> tuple[int, ...]:
         """How far back there are keys that some device's queries see; read from positions alone."""
         way, ways = self.way, self.way.ways
-        if any(x is not None for x in (self.extras.prefix, self.extras.offset, self.extras.order)):
+        if not self._by_formula:
             return tuple(range(ways))
         parts = 2 if way.order == "zigzag" and ways > 1 else 1
 

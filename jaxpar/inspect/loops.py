@@ -20,8 +20,15 @@ def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | None:
 
     The compiler's ``known_trip_count`` is taken where it is printed. Otherwise the loop must end on a comparison of a
     counter that each run of the body moves by the same step (a body unrolled by two moves it by two) with a bound that the
-    body leaves alone; both the counter's start and the bound must be constants, here or outside enclosing loops.
+    body leaves alone; both the counter's start and the bound must be constants, here or outside enclosing loops. Of a loop whose
+    length depends on the device, what its scope's name states counts: ``visits_12`` (see :mod:`jaxpar.attn.blockwise`).
     """
+    counted = _counted(loop, where, flow)
+    stated = re.search(r"\bvisits_(\d+)/", loop.op_name)
+    return int(stated[1]) if counted is None and stated else counted
+
+
+def _counted(loop: Instruction, where: Computation, flow: Flow) -> int | None:
     noted = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attribute("backend_config") or "")
     if noted:
         return int(noted[1])
