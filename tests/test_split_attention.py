@@ -269,6 +269,15 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             ),
         ),
         (
+            {"ulysses": 4},
+            {"order": "zigzag"},
+            LayoutError,
+            (
+                "attention(impl='ulysses'): order 'zigzag' says how tokens lie along the devices of a ring, but there is none: the sequence is "
+                "exchanged for heads over 'ulysses'. Remedy: impl='ring' or 'hybrid', or order='contiguous' for tokens as they come."
+            ),
+        ),
+        (
             {"data": 1},
             {"dropout": 1.0},
             ConfigError,
@@ -379,3 +388,10 @@ def test_the_local_form_says_what_it_misses() -> None:
     text = "attention_local: impl is 'dense', which is for global arrays. Remedy: one of flash, gather,"
     with pytest.raises(ConfigError, match=re.escape(text)):
         jp.attention_local(*x, impl="dense")
+    mesh, spec = jp.MeshSpec(context=4).build(jax.devices()[:4]), P(None, "context")
+    local = lambda q, k, v: jp.attention_local(q, k, v, bias=jnp.zeros((1, 1, q.shape[1], k.shape[1])))
+    text = (
+        "attention: bias has shape [1, 1, 6, 6], but [2 or 1, 4 or 1, 6, 24] (batch, heads, queries, keys) is wanted."
+    )
+    with pytest.raises(LayoutError, match=re.escape(text)):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), *x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxpar.attn.masks import Mask, Rule, mask_of
 from jaxpar.attn.split import Segments
 from jaxpar.attn.tiles import Rules
-from jaxpar.errors import ConfigError, LayoutError, did_you_mean
+from jaxpar.errors import ConfigError, LayoutError, did_you_mean, listing
 
 Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid"]
 IMPLS: tuple[str, ...] = get_args(Impl)
@@ -85,8 +85,11 @@ def known(options: Mapping[str, Any]) -> None:
             )
 
 
-def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Rules, Beside, int]:
+def read(q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | None = None) -> tuple[Rules, Beside, int]:
     """What is to be computed, the arrays beside, and the first query's position where it is a plain number.
+
+    Args:
+      tokens: rows and columns of a bias, where they are not those of ``q`` and ``k``.
 
     Raises:
       ConfigError, LayoutError: what is asked for does not fit; see :func:`jaxpar.attention`.
@@ -120,7 +123,7 @@ def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Rules, Beside, int]:
         _segments(q, k, options.get("segment_ids")),
         None if prefix is None else _prefix(q, prefix),
         _slopes(heads, options.get("alibi")),
-        _bias(q, k, options.get("bias")),
+        _bias(q, options.get("bias"), tokens or (q.shape[1], k.shape[1])),
         _per_head("sinks", heads, options.get("sinks")),
         _words(key) if dropout else None,
         None if offset is None or isinstance(offset, int) else jnp.asarray(offset, jnp.int32),
@@ -210,18 +213,27 @@ def standard_slopes(heads: int) -> list[float]:
     return regular(power) + regular(2 * power)[::2][: heads - power]
 
 
-def _bias(q: Any, k: Any, bias: Any) -> Any:
+def _bias(q: Any, bias: Any, tokens: tuple[int, int]) -> Any:
     if bias is None:
         return None
-    batch, rows, heads, _ = q.shape
+    batch, _, heads, _ = q.shape
     shape = jnp.shape(bias)
-    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (rows, k.shape[1])
-    if not fits:
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != tokens:
         raise LayoutError(
-            f"attention: bias has shape {list(shape)}, but [{batch} or 1, {heads} or 1, {rows}, {k.shape[1]}] (batch, heads, queries, keys) is "
-            f"wanted."
+            f"attention: bias has shape {list(shape)}, but [{batch} or 1, {heads} or 1, {tokens[0]}, {tokens[1]}] (batch, heads, queries, keys) "
+            f"is wanted."
         )
     return bias
+
+
+def check_order(impl: str, options: Options, ring: Sequence[str], heads: Sequence[str]) -> None:
+    """Raises where tokens are said to lie in the order of a ring that there is not."""
+    order = options.get("order")
+    if isinstance(order, str) and order != "contiguous" and heads and not ring:
+        raise LayoutError(
+            f"attention(impl={impl!r}): order {order!r} says how tokens lie along the devices of a ring, but there is none: the sequence is "
+            f"exchanged for heads over {listing(heads)}. Remedy: impl='ring' or 'hybrid', or order='contiguous' for tokens as they come."
+        )
 
 
 def _per_head(name: str, heads: int, x: Any) -> Any:

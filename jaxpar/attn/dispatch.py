@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.attn import heads as exchange
-from jaxpar.attn.asked import Beside, Impl, Options, check_impl, read
+from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, read
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.choose import Choice, Spread, choice
 from jaxpar.attn.dense import dense
@@ -92,6 +92,7 @@ def attention(
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *q_dims) for x in (k, v))
         spread = Spread(spread.q, spread.q)
     ring, heads = roles(picked.impl, spread.q[1], swapped) if spread.q[1] else ((), ())
+    check_order(picked.impl, options, ring, heads)
     way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset)
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
     return hint(_sharded(picked, way, options, spread, (q, k, v), beside), *q_dims)[:, :rows]
