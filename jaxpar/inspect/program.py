@@ -18,6 +18,7 @@ from jaxpar.inspect.spread import Spec, UnknownSpread, full, ways, without
 from jaxpar.inspect.spread import spread as spread_of
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
+_OPENED |= {"eval_jaxpr": "call_jaxpr"}  # what jax 0.12 calls a closed call
 _OPENED |= {"checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 # What they run works on single elements, or in a device's own fast memory.
 _OWN_CODE: tuple[str, ...] = (
