@@ -92,6 +92,7 @@ _HOMES = {
     "over": "rules",
     "put": "arrays",
     "roofline": "plan.roofline",
+    "schedule": "schedules.named",
     "simulate_devices": "simulate",
     "tag": "model",
     "train_step": "step",

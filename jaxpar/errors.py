@@ -79,6 +79,10 @@ class PlanError(JaxparError, ValueError):
     """A plan asks for what is not known: an accelerator or a matmul rate that no table holds, more chips than a pod has."""
 
 
+class ScheduleError(JaxparError, ValueError):
+    """A pipeline's schedule cannot be: sizes that do not fit, an order that waits for itself, work left out or done twice."""
+
+
 class DiskError(JaxparError, OSError):
     """An optimizer's state on disk cannot be used or kept: a folder in use, of another run or step, damaged bytes, a full disk."""
 

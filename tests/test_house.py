@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 FLOORS = (
     ("errors", "simulate", "versions"),
     ("figures", "names", "texts"),
-    ("config", "devices", "staging", "store"),
+    ("config", "devices", "schedules", "staging", "store"),
     ("mesh", "plain", "rules", "topology"),
     ("exchange", "host", "layout", "precision", "waiting", "zero"),
     (

@@ -1,0 +1,1 @@
+"""Schedules of pipelines: pure data, from orders to the table that an executor reads."""
