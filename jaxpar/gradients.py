@@ -35,6 +35,7 @@ from jaxpar.microbatches import (
 from jaxpar.model import to_path
 from jaxpar.objective import loss_of
 from jaxpar.ownsums import once, spec_of
+from jaxpar.pipelined import piped
 from jaxpar.precision import FP8, INT8, Precision
 from jaxpar.rules import Resolved
 from jaxpar.state import TrainState
@@ -44,6 +45,8 @@ from jaxpar.waiting import split, waiting
 def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     with asking(how.precision):
+        if how.pipeline is not None:
+            return piped(layout, loss_fn, state, batch, how, how.pipeline)
         hosted = _hosted(state, how)
         by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
         if how.reduce == "once" or how.own or by_hand:

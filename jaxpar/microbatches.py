@@ -15,6 +15,7 @@ from jaxpar.fusion import Fusion
 from jaxpar.layout import Layout
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics
+from jaxpar.pipeline.asked import Pipeline
 from jaxpar.precision import Precision
 from jaxpar.rules import Resolved
 from jaxpar.state import TrainState
@@ -36,6 +37,7 @@ class How:
     precision: Precision = field(default_factory=Precision)
     fusion: Fusion = field(default_factory=Fusion)
     own: bool = False
+    pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,18 @@ def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Calla
 
     def compute(params: Any) -> tuple[jax.Array, Any]:
         model = kind.merge(waiting(dict(state.static.dims), params), state.rest)
-        loss, aux, updates = _unpack(loss_fn(model, batch, **extra))
+        loss, aux, updates = unpack(loss_fn(model, batch, **extra))
         return loss, (aux, kind.carried(model, state.rest, updates))
 
     return compute
 
 
-def _unpack(value: Any) -> tuple[Any, Metrics, Any]:
+def unpack(value: Any) -> tuple[Any, Metrics, Any]:
+    """What a ``loss_fn`` returned: loss, metrics and updates.
+
+    Raises:
+      ModelError: it is none of the forms that are taken, or a metric has a name that is.
+    """
     if isinstance(value, tuple) and len(value) not in (2, 3):
         raise ModelError(
             f"loss_fn returned a tuple of {len(value)}, but loss, (loss, aux) or (loss, aux, updates) is wanted."

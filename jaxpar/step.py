@@ -22,7 +22,9 @@ from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.microbatches import Found, Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
+from jaxpar.pipeline.asked import Pipeline
 from jaxpar.precision import Asked, Precision
+from jaxpar.schedules.schedule import Schedule
 from jaxpar.state import TrainState, place
 from jaxpar.streaming import update as streaming_update
 
@@ -36,6 +38,7 @@ def train_step(
     reduce: Reduce | None = None,
     precision: Asked = None,
     fusion: Fusion | None = None,
+    pipeline: Pipeline | Schedule | None = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
     donate: bool = True,
@@ -58,6 +61,8 @@ def train_step(
         split no parameter.
       precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
       fusion: what goes in one collective; see :class:`jaxpar.Fusion`.
+      pipeline: give the layers of a :class:`jaxpar.Staged` ``loss_fn`` to the stages of the axis ``pipeline``, by this schedule; see
+        :class:`jaxpar.Pipeline`.
       clip_norm: scale gradients down to this global norm.
       skip_nonfinite: leave parameters, optimizer state and carried variables as they are where the loss or a gradient is not
         finite; ``metrics["skipped"]`` says so. The step still counts, so the next one has another key.
@@ -80,6 +85,7 @@ def train_step(
         with it.
     """
     how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
