@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attn.asked import IMPLS, TRAVEL, Impl
+from jaxpar.attn.choose import Spread, choice
 from jaxpar.attn.dispatch import attention, shares
+from jaxpar.attn.local import attention_local, roles
 from jaxpar.attn.order import ORDERS, permutation
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.layout import current_layout
+from jaxpar.rules import Axes
+
+HEADS_AXIS = ("ulysses",)
+
+
+def _split_here() -> Axes:
+    """The axes over which the rules split ``seq`` that an enclosing ``shard_map`` has made manual."""
+    layout, manual = current_layout(), jax.sharding.get_abstract_mesh().manual_axes
+    resolved = layout.resolve(("seq",))
+    axes = () if resolved.problems else resolved.axes[0]
+    return tuple(axis for axis in axes if axis in manual and layout.sizes[axis] > 1)
 
 
 @dataclass(frozen=True)
@@ -58,18 +73,47 @@ class Context:
           q, k: queries and keys of a layer, as arrays or shapes [batch, seq, heads, head_dim].
         """
         ring, _ = shares(self.impl, q, k)
-        seq = q.shape[1]
-        order: Any = self.order or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
-        if ring == 1 or order == "contiguous":
+        order = self._order(q.shape[1], ring)
+        if order is None:
             return None, None, arrays_BS
-        at = permutation(order, seq, ring)
+        at = permutation(order, q.shape[1], ring)
         return order, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
+
+    def order_here(self, q: Any, k: Any) -> str | None:
+        """The order that :meth:`laid` has brought tokens into, inside of a ``shard_map`` that has split them: of one device's queries and keys."""
+        axes = _split_here()
+        ways = math.prod(current_layout().sizes[axis] for axis in axes)
+        impl = self._impl_here(q, k, axes)
+        ring, _ = roles(impl, axes, HEADS_AXIS)
+        return self._order(q.shape[1] * ways, math.prod(current_layout().sizes[axis] for axis in ring))
+
+    def _order(self, seq: int, ring: int) -> Any:
+        order = self.order or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
+        return None if ring == 1 or order == "contiguous" else order
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, order: str | None) -> jax.Array:
         """Causal attention of queries, keys and values whose tokens lie in this order."""
         # Asked for, contiguous is meant; else a ring lays out its tokens by itself.
         order = order or ("contiguous" if self.order == "contiguous" else None)
+        axes = _split_here()
+        if axes:
+            impl: Any = self._impl_here(q, k, axes)
+            # Laid out once for all layers, or as it comes: inside a map nothing is brought into another order.
+            order = order or ("contiguous" if roles(impl, axes, HEADS_AXIS)[0] else None)
+            return attention_local(
+                q, k, v, impl=impl, axis=axes, heads_axis=HEADS_AXIS, order=order, travel=self.travel, block=self.block
+            )
         return attention(q, k, v, impl=self.impl, order=order, travel=self.travel, block=self.block)
+
+    def _impl_here(self, q: Any, k: Any, axes: Axes) -> str:
+        """The implementation for tokens that an enclosing ``shard_map`` has split over these axes."""
+        if not axes:
+            return "flash"
+        sizes = current_layout().sizes
+        ways = math.prod(sizes[axis] for axis in axes)
+        q, k = (jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * ways, *x.shape[2:]), x.dtype) for x in (q, k))
+        split: tuple[Axes, ...] = ((), axes, (), ())
+        return choice(self.impl, q, k, Spread(split, split), sizes, heads_axis=HEADS_AXIS, no_kernel="no matter").impl
 
 
 AUTO = Context()

@@ -303,7 +303,7 @@ def _stacked(
     """A stack of layers, one after the other."""
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
 
-    @_remat(recompute, config.regather)
+    @remat(recompute, config.regather)
     def layer(block: Block, x_BSE: jax.Array) -> jax.Array:
         return block(
             hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE, rope, order
@@ -317,7 +317,7 @@ def _stacked(
     return layers
 
 
-def _remat(recompute: Recompute, regather: bool | int) -> Callable[[Any], Any]:
+def remat(recompute: Recompute, regather: bool | int) -> Callable[[Any], Any]:
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
     policy = recompute.rule(NAMES, regather=regather is True)

@@ -6,6 +6,7 @@ still computes what nobody reads. That is the time a bubble takes anyway, and it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,9 @@ class Program:
 
 
 def _rounds(tick: _Tick, carry: Any, found: Round, rows: jax.Array, every: jax.Array) -> Any:
+    def one(work: Work, carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        return tick(work, carry, *xs), None
+
     def once(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         at = 0
         for run in found.runs:
@@ -95,7 +99,7 @@ def _rounds(tick: _Tick, carry: Any, found: Round, rows: jax.Array, every: jax.A
             if run.ticks == 1:
                 carry = tick(run.work, carry, *(x[0] for x in part))
             else:
-                carry, _ = jax.lax.scan(lambda c, x, run=run: (tick(run.work, c, *x), None), carry, part)
+                carry, _ = jax.lax.scan(functools.partial(one, run.work), carry, part)
             at += run.ticks
         return carry, None
 
@@ -229,7 +233,7 @@ class _Tick:
 
         def add(sums: Any, i: jax.Array, found: Any, here: jax.Array) -> Any:
             def one(total: jax.Array, grad: jax.Array) -> jax.Array:
-                where = (number, i, *(0,) * grad.ndim)
+                where: list[Any] = [number, i, *(0,) * grad.ndim]
                 have = jax.lax.dynamic_slice(total, where, (1, 1, *grad.shape))
                 more = have + jnp.where(on & here, wide(grad), 0)[None, None]
                 return jax.lax.dynamic_update_slice(total, more, where)

@@ -73,8 +73,8 @@ class Chunk:
     def _where(self, i: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         return new if self.count is None else jnp.where(i < self.count, new, old)
 
-    def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Any, list[jax.Array | None]]:
-        """The result, the backward's tree, and its leaves: ``None`` for those that are to be kept."""
+    def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Any, list[bool]]:
+        """The result, leaves and structure of its backward, and of each leaf whether it is there anyway, and need not be kept."""
         y, pull = jax.vjp(lambda weights, x: self.layer(weights, x, side), weights, x)
         leaves, structure = jax.tree.flatten(pull)
         there = [*jax.tree.leaves(weights), *jax.tree.leaves(side)]
