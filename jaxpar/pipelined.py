@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxpar.crossing import batch_axes, gather, parts_of, reduce, wide
-from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.crossing import Parts, batch_axes, gather, parts_of, reduce, wide
+from jaxpar.errors import ConfigError, LayoutError, ModelError, listing
 from jaxpar.host import on_host
-from jaxpar.layout import Layout
+from jaxpar.layout import Layout, hint
 from jaxpar.microbatches import Found, How, each_parameter, means_of, pieces_of, resolved_of, scale_of, unscaled
 from jaxpar.model import show, to_path
 from jaxpar.objective import unpack
-from jaxpar.ownsums import spec_of
 from jaxpar.pipeline.asked import Pipeline
-from jaxpar.pipeline.executor import AXIS, Head, Program
+from jaxpar.pipeline.executor import Head, Program
+from jaxpar.pipeline.layers import AXIS, Layers
 from jaxpar.rules import Axes
-from jaxpar.schedules.schedule import Schedule
 from jaxpar.staged import Staged, stacked_part
 from jaxpar.state import TrainState
 
@@ -46,38 +46,61 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     before = lambda others: _columns(layout, loss_fn, loss_fn.before(split.model_of(others), batch))
     x, pull = jax.vjp(before, others)
 
-    stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
-    wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
-    placed = _Layers(split, schedule, asked.layers)
-    manual = {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)} - {AXIS}
-    rows, own = (lambda x: PartitionSpec(*_row_axes(layout, x))), PartitionSpec(axes or None)
+    layers = _layers(split, asked)
+    stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
+    scatter = lambda g, lies: reduce(g, lies.parts(axes), axes, precision)
 
     def enter(params: Any, batch: Any, x: jax.Array) -> Any:
-        weights = jax.tree.map(lambda w, parts: gather(w, parts, precision), params, stored)
+        weights = split.apart(params, stored, lambda w, lies: gather(w, lies.parts(axes), precision), take)
         return weights, jax.tree.map(lambda x: x[None], pieces_of((batch, x), schedule.microbatches, 1, 0))
 
+    def take(w: jax.Array, lies: _Lies) -> jax.Array:
+        """A stage's layers, gathered."""
+        w = gather(w, Parts((lies.parts(axes).dims[0],)), precision) if lies.parts(axes).dims[0] else w
+        return gather(layers.cut(w), Parts(((), (), *lies.parts(axes).dims[1:])), precision)[None]
+
     def leave(grads: Any, sums: Any, weight: jax.Array, x: jax.Array) -> Any:
-        grads, sums, weight, x = jax.tree.map(lambda x: x[0], (grads, sums, weight, x))
-        grads = jax.tree.map(lambda g, parts: reduce(g, parts, axes, precision), grads, wanted)
+        sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
+        grads = split.apart(grads, wanted, lambda g, lies: scatter(g[0], lies), give)
         sums, weight = jax.lax.psum((sums, weight), axes) if axes else (sums, weight)
         return sums, weight, grads, x.reshape(-1, *x.shape[2:])
 
-    if manual:
-        inside = functools.partial(jax.shard_map, axis_names=manual, check_vma=False)
-        ins = (spec_of(stored), jax.tree.map(rows, batch), rows(x))
-        enter = inside(enter, in_specs=ins, out_specs=(PartitionSpec(), own))
-        results = (PartitionSpec(), PartitionSpec(), spec_of(wanted), rows(x))
-        leave = inside(leave, in_specs=own, out_specs=results)
-    weights, (pieces, x) = enter(state.params, batch, x)
+    def give(g: jax.Array, lies: _Lies) -> jax.Array:
+        """A stage's gradients [1, 1, chunks, layers, ...], scattered."""
+        of_stack, on = lies.parts(axes).dims, AXIS in lies.dims[0]
+        if of_stack[0]:
+            g = reduce(layers.back(g[0, 0], split=on), lies.parts(axes), axes, precision)
+        else:
+            g = layers.back(reduce(g[0, 0], Parts(((), (), *of_stack[1:])), axes, precision), split=on)
+        return g if on or stages == 1 else jax.lax.psum(g, AXIS)
+
+    stages, own = layout.sizes.get(AXIS, 1), PartitionSpec(axes or None)
+    spec = lambda lies: PartitionSpec(*(dim or None for dim in lies.dims))
+    leads = lambda *lead: lambda lies: PartitionSpec(*lead, *(dim or None for dim in lies.parts((AXIS,)).dims))
+    rows = lambda x: PartitionSpec(*_row_axes(layout, x))
+    last = AXIS if x.shape[-1] % stages == 0 else None
+    columns = lambda ndim, lead: PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
+    each = lambda f, g: split.apart(stored, stored, lambda _, lies: f(lies), lambda _, lies: g(lies))
+    alone = {axis for axis, size in layout.sizes.items() if size == 1}
+    inside = functools.partial(jax.shard_map, axis_names={*axes, *alone, AXIS}, check_vma=False)
+    stacked = lambda _: PartitionSpec(AXIS)
+    out = (each(leads(), stacked), (jax.tree.map(lambda _: own, batch), columns(x.ndim + 2, (axes or None,))))
+    into = (jax.tree.map(spec, stored), jax.tree.map(rows, batch), columns(x.ndim, _row_axes(layout, x)))
+    weights, (pieces, fed) = inside(enter, in_specs=into, out_specs=out)(state.params, batch, x)
+
     layer = lambda w, x, side: loss_fn.layer(split.block(w), x, side)
     side = lambda piece: loss_fn.side(split.model_of(split.others(split.shapes)), piece)
-    program = Program(
-        schedule, layer, side, _head(loss_fn, split, scale), axes, asked.keeps, placed.counts, loss_fn.dims
+    head = _head(loss_fn, split, scale)
+    program = Program(schedule, layer, side, head, axes, asked.keeps, layers.counts, loss_fn.dims)
+    grads, (sums, weight, grads_after), fed = program.run(split.stack(weights), split.others(weights), fed, pieces)
+
+    ones = split.apart(
+        wanted, wanted, lambda _, lies: leads(axes or None)(lies), lambda *_: PartitionSpec(AXIS, axes or None)
     )
-    grads, (sums, weight, grads_after), x = program.run(
-        placed.cut(split.stack(weights)), split.others(weights), x, pieces
-    )
-    sums, weight, grads, x = leave(split.join(placed.back(grads), grads_after), sums, weight, x)
+    given = (ones, own, own, columns(x.ndim + 2, (axes or None,)))
+    results = (PartitionSpec(), PartitionSpec(), jax.tree.map(spec, wanted), columns(x.ndim, _row_axes(layout, x)))
+    inside = functools.partial(inside, in_specs=given, out_specs=results)
+    sums, weight, grads, x = inside(leave)(split.join(grads, grads_after), sums, weight, fed)
     (grads_before,) = pull(x)
     grads = split.add(grads, jax.tree.map(wide, grads_before))
     loss, metrics, grads = means_of((*sums, grads), weight)
@@ -105,6 +128,12 @@ def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pip
         raise ConfigError(
             f"pipeline: accumulate is {how.accumulate}, but the schedule's {asked.schedule.microbatches} microbatches are the accumulation. "
             f"Remedy: leave accumulate out, or a schedule of {how.accumulate * asked.schedule.microbatches}."
+        )
+    groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
+    if groups or how.reduce == "each":
+        what = f"fusion: {groups[0]} names groups of layers" if groups else "reduce is 'each'"
+        raise ConfigError(
+            f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out."
         )
     if how.own or any(map(on_host, jax.tree.leaves(state.params))):
         what = (
@@ -154,12 +183,26 @@ class _Split:
         """Without the layers."""
         return _replaced(params, self.path, None)
 
+    def laid(self, others: Any) -> Any:
+        """Gradients of what is not of the layers, by their rules."""
+
+        def one(keys: Any, grad: jax.Array) -> jax.Array:
+            names = self.names.get(("params", *to_path(keys)))
+            return grad if names is None else hint(grad, *names, role="gradients")
+
+        return jax.tree_util.tree_map_with_path(one, others)
+
     def join(self, stack: Any, others: Any) -> Any:
         return _replaced(others, self.path, stack)
 
     def model_of(self, others: Any) -> Any:
         """The model, with nothing but shapes for its layers."""
         return self.model(self.join(self.stack(self.shapes), others))
+
+    def apart(self, tree: Any, beside: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]) -> Any:
+        """``f(x, y)`` of every parameter and what is beside it, ``of_stack(x, y)`` of those of the layers."""
+        others = jax.tree.map(f, self.others(tree), self.others(beside))
+        return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(beside)), others)
 
     def add(self, grads: Any, others: Any) -> Any:
         """Gradients with those of what comes before the layers."""
@@ -189,45 +232,42 @@ def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
     return {**tree, path[0]: _replaced(inner, path[1:], value)}
 
 
-class _Layers:
-    """Layers of the model as [stages, chunks, layers], and back."""
+@dataclass(frozen=True)
+class _Lies:
+    """For each dim of a parameter, or of its gradient, the axes of the batch, the sequence and the pipeline that split it. A leaf."""
 
-    def __init__(self, split: _Split, schedule: Schedule, layers: tuple[int, ...]):
-        pieces = schedule.pieces
-        self.total = jax.tree.leaves(split.stack(split.shapes))[0].shape[0]
-        _check_layers(self.total, pieces.count, layers, "/".join(split.path))
-        each = layers or (self.total // pieces.count,) * pieces.count
-        starts = np.concatenate([[0], np.cumsum(each)])
-        self.most = max(each)
-        index = np.full((pieces.stages, pieces.chunks, self.most), self.total)
-        counts = np.zeros((pieces.stages, pieces.chunks), np.int32)
-        for piece, count in enumerate(each):
-            place = pieces.place(piece)
-            index[place][:count] = np.arange(starts[piece], starts[piece + 1])
-            counts[place] = count
-        self.index, self.even = index, len(set(each)) == 1
-        self.counts = None if self.even else counts
-        self.straight = self.even and np.array_equal(index.ravel(), np.arange(self.total))
+    dims: tuple[Axes, ...]
 
-    def cut(self, stack: Any) -> Any:
-        def one(w: jax.Array) -> jax.Array:
-            if not self.straight:
-                w = jnp.take(w, np.minimum(self.index.ravel(), self.total - 1), axis=0)
-            w = w.reshape(*self.index.shape, *w.shape[1:])
-            return jax.lax.with_sharding_constraint(w, PartitionSpec(AXIS))
+    def parts(self, axes: Axes) -> Parts:
+        """Those of these axes."""
+        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims))
 
-        return jax.tree.map(one, stack)
 
-    def back(self, stack: Any) -> Any:
-        """Of [stages, devices, chunks, layers, ...], as [devices, layers, ...]."""
-        order = np.argsort(self.index.ravel())[: self.total]
+def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
+    """Where every parameter, or its gradient, lies.
 
-        def one(w: jax.Array) -> jax.Array:
-            w = jnp.moveaxis(w, 1, 0)
-            w = w.reshape(w.shape[0], -1, *w.shape[4:])
-            return w if self.straight else jnp.take(w, order, axis=1)
+    Raises:
+      LayoutError: a dim is split over ``pipeline`` inside of another axis.
+    """
 
-        return jax.tree.map(one, stack)
+    def one(path: Any, w: jax.Array) -> _Lies:
+        found = parts_of(resolved_of(layout, state, path, w, role), (*axes, AXIS)).dims
+        for dim, names in enumerate(found):
+            if AXIS in names[1:]:
+                raise LayoutError(
+                    f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages come first. Remedy: a rule with "
+                    f"{AXIS!r} before {names[0]!r}."
+                )
+        return _Lies(found)
+
+    return each_parameter(state, one)
+
+
+def _layers(split: _Split, asked: Pipeline) -> Layers:
+    """How the stack goes over the pieces."""
+    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
+    _check_layers(total, pieces.count, asked.layers, "/".join(split.path))
+    return Layers(total, pieces, asked.layers or (total // pieces.count,) * pieces.count)
 
 
 def _head(loss_fn: Staged, split: _Split, scale: Any) -> Head:
@@ -253,7 +293,7 @@ def _head(loss_fn: Staged, split: _Split, scale: Any) -> Head:
         grad = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
         (grads, cotangent), (loss, metrics, weight) = grad(after, y, piece)
         sums = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), (loss, metrics))
-        return (sums, weight, jax.tree.map(wide, grads)), cotangent
+        return (sums, weight, split.laid(jax.tree.map(wide, grads))), cotangent
 
     return head
 

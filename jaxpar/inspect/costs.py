@@ -31,8 +31,9 @@ class Work:
             self.hbm_bytes + other.hbm_bytes,
         )
 
-    def __mul__(self, times: int) -> Work:
-        return Work(self.matmul_flops * times, self.kernel_flops * times, self.hbm_bytes * times)
+    def __mul__(self, times: float) -> Work:
+        figures = (self.matmul_flops, self.kernel_flops, self.hbm_bytes)
+        return Work(*(round(figure * times) for figure in figures))
 
     def worst(self, other: Work) -> Work:
         """The larger of each figure."""
@@ -63,7 +64,7 @@ class Costs:
         inner = [self.computation(name) for name in self._calls(instruction)]
         if opcode == "while":
             trips = trip_count(instruction, where, self.flow)
-            return inner[0] * (1 if trips is None else trips)
+            return inner[0] * (1 if trips is None else float(trips))
         if opcode == "conditional":
             worst = Work()
             for arm in inner:

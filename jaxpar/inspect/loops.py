@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from jaxpar.inspect.dataflow import Flow
 from jaxpar.inspect.hlo import Computation, Instruction
@@ -15,17 +16,22 @@ _MIRROR = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE
 _SAME = frozenset(("copy", "bitcast", "convert", "reshape", "opt-barrier"))
 
 
-def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | None:
+def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | Fraction | None:
     """How often a ``while`` runs its body, or ``None`` when the program does not show it.
 
     The compiler's ``known_trip_count`` is taken where it is printed. Otherwise the loop must end on a comparison of a
     counter that each run of the body moves by the same step (a body unrolled by two moves it by two) with a bound that the
     body leaves alone; both the counter's start and the bound must be constants, here or outside enclosing loops. Of a loop whose
-    length depends on the device, what its scope's name states counts: ``visits_12`` (see :mod:`jaxpar.attn.blockwise`).
+    length depends on the device, what its scope's name states counts: ``visits_12`` (see :mod:`jaxpar.attn.blockwise`),
+    or in the mean of an enclosing loop's rounds: ``visits_44of14`` (see :mod:`jaxpar.pipeline.executor`).
     """
     counted = _counted(loop, where, flow)
-    stated = re.search(r"\bvisits_(\d+)/", loop.op_name)
-    return int(stated[1]) if counted is None and stated else counted
+    stated = re.findall(r"\bvisits_(\d+)(?:of(\d+))?/", loop.op_name)
+    if counted is not None or not stated:
+        return counted
+    times, rounds = stated[-1]  # of the loop itself: those of enclosing loops come before
+    mean = Fraction(int(times), int(rounds or 1))
+    return int(mean) if mean.denominator == 1 else mean
 
 
 def _counted(loop: Instruction, where: Computation, flow: Flow) -> int | None:

@@ -97,7 +97,7 @@ class Walk:
             frames = self.module.frames(loop)
             self.unknown_loops.append(f"{loop.name} from {model_line(frames)}" if frames else loop.name)
         body = loop.called("body")[0]
-        times = scope.times * (1 if trips is None else trips)
+        times = round(scope.times * (1 if trips is None else trips))  # a mean of rounds makes whole numbers in all
         role = loop_role(body)
         window = (role, where.name, scope.times) if role else scope.window
         inside = dataclasses.replace(scope, times=times, certain=scope.certain and trips is not None, window=window)

@@ -1,13 +1,14 @@
 """A schedule's table carried out: every tick each stage does what its row says, and what a row does not say is masked.
 
-All stages run one program and there is no control flow in it: a tick whose stages do forwards and backwards has both, and a stage that stands
-still computes what nobody reads. That is the time a bubble takes anyway, and it is safe whatever the other axes of the mesh do.
+All stages run one program, the same for every tick, and there is no conditional in it. A tick whose stages do forwards and backwards has both; where none
+does either, the loop over layers runs zero times, on all stages alike. A stage that stands still in a tick computes what nobody reads: that
+is the time a bubble takes anyway, and it is safe whatever the other axes of the mesh do.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +19,13 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.crossing import wide
 from jaxpar.layout import current_layout, hint
-from jaxpar.pipeline.phases import Round, Work, rounds_of
-from jaxpar.pipeline.stage import Chunk, Layer
+from jaxpar.pipeline.layers import AXIS
+from jaxpar.pipeline.stage import Add, Chunk, Layer, read, write
 from jaxpar.rules import Axes
 from jaxpar.schedules.schedule import Schedule
 from jaxpar.schedules.table import ALL, FIELDS, Keeps, Table
 from jaxpar.topology import platform_of
 
-AXIS = "pipeline"
 type Head = Callable[[Any, Any, jax.Array], tuple[Any, jax.Array]]
 
 
@@ -70,13 +70,12 @@ class Program:
           Gradients [stages, devices, chunks, layers, ...], sums [devices, ...], and what ``x`` is.
         """
         tick = _Tick(self, weights, after, pieces, x.shape[-1] % self.schedule.stages == 0)
-        carry = tick.start(x)
-        rows, every = jnp.asarray(self._rows()), jnp.asarray(self.table.ticks)
-        at = 0
-        for found in rounds_of(self.schedule):
-            ticks = found.times * found.ticks
-            carry = _rounds(tick, carry, found, rows[at : at + ticks], every[at : at + ticks])
-            at += ticks
+        rows, every = self._rows()
+
+        def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            return tick(carry, *xs), None
+
+        carry, _ = jax.lax.scan(one, tick.start(x), (jnp.asarray(rows), jnp.asarray(every)))
         carry = tick.finish(carry, self.table.last, jnp.asarray(self._was_first()[-1]))
         return carry["grads"], carry["sums"], carry["x"][:, :-1]
 
@@ -84,29 +83,21 @@ class Program:
         """[ticks + 1, stages]: whether the tick before had the backward of the model's first layers."""
         return np.concatenate([np.zeros((1, self.schedule.stages), np.int32), self.table.column("b_first")])
 
-    def _rows(self) -> np.ndarray:
-        return np.concatenate([self.table.stages, self._was_first()[:-1, :, None]], axis=2)
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """What a stage reads of a tick, and what all stages do: see ``_EVERY``."""
+        rows = np.concatenate([self.table.stages, self._was_first()[:-1, :, None]], axis=2)
+        does = [self.table.column(f"{kind}_on").any(axis=1) for kind in "fbw"]
+        works = self.table.ticks < self.schedule.microbatches
+        return rows, np.concatenate([self.table.ticks, np.stack(does, 1), works], axis=1).astype(np.int32)
+
+    def does(self, name: str) -> tuple[int, int]:
+        """In how many ticks something is done, of how many."""
+        column = self._rows()[1][:, _EVERY.index(name)]
+        return int(column.sum()), len(column)
 
 
-def _rounds(tick: _Tick, carry: Any, found: Round, rows: jax.Array, every: jax.Array) -> Any:
-    def one(work: Work, carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-        return tick(work, carry, *xs), None
-
-    def once(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-        at = 0
-        for run in found.runs:
-            part = jax.tree.map(lambda x, at=at, run=run: x[at : at + run.ticks], xs)
-            if run.ticks == 1:
-                carry = tick(run.work, carry, *(x[0] for x in part))
-            else:
-                carry, _ = jax.lax.scan(functools.partial(one, run.work), carry, part)
-            at += run.ticks
-        return carry, None
-
-    if found.times == 1:
-        return once(carry, (rows, every))[0]
-    cut = lambda x: x.reshape(found.times, found.ticks, *x.shape[1:])
-    return jax.lax.scan(once, carry, (cut(rows), cut(every)))[0]
+_EVERY = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains")
+"""Columns of a tick: microbatches, and whether any stage does something."""
 
 
 @dataclass(frozen=True)
@@ -121,151 +112,187 @@ class _Tick:
 
     def start(self, x: jax.Array) -> dict[str, Any]:
         """Empty buffers, with the first microbatch where the first tick wants it."""
-        table = self.program.table
+        table, keeps = self.program.table, self.program.keeps
         slots, first = table.first
 
         def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
-            fed = self._fed(x, first)
-            keeps = self.program.keeps == "residuals"
-            kept = self._chunk(weights, jnp.asarray(0)).forward(fed, self.program.side(_at(pieces, 0)), keep=keeps)[1]
+            fed, side = self._fed(x, first), self.program.side(_at(pieces, 0))
+            chunk = self._chunk(weights, jnp.asarray(0), jnp.asarray(0))
+            kept = [jnp.zeros(k.shape, k.dtype) for k in jax.eval_shape(chunk.kept, fed, side)[1]]
+            own = chunk.halves(side, kept, fed).shapes if self.program.schedule.split else []
+            layers = jax.tree.leaves(weights)[0].shape[1]
             empty = lambda name, like: jnp.zeros((table.sizes[name] + 1, *like.shape), like.dtype)
+            of_layers = lambda slots, like: jnp.zeros((slots, layers, *like.shape), like.dtype)
             return {
                 "act": _put(self._hinted(empty("act", fed)), fed, slot),
                 "cot": self._hinted(empty("cot", fed)),
-                "res": [empty("res", like) for like in kept],
+                "res": [of_layers(table.sizes["res"] + 1 if keeps == "residuals" else 1, k) for k in kept],
+                "own": [of_layers(table.sizes["own"] + 1, k) for k in own],
                 "sent": jnp.zeros_like(fed),
                 "x": jnp.concatenate([x, jnp.zeros_like(x[:1])]),
                 "grads": jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), weights),
             }
 
-        specs = {**dict.fromkeys(("act", "cot", "res", "sent", "grads"), "stage own"), "x": "columns"}
+        specs = {**dict.fromkeys(("act", "cot", "res", "own", "sent", "grads"), "stage own"), "x": "columns"}
         call = self._inside(local, ("columns", "stage", "stage", "own"), specs)
         carry = call(x, jnp.asarray(slots), self.weights, self.pieces)
-        first_y = jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
-        sums = jax.eval_shape(self._head, jnp.asarray(0), first_y)[0]
-        return {**carry, "sums": jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)}
+        y = jax.ShapeDtypeStruct((self.program.schedule.stages, x.shape[0], *x.shape[2:]), x.dtype)
+        row = jnp.zeros((self.program.schedule.stages, len(FIELDS) + 1), jnp.int32)
+        sums, cotangent = jax.eval_shape(self._head, row, jnp.asarray(0), y)
+        empty = lambda tree: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)
+        return {**carry, "sums": empty(sums), "cotangent": empty(cotangent)}
 
-    def __call__(self, work: Work, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
-        given: dict[str, Any] = {}
-        if work.forward:
-            carry, given = self._forward(work, carry, row)
-        if work.head:
-            found, given["cotangent"] = self._head(every[ALL.index("head")], given.pop("last"))
-            carry = {**carry, "sums": jax.tree.map(jnp.add, carry["sums"], found)}
-        return self._backward(work, carry, given, row, every)
+    def __call__(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
+        carry, y = self._forward(carry, row, every)
+        carry = self._heads(carry, y, row, every)
+        return self._backward(carry, y, row, every)
 
-    def _forward(self, work: Work, carry: dict[str, Any], row: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _forward(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         keeps = self.program.keeps == "residuals"
 
-        def local(row: jax.Array, weights: Any, act: jax.Array, res: Any, pieces: Any) -> tuple[Any, Any]:
+        def local(
+            row: jax.Array, every: jax.Array, weights: Any, act: jax.Array, res: Any, pieces: Any
+        ) -> tuple[Any, Any]:
             at = _reader(row)
             side = self.program.side(_at(pieces, at("f_microbatch")))
-            y, kept = self._chunk(weights, at("f_chunk")).forward(_at(act, at("f_input")), side, keep=keeps)
-            y = self._hinted(y)
-            res = [_put(buffer, x, at("f_residuals")) for buffer, x in zip(res, kept, strict=True)]
-            last = {"last": _sum(jnp.where(at("f_last") == 1, y, 0))} if work.head else {}
-            return res, {"y": y, **last}
+            chunk = self._chunk(weights, at("f_chunk"), _every(every, "forward"))
+            with self._visits("forward"):
+                y, kept = chunk.forward(_at(act, at("f_input")), side, res if keeps else [], at("f_residuals"))
+            return (kept if keeps else res), self._hinted(y)
 
-        out = {"y": "stage own", **({"last": "own"} if work.head else {})}
-        call = self._inside(local, ("stage", "stage", "stage own", "stage own", "own"), ("stage own", out))
-        res, given = call(row, self.weights, carry["act"], carry["res"], self.pieces)
-        return {**carry, "res": res}, given
+        call = self._inside(
+            local, ("stage", "all", "stage", "stage own", "stage own", "own"), ("stage own", "stage own")
+        )
+        res, y = call(row, every, self.weights, carry["act"], carry["res"], self.pieces)
+        return {**carry, "res": res}, y
 
-    def _head(self, microbatch: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    def _heads(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
+        """The loss of a microbatch that has come through all layers, if one has."""
+
+        def one(_: jax.Array, found: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            more, cotangent = self._head(row, _every(every, "head"), y)
+            return jax.tree.map(jnp.add, found[0], more), cotangent
+
+        with self._visits("heads"):
+            sums, cotangent = jax.lax.fori_loop(0, _every(every, "heads"), one, (carry["sums"], carry["cotangent"]))
+        return {**carry, "sums": sums, "cotangent": cotangent}
+
+    def _head(self, row: jax.Array, microbatch: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
         """What comes after the layers, on all stages at once: the rules may split its weights over them."""
+
+        def last(row: jax.Array, y: jax.Array) -> jax.Array:
+            return _sum(jnp.where(_reader(row)("f_last") == 1, y, 0))
 
         def local(microbatch: jax.Array, after: Any, y: jax.Array, pieces: Any) -> tuple[Any, jax.Array]:
             return self.program.head(after, _at(pieces, microbatch), y)
 
+        y = self._inside(last, ("stage", "stage own"), "own")(row, y)
         call = self._inside(local, ("all", "all", "own", "own"), ("own", "own"), stages=False)
         found: tuple[Any, jax.Array] = call(microbatch, self.after, y, self.pieces)
         return found
 
-    def _backward(
-        self, work: Work, carry: dict[str, Any], given: dict[str, Any], row: jax.Array, every: jax.Array
-    ) -> dict[str, Any]:
+    def _backward(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
         """What arrives, backwards, and what is sent."""
         channels = self.program.table.channels
-        rest = {name: value for name, value in carry.items() if name != "sums"}
+        rest = {name: value for name, value in carry.items() if name not in ("sums", "cotangent")}
 
-        def local(row: jax.Array, every: jax.Array, weights: Any, now: Any, given: Any, pieces: Any) -> Any:
+        def local(
+            row: jax.Array, every: jax.Array, weights: Any, now: Any, y: jax.Array, cotangent: jax.Array, pieces: Any
+        ) -> Any:
             at, now = _reader(row), dict(now)
-            if work.backward:
-                for way in ("down", "up"):
-                    if f"cot_{way}" in channels:
-                        now["cot"] = _put(now["cot"], _from_neighbour(now["sent"], way), at(f"cot_{way}"))
-            if work.drain:
-                now["x"] = self._drained(now, row[len(FIELDS)], every[ALL.index("drain")])
-            if work.head:
-                now["cot"] = _put(now["cot"], given["cotangent"], at("cot_head"))
-            if work.backward:
-                now["sent"], now["grads"] = self._gradients(at, weights, now, pieces)
-                if "cot_self" in channels:
-                    now["cot"] = _put(now["cot"], now["sent"], at("cot_self"))
-            if work.forward:
-                for way in ("down", "up", "self"):
-                    if f"act_{way}" in channels:
-                        y = given["y"] if way == "self" else _from_neighbour(given["y"], way)
-                        now["act"] = _put(now["act"], y, at(f"act_{way}"))
-            if work.feed:
-                now["act"] = _put(now["act"], self._fed(now["x"], every[ALL.index("feed")]), at("act_feed"))
+            for way in ("down", "up"):
+                if f"cot_{way}" in channels:
+                    now["cot"] = _put(now["cot"], _from_neighbour(now["sent"], way), at(f"cot_{way}"))
+            drain = lambda _, x: self._drained(x, now["sent"], row[len(FIELDS)], _every(every, "drain"))
+            with self._visits("drains"):
+                now["x"] = jax.lax.fori_loop(0, _every(every, "drains"), drain, now["x"])
+            now["cot"] = _put(now["cot"], cotangent, at("cot_head"))
+            now |= self._gradients(at, every, weights, now, pieces)
+            if "cot_self" in channels:
+                now["cot"] = _put(now["cot"], now["sent"], at("cot_self"))
+            for way in ("down", "up", "self"):
+                if f"act_{way}" in channels:
+                    sent = y if way == "self" else _from_neighbour(y, way)
+                    now["act"] = _put(now["act"], sent, at(f"act_{way}"))
+            feed = lambda _, act: _put(act, self._fed(now["x"], _every(every, "feed")), at("act_feed"))
+            with self._visits("feeds"):
+                now["act"] = jax.lax.fori_loop(0, _every(every, "feeds"), feed, now["act"])
             return now
 
         kinds = {**dict.fromkeys(rest, "stage own"), "x": "columns"}
-        specs = {"y": "stage own", "cotangent": "own"}
-        given = {name: x for name, x in given.items() if name in specs}
-        specs = {name: specs[name] for name in given}
-        call = self._inside(local, ("stage", "all", "stage", kinds, specs, "own"), kinds)
-        return {**carry, **call(row, every, self.weights, rest, given, self.pieces)}
+        call = self._inside(local, ("stage", "all", "stage", kinds, "stage own", "own", "own"), kinds)
+        return {**carry, **call(row, every, self.weights, rest, y, carry["cotangent"], self.pieces)}
 
     def _gradients(
-        self, at: Callable[[str], jax.Array], weights: Any, now: dict[str, Any], pieces: Any
-    ) -> tuple[jax.Array, Any]:
-        """The cotangent of a chunk's input, and the sums of gradients with its own."""
-        number, on = at("b_chunk"), at("b_on") == 1
-        chunk = self._chunk(weights, number)
+        self, at: Callable[[str], jax.Array], every: jax.Array, weights: Any, now: dict[str, Any], pieces: Any
+    ) -> dict[str, Any]:
+        """Cotangents of a chunk's input, and sums of gradients with its own: at once, or inputs now and weights later."""
+        split = self.program.schedule.split
+        chunk = self._chunk(weights, at("b_chunk"), _every(every, "backward"))
         side = self.program.side(_at(pieces, at("b_microbatch")))
-        cotangent = _at(now["cot"], at("b_cotangent"))
-        if self.program.keeps == "residuals":
-            kept = [_at(buffer, at("b_residuals")) for buffer in now["res"]]
-        else:
-            _, kept = chunk.forward(_at(now["act"], at("b_input")), side, keep=True)
+        res, slot = now["res"], at("b_residuals")
+        if self.program.keeps == "input":
+            slot = jnp.asarray(0)
+            with self._visits("backward"):
+                _, res = chunk.forward(_at(now["act"], at("b_input")), side, res, slot)
+        cotangent, result = _at(now["cot"], at("b_cotangent")), {"res": res}
+        if not split:
+            add = self._adder(at("b_chunk"), at("b_on"))
+            with self._visits("backward"):
+                sent, result["grads"] = chunk.backward(res, slot, side, cotangent, add, now["grads"])
+            return {**result, "sent": self._hinted(sent)}
+        with self._visits("backward"):
+            sent, own = chunk.backward_of_inputs(res, slot, side, cotangent, now["own"], at("b_own"))
+        late = self._chunk(weights, at("w_chunk"), _every(every, "weights"))
+        side = self.program.side(_at(pieces, at("w_microbatch")))
+        parts = late.halves(side, [jnp.zeros(k.shape[2:], k.dtype) for k in res], jnp.zeros_like(cotangent))
+        add = self._adder(at("w_chunk"), at("w_on"))
+        with self._visits("weights"):
+            result["grads"] = late.backward_of_weights(own, at("w_own"), side, parts, add, now["grads"])
+        return {**result, "own": own, "sent": self._hinted(sent)}
+
+    def _adder(self, number: jax.Array, on: jax.Array) -> Add:
+        """Adds a layer's gradients to the sums [chunks, layers, ...], in fp32 or wider."""
 
         def add(sums: Any, i: jax.Array, found: Any, here: jax.Array) -> Any:
             def one(total: jax.Array, grad: jax.Array) -> jax.Array:
-                where: list[Any] = [number, i, *(0,) * grad.ndim]
-                have = jax.lax.dynamic_slice(total, where, (1, 1, *grad.shape))
-                more = have + jnp.where(on & here, wide(grad), 0)[None, None]
-                return jax.lax.dynamic_update_slice(total, more, where)
+                (have,) = read([total], number, i)
+                return write(total, have + jnp.where((on == 1) & here, wide(grad), 0), number, i)
 
             return jax.tree.map(one, sums, found)
 
-        sent, grads = chunk.backward(kept, side, cotangent, cotangent, add, now["grads"])
-        return self._hinted(sent), grads
+        return add
 
     def finish(self, carry: dict[str, Any], last: int, was_first: jax.Array) -> dict[str, Any]:
         """What the last tick sent out of the pipeline is taken."""
 
         def local(was: jax.Array, x: jax.Array, sent: jax.Array) -> jax.Array:
-            return self._drained({"x": x, "sent": sent}, was, jnp.asarray(last))
+            return self._drained(x, sent, was, jnp.asarray(last))
 
         call = self._inside(local, ("stage", "columns", "stage own"), "columns")
         return {**carry, "x": call(was_first, carry["x"], carry["sent"])}
 
-    def _drained(self, now: dict[str, Any], was_first: jax.Array, microbatch: jax.Array) -> jax.Array:
+    def _drained(self, x: jax.Array, sent: jax.Array, was_first: jax.Array, microbatch: jax.Array) -> jax.Array:
         """The cotangent of a microbatch's input, from the stage that has it, in the place of the input."""
-        sent = _sum(jnp.where(was_first == 1, now["sent"], 0), scatter=self.grows)
-        return _put(now["x"], sent, microbatch)
+        return _put(x, _sum(jnp.where(was_first == 1, sent, 0), scatter=self.grows), microbatch)
 
     def _fed(self, x: jax.Array, microbatch: Any) -> jax.Array:
         """The input of a microbatch, of which each stage holds some columns."""
         x = _at(x, microbatch)
         return jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True) if self.grows else x
 
-    def _chunk(self, weights: Any, number: jax.Array) -> Chunk:
+    def _chunk(self, weights: Any, number: jax.Array, on: jax.Array) -> Chunk:
+        """A chunk of the stage, whose loops run if ``on`` is 1."""
         counts = self.program.counts
         count = None if counts is None else jnp.asarray(counts)[jax.lax.axis_index(AXIS), number]
-        return Chunk(self.program.layer, _at(weights, number), count)
+        layers = jax.tree.leaves(weights)[0].shape[1]
+        return Chunk(self.program.layer, _at(weights, number), on * layers, count)
+
+    def _visits(self, name: str) -> AbstractContextManager[None]:
+        """The scope of loops that run in some ticks only, saying in how many of all."""
+        count, ticks = self.program.does(name)
+        layers = jax.tree.leaves(self.weights)[0].shape[2] if name in ("forward", "backward", "weights") else 1
+        return jax.named_scope(f"visits_{count * layers}of{ticks}")
 
     def _hinted(self, x: jax.Array) -> jax.Array:
         dims = self.program.dims
@@ -323,6 +350,10 @@ def _pairs(kinds: Any, tree: Any) -> list[tuple[str, Any]]:
 def wide_dtype(dtype: Any) -> Any:
     """fp32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def _every(every: jax.Array, name: str) -> jax.Array:
+    return every[_EVERY.index(name)]
 
 
 def _reader(row: jax.Array) -> Callable[[str], jax.Array]:

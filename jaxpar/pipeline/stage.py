@@ -1,19 +1,24 @@
 """One stage's layers, forward and backward by hand: nothing is differentiated through the pipeline, and no weight is kept by a tick.
 
-Of a layer, ``jax.vjp`` gives a forward pass and what its backward needs (its *residuals*: by the layer's own checkpoint policy). Those of all layers of
-a stage are stacked, without what is there anyway, the weights and the ``side``.
+Of a layer, ``jax.vjp`` gives a forward pass and what its backward needs (its *residuals*: by the layer's own checkpoint policy). They go to a
+buffer of all layers, without what is there anyway, the weights and the ``side``. Loops over layers run as often as they are told: not at
+all where a tick has nothing of their kind, so that one program serves every tick and holds no conditional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.pipeline.split import Halves, halves
+
 type Layer = Callable[[Any, jax.Array, Any], jax.Array]
+type Buffers = list[jax.Array]
+type Add = Callable[[Any, jax.Array, Any, jax.Array], Any]
 
 
 @dataclass(frozen=True)
@@ -23,52 +28,86 @@ class Chunk:
     Attributes:
       layer: ``layer(weights, x, side) -> x`` of one layer.
       weights: stacked, [layers, ...].
-      count: how many of the layers are there; the others, which a shorter stage has to fill up, do nothing. ``None``: all.
+      times: how many layers a loop is to run, 0 or all.
+      count: how many of them are there; the others, which a shorter stage has to fill up, do nothing. ``None``: all.
     """
 
     layer: Layer
     weights: Any
+    times: jax.Array
     count: jax.Array | None = None
 
-    def forward(self, x: jax.Array, side: Any, *, keep: bool) -> tuple[jax.Array, list[jax.Array]]:
-        """The result, and, if asked for, the residuals [layers, ...] of each layer."""
+    def forward(self, x: jax.Array, side: Any, buffers: Buffers, slot: jax.Array) -> tuple[jax.Array, Buffers]:
+        """The result, and the buffers [slots, layers, ...] with the residuals of each layer in a slot; none are kept if there are none."""
 
-        def one(x: jax.Array, each: tuple[Any, jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-            weights, i = each
-            if keep:
-                y, residuals = self._kept(weights, x, side)
+        def one(i: jax.Array, carry: tuple[jax.Array, Buffers]) -> tuple[jax.Array, Buffers]:
+            x, buffers = carry
+            if buffers:
+                y, kept = self.kept(x, side, i)
+                buffers = [write(buffer, leaf, slot, i) for buffer, leaf in zip(buffers, kept, strict=True)]
             else:
-                y, residuals = self.layer(weights, x, side), []
-            return self._where(i, y, x), residuals
+                y = self.layer(self._weights(i), x, side)
+            return self._where(i, y, x), buffers
 
-        return jax.lax.scan(one, x, (self.weights, self._numbers()))
+        result: tuple[jax.Array, Buffers] = jax.lax.fori_loop(0, self.times, one, (x, buffers))
+        return result
 
     def backward(
-        self,
-        residuals: list[jax.Array],
-        side: Any,
-        shape: jax.Array,
-        cotangent: jax.Array,
-        add: Callable[..., Any],
-        sums: Any,
+        self, buffers: Buffers, slot: jax.Array, side: Any, cotangent: jax.Array, add: Add, sums: Any
     ) -> tuple[jax.Array, Any]:
-        """The cotangent of the input; ``sums = add(sums, layer, gradients)`` is told of each layer's gradients.
+        """The cotangent of the input, and ``sums = add(sums, layer, gradients, whether)`` with each layer's gradients."""
 
-        Args:
-          shape: anything of the shape and dtype of the input.
-        """
+        def one(back: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            (cotangent, sums), i = carry, self.times - 1 - back
+            grads, before = self._pull(i, side, read(buffers, slot, i), cotangent)(cotangent)
+            return self._where(i, before, cotangent), add(sums, i, grads, self._here(i))
 
-        def one(carry: tuple[jax.Array, Any], each: Any) -> tuple[tuple[jax.Array, Any], None]:
-            (cotangent, sums), (weights, kept, i) = carry, each
-            grads, before = self._pull(weights, shape, side, kept)(cotangent)
-            here = jnp.asarray(True) if self.count is None else i < self.count
-            return (self._where(i, before, cotangent), add(sums, i, grads, here)), None
+        result: tuple[jax.Array, Any] = jax.lax.fori_loop(0, self.times, one, (cotangent, sums))
+        return result
 
-        carry, _ = jax.lax.scan(one, (cotangent, sums), (self.weights, residuals, self._numbers()), reverse=True)
-        return carry
+    def backward_of_inputs(
+        self, buffers: Buffers, slot: jax.Array, side: Any, cotangent: jax.Array, own: Buffers, to: jax.Array
+    ) -> tuple[jax.Array, Buffers]:
+        """The cotangent of the input; what gradients of weights want goes to a slot of ``own``."""
 
-    def _numbers(self) -> jax.Array:
-        return jnp.arange(jax.tree.leaves(self.weights)[0].shape[0])
+        def one(back: jax.Array, carry: tuple[jax.Array, Buffers]) -> tuple[jax.Array, Buffers]:
+            (cotangent, own), i = carry, self.times - 1 - back
+            weights, kept = self._weights(i), read(buffers, slot, i)
+            before, found = self.halves(side, kept, cotangent).inputs(weights, kept, side, cotangent)
+            own = [write(buffer, x, to, i) for buffer, x in zip(own, found, strict=True)]
+            return self._where(i, before, cotangent), own
+
+        result: tuple[jax.Array, Buffers] = jax.lax.fori_loop(0, self.times, one, (cotangent, own))
+        return result
+
+    def backward_of_weights(self, own: Buffers, slot: jax.Array, side: Any, halves: Halves, add: Add, sums: Any) -> Any:
+        """``sums = add(sums, layer, gradients, whether)`` with each layer's gradients, from what :meth:`backward_of_inputs` has kept."""
+
+        def one(i: jax.Array, sums: Any) -> Any:
+            grads = halves.weights(self._weights(i), side, read(own, slot, i))
+            return add(sums, i, grads, self._here(i))
+
+        return jax.lax.fori_loop(0, self.times, one, sums)
+
+    def kept(self, x: jax.Array, side: Any, i: Any = 0) -> tuple[jax.Array, Buffers]:
+        """The result and the residuals of one layer."""
+        y, (leaves, _), known = self._vjp(self._weights(i), x, side)
+        return y, [leaf for leaf, is_there in zip(leaves, known, strict=True) if not is_there]
+
+    def halves(self, side: Any, kept: Buffers, cotangent: jax.Array) -> Halves:
+        """The two halves of a layer's backward."""
+
+        def pull(weights: Any, kept: Buffers, side: Any, cotangent: jax.Array) -> tuple[Any, jax.Array]:
+            found: tuple[Any, jax.Array] = self._put_in(weights, side, kept, cotangent)(cotangent)
+            return found
+
+        return halves(pull, self._weights(0), kept, side, cotangent)
+
+    def _weights(self, i: Any) -> Any:
+        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False), self.weights)
+
+    def _here(self, i: jax.Array) -> jax.Array:
+        return jnp.asarray(True) if self.count is None else i < self.count
 
     def _where(self, i: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         return new if self.count is None else jnp.where(i < self.count, new, old)
@@ -78,19 +117,36 @@ class Chunk:
         y, pull = jax.vjp(lambda weights, x: self.layer(weights, x, side), weights, x)
         leaves, structure = jax.tree.flatten(pull)
         there = [*jax.tree.leaves(weights), *jax.tree.leaves(side)]
-        known = [any(leaf is have for have in there) for leaf in leaves]
-        return y, (leaves, structure), known
-
-    def _kept(self, weights: Any, x: jax.Array, side: Any) -> tuple[jax.Array, list[jax.Array]]:
-        y, (leaves, _), known = self._vjp(weights, x, side)
-        return y, [leaf for leaf, is_there in zip(leaves, known, strict=True) if not is_there]
+        return y, (leaves, structure), [any(leaf is have for have in there) for leaf in leaves]
 
     def _pull(
-        self, weights: Any, shape: jax.Array, side: Any, kept: list[jax.Array]
+        self, i: jax.Array, side: Any, kept: Buffers, like: jax.Array
+    ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
+        return self._put_in(self._weights(i), side, kept, like)
+
+    def _put_in(
+        self, weights: Any, side: Any, kept: Buffers, like: jax.Array
     ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
         """The backward of a layer, with what was kept put in; the forward that it is taken from is dead code."""
-        _, (leaves, structure), known = self._vjp(weights, jnp.zeros_like(shape), side)
+        _, (leaves, structure), known = self._vjp(weights, jnp.zeros_like(like), side)
         rest = iter(kept)
-        return jax.tree.unflatten(
+        pull: Callable[[jax.Array], tuple[Any, jax.Array]] = jax.tree.unflatten(
             structure, [leaf if is_there else next(rest) for leaf, is_there in zip(leaves, known, strict=True)]
         )
+        return pull
+
+
+def write(buffer: jax.Array, x: jax.Array, slot: Any, i: Any) -> jax.Array:
+    """``buffer`` [slots, layers, ...] with ``x`` of a layer in a slot."""
+    where: list[Any] = [slot, i, *(0,) * x.ndim]
+    return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], where)
+
+
+def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
+    """What is in a slot of a layer."""
+
+    def one(buffer: jax.Array) -> jax.Array:
+        where: list[Any] = [slot, i, *(0,) * (buffer.ndim - 2)]
+        return jax.lax.dynamic_slice(buffer, where, (1, 1, *buffer.shape[2:]))[0, 0]
+
+    return [one(buffer) for buffer in buffers]

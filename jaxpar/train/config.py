@@ -88,6 +88,20 @@ class ContextConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How layers go over the stages of the mesh's axis ``pipeline``; see :func:`jaxpar.schedule` and :class:`jaxpar.Pipeline`.
+
+    ``offset`` says by how many layers each piece (stage by stage, then chunk by chunk) has more or fewer than its equal share.
+    """
+
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    chunks: int = 1
+    keeps: Literal["input", "residuals"] = "input"
+    offset: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """What is split beside the layout.
 
@@ -101,6 +115,7 @@ class ParallelConfig:
       offload: what waits in the host's memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``; or on disk:
         ``{optimizer: disk, path: DIR}``, relative to where the command runs.
       context: how attention goes over a split sequence: ``{impl: ring}``.
+      pipeline: how layers go over stages: ``{schedule: 1f1b, microbatches: 8}``.
     """
 
     optimizer: ZeroConfig | None = None
@@ -109,6 +124,7 @@ class ParallelConfig:
     fusion: FusionConfig = field(default_factory=FusionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     context: ContextConfig | None = None
+    pipeline: PipelineConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from jaxpar.config import build
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
+from jaxpar.models.stages import staged_next_token_loss
 from jaxpar.onebit import NAME as ONE_BIT
 from jaxpar.recompute import SAVED_EMBED
 from jaxpar.train.config import ContextConfig, Loaded, OptimizerConfig, PrecisionConfig, RunConfig
+from jaxpar.train.pipes import make_pipeline
 
 BATCH_DIMS = ("batch", "seq")
 FAMILIES = ("llama",)
@@ -39,6 +41,7 @@ class Job:
     zero: jp.Zero
     precision: jp.Precision
     fusion: jp.Fusion
+    pipeline: jp.Pipeline | None = None
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
         """The layout on these devices (default: all), optimizer parallelism included; an integer gives an abstract mesh.
@@ -63,7 +66,7 @@ class Job:
     def step_options(self) -> dict[str, Any]:
         """What the run asks of :func:`jaxpar.train_step`."""
         train, precision = self.config.train, self.precision
-        if self.zero.step and precision.compute is None and precision.gather is None:
+        if (self.zero.step or self.pipeline) and precision.compute is None and precision.gather is None:
             precision = replace(precision, gather=self.model.dtype)  # what the model would cast the weights to
         return {
             "clip_norm": self.config.optimizer.clip_norm,
@@ -71,6 +74,7 @@ class Job:
             "skip_nonfinite": train.skip_nonfinite,
             "precision": precision,
             "fusion": self.fusion,
+            **({} if self.pipeline is None else {"pipeline": self.pipeline}),
             **self.zero.step,
         }
 
@@ -120,8 +124,13 @@ def make_job(loaded: Loaded) -> Job:
         _check_one_bit(config, precision, zero, fusion)
     tx = make_optimizer(config.optimizer, config.train.steps)
     tx = _offload(config, model, tx)
-    make_model = llama.make_llama(model)
-    return Job(loaded.name, config, model, make_model, next_token_loss, tx, loaded.layout, zero, precision, fusion)
+    pipeline = make_pipeline(config.parallel.pipeline, loaded.layout["mesh"] or {}, model.layers)
+    make_model, loss = llama.make_llama(model), _loss(model, pipeline)
+    return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
+
+
+def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | None) -> Callable[..., Any]:
+    return next_token_loss if pipeline is None else staged_next_token_loss(model)
 
 
 def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTransformation) -> Any:
@@ -217,7 +226,8 @@ def _precision(config: RunConfig) -> jp.Precision:
 def in_fp32(job: Job) -> Job:
     """The same job computing and storing in fp32."""
     model = replace(job.model, dtype="float32", param_dtype="float32")
-    return replace(job, model=model, make_model=llama.make_llama(model), precision=jp.Precision())
+    make_model, loss = llama.make_llama(model), _loss(model, job.pipeline)
+    return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
 
 
 def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfig:
