@@ -83,7 +83,9 @@ class Sizes(NamedTuple):
     sequence_chunks: int
     fused: bool | None
 
-    def schedule(self, orders: Orders, *, placement: Placement = "loop", fused: bool = True, **options: bool) -> Schedule:
+    def schedule(
+        self, orders: Orders, *, placement: Placement = "loop", fused: bool = True, **options: bool
+    ) -> Schedule:
         """A schedule of these sizes; ``fused`` unless the caller says otherwise."""
         pieces = Pieces(self.stages, self.chunks, placement)
         fused, units = fused if self.fused is None else self.fused, self.microbatches * self.sequence_chunks
@@ -153,10 +155,10 @@ def _interleaved(sizes: Sizes) -> Schedule:
 
 
 def _breadth_first(sizes: Sizes) -> Schedule:
-    if sizes.microbatches < sizes.stages:
+    if sizes.microbatches < sizes.stages and sizes.chunks > 1:
         raise ScheduleError(
-            f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, which would wait for each other. "
-            f"Remedy: {sizes.stages} or more."
+            f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, so each of {sizes.chunks} chunks "
+            f"would begin late. Remedy: {sizes.stages} or more."
         )
     return sizes.schedule(looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches))
 

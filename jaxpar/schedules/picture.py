@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxpar.schedules.schedule import Schedule
 
 COLOURS = {"F": (0.27, 0.51, 0.76), "B": (0.90, 0.55, 0.23), "W": (0.45, 0.66, 0.36)}
-MEANINGS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
+MEANINGS = {"F": "forward", "B": "backward", "W": "backward of weights"}
 PALE = 0.55
 """How much white is in the colour of a stage's last chunk."""
 NARROW = 0.09
@@ -46,7 +46,9 @@ def picture(schedule: Schedule, path: Any, costs: Mapping[str, float] | None, ho
 
 def _operations(found: Simulated) -> float:
     """How many of the shortest operations follow one another in the whole time."""
-    shortest = min((span.end - span.start for spans in found.spans for span in spans if span.end > span.start), default=1)
+    shortest = min(
+        (span.end - span.start for spans in found.spans for span in spans if span.end > span.start), default=1
+    )
     return found.time / shortest
 
 
@@ -79,5 +81,5 @@ def _label(ax: Any, schedule: Schedule, found: Simulated, how: str) -> None:
         for kind in schedule.kinds
         for chunk in sorted({0, chunks - 1})
     ]
-    columns = len(handles)
+    columns = len(schedule.kinds)
     ax.get_figure(root=True).legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)

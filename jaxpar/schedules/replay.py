@@ -162,7 +162,9 @@ class _Replay:
         if slot == len(slots):
             return
         if slot not in range(len(slots)) or label is None:
-            self.fail(f"stage {stage} writes {label or 'what nobody sent'} to {buffer} {slot}{channel and f' by {channel}'}")
+            self.fail(
+                f"stage {stage} writes {label or 'what nobody sent'} to {buffer} {slot}{channel and f' by {channel}'}"
+            )
         if slots[slot] is not None:
             self.fail(f"stage {stage} writes {label} to {buffer} {slot}, over {slots[slot]}")
         slots[slot] = label

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from jaxpar.schedules.simulate import simulate
+from jaxpar.schedules.simulate import How, simulate
+from jaxpar.schedules.table import Keeps
 
 if TYPE_CHECKING:
     from jaxpar.schedules.schedule import Schedule
@@ -16,12 +17,11 @@ def summary(schedule: Schedule, costs: Mapping[str, float] | None = None) -> str
     lines = [("ticks", f"{len(schedule.ticks.rows)}"), ("bubble", _bubbles(schedule, costs))]
     if not schedule.forward_only:
         lines += [("stash", _stash(schedule))]
-    for keeps, label in (("input", "buffers"), ("residuals", "")):
-        sizes = schedule.table(keeps).sizes  # type: ignore[arg-type]
-        found = ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
-        lines += [(label, f"{found} (keeps {keeps})")]
-        if schedule.forward_only:
-            break
+    # A pipeline without backwards keeps nothing for them.
+    modes: tuple[Keeps, ...] = ("input",) if schedule.forward_only else get_args(Keeps)
+    for keeps in modes:
+        found = ", ".join(f"{name} {size}" for name, size in schedule.table(keeps).sizes.items() if size)
+        lines += [("buffers", found if schedule.forward_only else f"{found} if {keeps} is kept")]
     return "\n".join([_title(schedule), *(f"{label:<8}{text}" for label, text in lines)])
 
 
@@ -33,11 +33,9 @@ def _title(schedule: Schedule) -> str:
 
 
 def _bubbles(schedule: Schedule, costs: Mapping[str, float] | None) -> str:
-    ticks, stages = simulate(schedule, costs), simulate(schedule, costs, "stages")
-    return (
-        f"{ticks.bubble:.1%} of {ticks.time:g} by ticks, {stages.bubble:.1%} of {stages.time:g} by stages "
-        f"({stages.idle:g} between a stage's first and last operation)"
-    )
+    found = [(how, simulate(schedule, costs, how)) for how in get_args(How)]
+    each = ", ".join(f"{one.bubble:.1%} of {one.time:g} by {how}" for how, one in found)
+    return f"{each} ({found[-1][1].idle:g} between a stage's first and last operation)"
 
 
 def _stash(schedule: Schedule) -> str:
@@ -61,32 +59,31 @@ def chart(schedule: Schedule, width: int = 120) -> str:
         blocks[-1].append([cell.ljust(wide - 2) for cell in column])
         used += wide
     lines = [
-        [f"{head:<{margin}}  {'  '.join(column[at] for column in block)}".rstrip() for at, head in enumerate(["tick", *heads])]
+        [
+            f"{head:<{margin}}  {'  '.join(column[at] for column in block)}".rstrip()
+            for at, head in enumerate(["tick", *heads])
+        ]
         for block in blocks
     ]
     return "\n\n".join(map("\n".join, lines))
 
 
 def comparison(schedules: Sequence[Schedule], costs: Mapping[str, float] | None = None) -> str:
-    """A line for each schedule: ticks, time and bubble by ticks and by stages, and what the stage with most keeps, in whole stages' layers."""
-    rows = [("", "ticks", "time", "bubble", "by stages", "bubble", "stash", "until W", "act", "cot", "res", "own")]
+    """A line for each schedule: ticks, time and bubble, and how much the stage with most keeps, in whole stages of whole microbatches.
+
+    Behind them the slots of each buffer: ``act`` if inputs are kept, the others if residuals are.
+    """
+    rows = [["", "ticks"]]
+    rows[0] += [title for how in get_args(How) for title in (f"by {how}", "bubble")]
+    rows[0] += ["stash", "until W", "act", "cot", "res", "own"]
     for one in schedules:
-        ticks, stages = simulate(one, costs), simulate(one, costs, "stages")
+        found = [simulate(one, costs, how) for how in get_args(How)]
         sizes = one.table("residuals").sizes | {"act": one.table().sizes["act"]}
         parts = one.pieces.chunks * one.sequence_chunks
-        rows.append(
-            (
-                one.name,
-                f"{len(one.ticks.rows)}",
-                f"{ticks.time:g}",
-                f"{ticks.bubble:.1%}",
-                f"{stages.time:g}",
-                f"{stages.bubble:.1%}",
-                f"{max(one.stash) / parts:g}",
-                f"{max(one.held) / parts:g}",
-                *(f"{sizes[name]}" for name in ("act", "cot", "res", "own")),
-            )
-        )
+        row = [one.name, f"{len(one.ticks.rows)}"]
+        row += [text for each in found for text in (f"{each.time:g}", f"{each.bubble:.1%}")]
+        row += [f"{max(kept) / parts:g}" for kept in (one.stash, one.held)]
+        rows.append(row + [f"{sizes[name]}" for name in ("act", "cot", "res", "own")])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

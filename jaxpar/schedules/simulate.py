@@ -13,7 +13,7 @@ from jaxpar.schedules.ticks import needs
 if TYPE_CHECKING:
     from jaxpar.schedules.schedule import Schedule
 
-How = Literal["ticks", "stages"]
+How = Literal["ticks", "neighbours", "stages"]
 
 
 class Span(NamedTuple):
@@ -77,11 +77,12 @@ def simulate(schedule: Schedule, costs: Mapping[str, float] | None = None, how: 
     Args:
       costs: of F, B and W, of all the layers of a stage; see :func:`costs_of`.
       how: ``ticks``: all stages go on together, and a tick lasts as long as the kinds of operations in it, which is what one program for all
-        stages does. ``stages``: each stage goes on as soon as what it waits for is there, which no program can do better.
+        stages does. ``neighbours``: each stage does its own operations alone, and waits after every tick for the stages that it exchanges
+        with. ``stages``: each stage goes on as soon as what it waits for is there, which no program can do better.
     """
     cost = costs_of(schedule, costs)
     work = max(sum(cost[op.kind] for op in order) for order in schedule.orders)
-    spans = _by_ticks(schedule, cost) if how == "ticks" else _by_stages(schedule, cost)
+    spans = {"ticks": _by_ticks, "neighbours": _by_neighbours, "stages": _by_stages}[how](schedule, cost)
     time = max(stage[-1].end for stage in spans)
     return Simulated(time, work, tuple(map(tuple, spans)))
 
@@ -95,6 +96,21 @@ def _by_ticks(schedule: Schedule, cost: Mapping[str, float]) -> list[list[Span]]
             for stage, op in found:
                 spans[stage].append(Span(op, now, now + cost[kind]))
             now += cost[kind] if found else 0.0
+    return spans
+
+
+def _by_neighbours(schedule: Schedule, cost: Mapping[str, float]) -> list[list[Span]]:
+    stages, pieces = range(schedule.stages), schedule.pieces
+    round_trip = pieces.placement == "loop" and pieces.chunks > 1
+    spans: list[list[Span]] = [[] for _ in stages]
+    ends = [0.0 for _ in stages]
+    for row in schedule.ticks.rows:
+        starts = [max(ends[s % len(ends)] for s in (at - 1, at, at + 1) if round_trip or s in stages) for at in stages]
+        for stage, ops in enumerate(row):
+            ends[stage] = starts[stage]
+            for op in ops:
+                spans[stage].append(Span(op, ends[stage], ends[stage] + cost[op.kind]))
+                ends[stage] = spans[stage][-1].end
     return spans
 
 

@@ -90,7 +90,9 @@ def _cycle(
     waiting = {stage: order[at[stage]] for stage, order in enumerate(orders) if at[stage] < len(order)}
     for_whom: dict[int, tuple[tuple[str, int, int], int]] = {}
     for stage, op in waiting.items():
-        missing = next(k for k in needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks) if k not in when)
+        missing = next(
+            k for k in needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks) if k not in when
+        )
         for_whom[stage] = missing, pieces.place(missing[2])[0]
     stage = next(iter(waiting))
     seen: list[int] = []
