@@ -48,13 +48,18 @@ def test_bubbles_by_ticks_are_the_formulas(stages: int, microbatches: int) -> No
         for name in ("interleaved", "depth_first", "circular"):
             found = jp.schedule(name, stages, groups, chunks=chunks)
             assert found.bubble == pytest.approx(wait / (chunks * groups + wait))
+            assert max(found.stash) == (1 if name == "circular" else stages * chunks + wait)
         found = jp.schedule("breadth_first", *one, chunks=chunks)
         assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
+        assert max(found.stash) == (chunks - 1) * microbatches + 2 * stages - 1
         # A sequence in parts is a batch of as many microbatches more, in the time of the bubble as in chunks of a model.
         found = jp.schedule("seq1f1b", *one, sequence_chunks=chunks)
         assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
+        assert max(found.stash) == 2 * stages + chunks - 2
     uniform = jp.schedule("zb_uniform", *one)
     assert uniform.bubble == pytest.approx(2 * wait / (3 * microbatches + 2 * wait))
+    assert simulate(uniform, how="stages").bubble == pytest.approx(wait / (3 * microbatches + wait))
+    assert max(uniform.held) == 2 * stages - 1
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [*SIZES, (6, 11), (8, 15), (4, 32)])
@@ -106,7 +111,7 @@ def test_sequence_chunks() -> None:
     assert max(jp.schedule("seq1f1b", 4, 8, sequence_chunks=4).stash) / 4 == (2 * 4 - 1 + 3) / 4
 
 
-@pytest.mark.parametrize("microbatches", [8, 64])
+@pytest.mark.parametrize("microbatches", [8, 24])
 def test_stash_does_not_grow_with_microbatches(microbatches: int) -> None:
     assert jp.schedule("1f1b", 4, microbatches).stash == (7, 5, 3, 1)
     textbook = jp.schedule("1f1b", 4, microbatches, fused=False)
@@ -159,7 +164,7 @@ def orders_of_ones_own(draw: st.DrawFn) -> tuple[list[list[Op]], dict[str, Any]]
     return orders, sizes | {"sequence_chunks": parts, "fused": draw(st.booleans())}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(orders_of_ones_own())
 def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[list[Op]], dict[str, Any]]) -> None:
     orders, sizes = given
@@ -171,7 +176,7 @@ def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[
         assert max(one.stash) <= (sizes["act"] if keeps == "input" or one.forward_only else sizes["res"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(NAMES)),
     st.integers(1, 5),
@@ -214,7 +219,7 @@ def test_a_replay_finds_every_wrong_number(name: str, keeps: Keeps) -> None:
         stages = right.stages.copy()
         stages[tick, stage, field] = value + 1 if name[1] != "_" or "_on" not in name else 0
         wrong = Table(stages, right.ticks, right.first, right.last, right.sizes, right.channels)
-        with pytest.raises((ScheduleError, IndexError)):
+        with pytest.raises(ScheduleError):
             replay(one, wrong, keeps)
     assert tried > 100
 

@@ -32,7 +32,7 @@ def schedule(
     placement: Placement | None = None,
     fused: bool | None = None,
 ) -> Schedule:
-    """A schedule by name or by its orders, checked ([all of them](https://github.com/jaxpar/jaxpar/blob/main/docs/pipeline.md)).
+    """A schedule by name or by its orders, checked; docs/pipeline.md tells them apart.
 
     Args:
       name: one of ``NAMES``; or for each stage its operations in their order, as ``Op`` or as text: ``"F0"``, ``"B3.1"`` (microbatch 3,
