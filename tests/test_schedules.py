@@ -133,9 +133,14 @@ def test_costs() -> None:
     )
     with pytest.raises(ScheduleError) as error:
         whole.simulate({"F": -1, "B": 2, "R": 1})
-    assert str(error.value) == (
-        "schedule '1f1b': the costs F=-1, R=1 cannot be. Remedy: F, B and W with numbers from 0 on."
-    )
+    remedy = "Remedy: F, B and W with numbers from 0 on, not all 0."
+    assert str(error.value) == f"schedule '1f1b': the costs F=-1, R=1 cannot be. {remedy}"
+    with pytest.raises(ScheduleError) as error:
+        whole.simulate({"F": 0, "B": 0})
+    assert str(error.value) == f"schedule '1f1b': the costs F=0, B=0 cannot be. {remedy}"
+    with pytest.raises(ScheduleError) as error:
+        whole.simulate(how="tick")  # type: ignore[arg-type]
+    assert str(error.value) == "schedule '1f1b': how is 'tick', but one of ticks, neighbours, stages is wanted."
 
 
 # Every order, every table.
@@ -169,7 +174,7 @@ def orders_of_ones_own(draw: st.DrawFn) -> tuple[list[list[Op]], dict[str, Any]]
 def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[list[Op]], dict[str, Any]]) -> None:
     orders, sizes = given
     one = jp.schedule(orders, **sizes)  # replays both tables
-    assert one == jp.schedule([[str(op) for op in order] for order in orders], **sizes)
+    assert one == jp.schedule([" ".join(map(str, order)) for order in orders], **sizes)
     assert one.simulate(how="stages") <= one.simulate(how="neighbours") + 1e-9 <= one.simulate() + 2e-9
     for keeps in get_args(Keeps):
         sizes = one.table(keeps).sizes

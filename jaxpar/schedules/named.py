@@ -35,8 +35,8 @@ def schedule(
     """A schedule by name or by its orders, checked; docs/pipeline.md tells them apart.
 
     Args:
-      name: one of ``NAMES``; or for each stage its operations in their order, as ``Op`` or as text: ``"F0"``, ``"B3.1"`` (microbatch 3,
-        chunk 1), ``"W2"``.
+      name: one of ``NAMES``; or for each stage its operations in their order, as ``Op`` or as text, ``"F0"``, ``"B3.1"`` (microbatch 3,
+        chunk 1), ``"W2"``; or all of a stage in one text, ``"F0 F1 B0 B1"``.
       stages: devices along ``pipeline``.
       microbatches: pieces of a batch.
       chunks: pieces of the model on each stage, where a name takes several; 1 by default, 2 for a ``v``.
@@ -54,7 +54,7 @@ def schedule(
     (0.273, (7, 5, 3, 1))
     >>> [str(op) for op in one.ticks.rows[3][3]]
     ['F0', 'B0']
-    >>> schedule([["F0", "B0", "F1", "B1"], ["F0", "B0", "F1", "B1"]], stages=2, microbatches=2).stash
+    >>> schedule(["F0 B0 F1 B1", "F0 B0 F1 B1"], stages=2, microbatches=2).stash
     (1, 1)
     """
     named = NAMES[name] if isinstance(name, str) and name in NAMES else None
@@ -125,7 +125,8 @@ def _fits(named: Named, sizes: Sizes, placement: Placement | None) -> None:
 def _own(orders: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Placement) -> Schedule:
     if placement not in get_args(Placement):
         raise ScheduleError(f"schedule 'own': placement is {placement!r}, but 'loop' or 'v' is wanted.")
-    read = tuple(tuple(_op(op, stage, at) for at, op in enumerate(order)) for stage, order in enumerate(orders))
+    listed = [order.split() if isinstance(order, str) else order for order in orders]
+    read = tuple(tuple(_op(op, stage, at) for at, op in enumerate(order)) for stage, order in enumerate(listed))
     kinds = {op.kind for order in read for op in order}
     options = {"split": "W" in kinds, "forward_only": kinds <= {"F"}}
     return sizes.schedule(read, placement=placement, **options)

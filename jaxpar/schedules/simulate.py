@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from jaxpar.errors import ScheduleError
 from jaxpar.schedules.orders import KINDS, Op
@@ -55,10 +55,11 @@ def costs_of(schedule: Schedule, costs: Mapping[str, float] | None) -> dict[str,
     """
     given = {"F": 1.0, "B": 1.0, "W": 1.0} if costs is None else dict(costs)
     here = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
-    wrong = [f"{kind}={value}" for kind, value in given.items() if kind not in KINDS or not 0 <= value < float("inf")]
+    none = not any(given.get(kind, 1) for kind in here)
+    wrong = [f"{k}={value}" for k, value in given.items() if none or k not in KINDS or not 0 <= value < float("inf")]
     if wrong:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: the costs {', '.join(wrong)} cannot be. Remedy: F, B and W with numbers from 0 on."
+            f"schedule {schedule.name!r}: the costs {', '.join(wrong)} cannot be. Remedy: F, B and W with numbers from 0 on, not all 0."
         )
     if missing := [kind for kind in here if kind not in given]:
         raise ScheduleError(
@@ -79,7 +80,14 @@ def simulate(schedule: Schedule, costs: Mapping[str, float] | None = None, how: 
       how: ``ticks``: all stages go on together, and a tick lasts as long as the kinds of operations in it, which is what one program for all
         stages does. ``neighbours``: each stage does its own operations alone, and waits after every tick for the stages that it exchanges
         with. ``stages``: each stage goes on as soon as what it waits for is there, which no program can do better.
+
+    Raises:
+      ScheduleError: costs that cannot be, or another ``how``.
     """
+    if how not in get_args(How):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: how is {how!r}, but one of {', '.join(get_args(How))} is wanted."
+        )
     cost = costs_of(schedule, costs)
     work = max(sum(cost[op.kind] for op in order) for order in schedule.orders)
     spans = {"ticks": _by_ticks, "neighbours": _by_neighbours, "stages": _by_stages}[how](schedule, cost)
