@@ -1,4 +1,4 @@
-"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, and ``jaxpar doctor``.
+"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, ``jaxpar plan schedule NAME`` and ``jaxpar doctor``.
 
 Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -112,6 +112,34 @@ class Doctor:
         checks = doctor.examine(timeout=self.timeout)
         print(doctor.report(checks, as_json=self.json), end="")
         return 1 if doctor.worst(checks) == "bad" else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline's schedule by name: ticks, bubble, memory, and every tick as text; of several names a table. Needs no devices and no jax."""
+
+    what: Annotated[Literal["schedule"], tyro.conf.Positional, tyro.conf.arg(metavar="schedule", help="what to plan")]
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...", help="as 1f1b, or several")
+    ]
+    stages: Annotated[int, tyro.conf.arg(help="devices along the pipeline")]
+    microbatches: Annotated[int, tyro.conf.arg(help="pieces of a batch")]
+    chunks: Annotated[int | None, tyro.conf.arg(help="pieces of the model on a stage, for names that take several")] = (
+        None
+    )
+    sequence_chunks: Annotated[int, tyro.conf.arg(help="parts of a sequence, for names that take them")] = 1
+    costs: Annotated[str, tyro.conf.arg(metavar="F=1,B=1,W=1", help="how long forwards and backwards take")] = ""
+    draw: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also draw it (extra plots)")] = None
+    how: Annotated[
+        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="who waits for whom in the picture")
+    ] = "ticks"
+    width: Annotated[int, tyro.conf.arg(help="characters in a line of text")] = 120
+
+    def run(self) -> int:
+        from jaxpar.schedules.ask import answer
+
+        print(answer(self))
+        return 0
 
 
 def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
@@ -216,7 +244,7 @@ def _golden(file: Path, found: Any) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
     chosen: Any = tyro.cli(
-        Train | Explain | Check | Verify | Doctor,
+        Train | Explain | Check | Verify | Plan | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",
         args=arguments,

@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Never, get_args
 
 from jaxpar.errors import ScheduleError
-from jaxpar.schedules.orders import KINDS, Op, Orders, Pieces
-from jaxpar.schedules.simulate import simulate
+from jaxpar.schedules.orders import KINDS, Kind, Op, Orders, Pieces
+from jaxpar.schedules.replay import replay
+from jaxpar.schedules.simulate import How, simulate
 from jaxpar.schedules.table import Keeps, Table, table_of
 from jaxpar.schedules.ticks import Ticks, pack
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order.
+    """Who does what, in which order. ``str()`` sums it up, :meth:`show` has every tick as text, :meth:`draw` as a picture.
 
     Attributes:
-      name: what :func:`jaxpar.schedule` was asked for.
+      name: what :func:`jaxpar.schedule` was asked for; ``own`` for a user's orders.
       pieces: stages, chunks a stage, and which piece of the model lies where.
-      microbatches: how many; with sequence chunks, of all chunks.
+      microbatches: how many; with sequence chunks, of all chunks: chunk q of microbatch m is number ``m * sequence_chunks + q``.
       orders: for each stage its operations.
-      fused: a tick may hold a forward and a backward.
+      fused: a tick may hold a forward, a backward and a W.
       split: backwards are of inputs alone, those of weights are operations of their own (W).
       forward_only: there are no backwards.
+      sequence_chunks: in how many parts each sequence goes through the pipeline, one after the other.
     """
 
     name: str
     pieces: Pieces
     microbatches: int
-    orders: Orders
+    orders: Orders = field(repr=False)
     fused: bool = True
     split: bool = False
     forward_only: bool = False
+    sequence_chunks: int = 1
 
     @property
     def stages(self) -> int:
         return self.pieces.stages
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of operations that each stage does."""
+        return KINDS[:1] if self.forward_only else KINDS if self.split else KINDS[:2]
 
     @functools.cached_property
     def ticks(self) -> Ticks:
@@ -47,18 +55,26 @@ class Schedule:
         Raises:
           ScheduleError: the orders wait for each other.
         """
-        return pack(self.name, self.pieces, self.orders, self.fused, self.forward_only)
+        return pack(self.name, self.pieces, self.orders, self.fused, self.sequence_chunks)
 
     @functools.cached_property
     def stash(self) -> tuple[int, ...]:
         """For each stage how many forwards' inputs are kept at the most, in microbatches of one chunk."""
+        return self._kept("B")
+
+    @functools.cached_property
+    def held(self) -> tuple[int, ...]:
+        """For each stage how many forwards' residuals are kept at the most: the stash, but where backwards are split they wait for W."""
+        return self._kept("W" if self.split else "B")
+
+    def _kept(self, until: Kind) -> tuple[int, ...]:
         result = []
-        for stage, order in enumerate(self.orders):
+        for order in self.orders:
             live = most = 0
             for op in order:
                 live += op.kind == "F"
                 most = max(most, live)
-                live -= op.kind == "B"
+                live -= op.kind == until
             result.append(1 if self.forward_only else most)
         return tuple(result)
 
@@ -67,8 +83,12 @@ class Schedule:
         """The part of the time that a stage stands still; a tick lasts as long as all kinds of operations in it together."""
         return simulate(self).bubble
 
-    def simulate(self, costs: Mapping[str, float] | None = None, how: Literal["ticks", "stages"] = "ticks") -> float:
-        """How long it lasts, in units of ``costs``; see :func:`jaxpar.schedules.simulate.simulate`."""
+    def simulate(self, costs: Mapping[str, float] | None = None, how: How = "ticks") -> float:
+        """How long it lasts, in units of ``costs``; see :func:`jaxpar.schedules.simulate.simulate`.
+
+        Raises:
+          ScheduleError: costs that cannot be.
+        """
         return simulate(self, costs, how).time
 
     def table(self, keeps: Keeps = "input") -> Table:
@@ -76,42 +96,75 @@ class Schedule:
         return table_of(self, keeps)
 
     def validate(self) -> Schedule:
-        """This schedule, if every microbatch meets every piece once, in order, and nothing waits for ever.
+        """This schedule, if every microbatch meets every piece once, in order, nothing waits for ever, and its tables do what it says.
+
+        The tables are carried out by :func:`jaxpar.schedules.replay.replay`: nothing is read before it was sent, no slot overwritten that
+        somebody still reads, no work done twice or never.
 
         Raises:
-          ScheduleError: naming the stage and the operation.
+          ScheduleError: naming the stage, the operation and, of those that wait for each other, all.
         """
-        wanted = [*("F" if self.forward_only else "FB"), *("W" if self.split else "")]
+        if len(self.orders) != self.stages:
+            self._fail(f"there are orders for {len(self.orders)} stages, but {self.stages} stages", "one order a stage")
         for stage, order in enumerate(self.orders):
-            seen: set[Op] = set()
-            for op in order:
-                if (
-                    op.kind not in wanted
-                    or op.microbatch not in range(self.microbatches)
-                    or op.chunk not in range(self.pieces.chunks)
-                ):
-                    self._fail(
-                        f"stage {stage} is to do {op}, but there are microbatches 0 to {self.microbatches - 1}, chunks 0 to "
-                        f"{self.pieces.chunks - 1} and the kinds {', '.join(wanted)}"
-                    )
-                if op in seen:
-                    self._fail(f"stage {stage} is to do {op} twice")
-                seen.add(op)
-            for m in range(self.microbatches):
-                for chunk in range(self.pieces.chunks):
-                    for kind in wanted:
-                        if Op(kind, m, chunk) not in seen:
-                            self._fail(f"stage {stage} never does {Op(kind, m, chunk)}")
-            place = {op: at for at, op in enumerate(order)}
-            for op in order:
-                for before in KINDS[: KINDS.index(op.kind)]:
-                    earlier = Op(before, op.microbatch, op.chunk)
-                    if place.get(earlier, -1) > place[op]:
-                        self._fail(f"stage {stage} does {op} before {earlier}")
+            self._check(stage, order)
         self.ticks  # noqa: B018 (waits are found by packing)
+        for keeps in get_args(Keeps):
+            replay(self, self.table(keeps), keeps)
         return self
 
-    def _fail(self, text: str) -> None:
-        raise ScheduleError(
-            f"schedule {self.name!r}: {text}. Remedy: each stage does each operation once, F before B before W."
-        )
+    def _check(self, stage: int, order: tuple[Op, ...]) -> None:
+        """Each operation of a stage is there once, and after those of the same microbatch that come before it."""
+        place: dict[Op, int] = {}
+        for at, op in enumerate(order):
+            if (
+                op.kind not in self.kinds
+                or op.microbatch not in range(self.microbatches)
+                or op.chunk not in range(self.pieces.chunks)
+            ):
+                self._fail(
+                    f"stage {stage} is to do {op}, but there are microbatches 0 to {self.microbatches - 1}, chunks 0 to "
+                    f"{self.pieces.chunks - 1} and the kinds {', '.join(self.kinds)}"
+                )
+            if op in place:
+                self._fail(f"stage {stage} is to do {op} twice")
+            place[op] = at
+        for m in range(self.microbatches):
+            for chunk in range(self.pieces.chunks):
+                for kind in self.kinds:
+                    if Op(kind, m, chunk) not in place:
+                        self._fail(f"stage {stage} never does {Op(kind, m, chunk)}")
+        for op, at in place.items():
+            for before in KINDS[: KINDS.index(op.kind)]:
+                earlier = op._replace(kind=before)
+                if place[earlier] > at:
+                    self._fail(f"stage {stage} does {op} before {earlier}")
+
+    def _fail(self, text: str, remedy: str = "each stage does each operation once, F before B before W") -> Never:
+        raise ScheduleError(f"schedule {self.name!r}: {text}. Remedy: {remedy}.")
+
+    def __str__(self) -> str:
+        from jaxpar.schedules.shown import summary
+
+        return summary(self)
+
+    def show(self, width: int = 120) -> str:
+        """Every tick as text, a line for each stage, in blocks of at most ``width`` characters."""
+        from jaxpar.schedules.shown import chart
+
+        return chart(self, width)
+
+    def draw(self, path: Any = None, *, costs: Mapping[str, float] | None = None, how: How = "ticks") -> Any:
+        """A picture of who does what when, time to scale: a matplotlib figure, which shows itself in a notebook.
+
+        Args:
+          path: where to save it, if anywhere; the ending says the format.
+          costs, how: as for :meth:`simulate`.
+
+        Raises:
+          MissingExtraError: matplotlib is not installed.
+          ScheduleError: costs that cannot be.
+        """
+        from jaxpar.schedules.picture import picture
+
+        return picture(self, path, costs, how)

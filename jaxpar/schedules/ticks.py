@@ -19,22 +19,28 @@ class Ticks:
     when: dict[tuple[str, int, int], int]
 
 
-def needs(op: Op, piece: int, pieces: int, forward_only: bool) -> list[tuple[str, int, int]]:
-    """What has to be done before an operation of this piece, as (kind, microbatch, piece)."""
+def needs(op: Op, piece: int, pieces: int, sequence_chunks: int = 1) -> list[tuple[str, int, int]]:
+    """What has to be done before an operation of this piece, as (kind, microbatch, piece).
+
+    Of a sequence in chunks, a chunk's forward wants the keys of those before it, and its backward the cotangents of its keys from those after.
+    """
     m = op.microbatch
     if op.kind == "F":
-        return [("F", m, piece - 1)] if piece else []
+        before = [("F", m - 1, piece)] if m % sequence_chunks else []
+        return [*before, *([("F", m, piece - 1)] if piece else [])]
     if op.kind == "W":
         return [("B", m, piece)]
+    later = [("B", m + 1, piece)] if (m + 1) % sequence_chunks else []
     after = [("B", m, piece + 1)] if piece + 1 < pieces else []
-    return [("F", m, piece), *after]
+    return [("F", m, piece), *later, *after]
 
 
-def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, forward_only: bool = False) -> Ticks:
+def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, sequence_chunks: int = 1) -> Ticks:
     """Ticks as early as orders and dependencies allow; what another stage sends is there one tick later.
 
     Args:
       fused: a tick may hold an F, a B and a W; otherwise one of them.
+      sequence_chunks: of each microbatch; see :func:`needs`.
 
     Raises:
       ScheduleError: the orders wait for each other; the operations that do are named.
@@ -46,7 +52,7 @@ def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, forward_only: b
     rows: list[Tick] = []
 
     def ready(op: Op, stage: int, tick: int) -> bool:
-        found = needs(op, pieces.piece(stage, op.chunk), pieces.count, forward_only)
+        found = needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks)
         # A result of the same stage can be used in the same tick, of another one in the next.
         return all(key in when and (when[key] < tick or stage_of[key] == stage) for key in found)
 
@@ -65,7 +71,7 @@ def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, forward_only: b
                 at[stage] += 1
             row.append(tuple(done))
         if not any(row):
-            raise ScheduleError(_cycle(name, pieces, orders, at, len(rows), when, forward_only))
+            raise ScheduleError(_cycle(name, pieces, orders, at, len(rows), when, sequence_chunks))
         left -= sum(map(len, row))
         rows.append(tuple(row))
     return Ticks(tuple(rows), when)
@@ -78,13 +84,15 @@ def _cycle(
     at: list[int],
     tick: int,
     when: dict[tuple[str, int, int], int],
-    forward_only: bool,
+    sequence_chunks: int,
 ) -> str:
     """Who waits for whom, round once."""
     waiting = {stage: order[at[stage]] for stage, order in enumerate(orders) if at[stage] < len(order)}
     for_whom: dict[int, tuple[tuple[str, int, int], int]] = {}
     for stage, op in waiting.items():
-        missing = next(k for k in needs(op, pieces.piece(stage, op.chunk), pieces.count, forward_only) if k not in when)
+        missing = next(
+            k for k in needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks) if k not in when
+        )
         for_whom[stage] = missing, pieces.place(missing[2])[0]
     stage = next(iter(waiting))
     seen: list[int] = []
