@@ -124,6 +124,11 @@ def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pip
         raise ConfigError(
             f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: '1f1b'."
         )
+    if asked.schedule.sequence_chunks != 1:
+        raise ConfigError(
+            f"pipeline: the schedule {asked.schedule.name!r} cuts each sequence into {asked.schedule.sequence_chunks} chunks, but stages here take "
+            f"whole sequences. Remedy: sequence_chunks=1, or context parallelism (seq: context)."
+        )
     if how.accumulate != 1:
         raise ConfigError(
             f"pipeline: accumulate is {how.accumulate}, but the schedule's {asked.schedule.microbatches} microbatches are the accumulation. "

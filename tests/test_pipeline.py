@@ -1,0 +1,307 @@
+"""Pipelines against one device: values and gradients of every schedule, beside the other axes of the mesh; what cannot be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.models import llama
+from jaxpar.models.losses import next_token_loss
+from jaxpar.models.stages import staged_next_token_loss
+from jaxpar.pipeline.layers import Layers, _rounds
+from jaxpar.schedules.orders import Pieces
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""These programs run once: making them fast takes longer than running them."""
+WIDTH, WORDS, LAYERS, ROWS, SEQ = 8, 16, 8, 16, 6
+RULES = jp.Rules(
+    batch="data",
+    seq=("context", "ulysses"),
+    residual_seq=("context", "ulysses", "model"),
+    embed=None,
+    norm=None,
+    heads="model",
+    kv_heads="model",
+    head_dim=None,
+    mlp="model",
+    vocab=("pipeline", "model"),
+    layers="pipeline",
+    params={"embed": "data"},
+)
+
+
+def make_model(key: jax.Array) -> Any:
+    a, b, c, d = jax.random.split(key, 4)
+    return {
+        "words": jp.tag(jax.random.normal(a, (WORDS, WIDTH)), "vocab", "embed"),
+        "blocks": {
+            "up": jp.tag(jax.random.normal(b, (LAYERS, WIDTH, 2 * WIDTH)) / 3, "layers", "embed", "mlp"),
+            "down": jp.tag(jax.random.normal(c, (LAYERS, 2 * WIDTH, WIDTH)) / 4, "layers", "mlp", "embed"),
+        },
+        "head": jp.tag(jax.random.normal(d, (WIDTH, WORDS)) / 3, "embed", "vocab"),
+    }
+
+
+def layer(block: Any, x: jax.Array, side: jax.Array) -> jax.Array:
+    return x + jp.hint(jnp.tanh(x @ block["up"] + side[..., None]), "batch", "seq", "mlp") @ block["down"]
+
+
+def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean over words that count, of which microbatches have different numbers; the embedding is used again."""
+    logits = jp.hint(x @ (model["head"] + model["words"].T), "batch", "seq", "vocab")
+    right = jax.nn.one_hot(batch["targets"], WORDS)
+    counts = (batch["targets"] > 2).astype(jnp.float32)
+    losses = jax.nn.logsumexp(logits, -1) - jnp.sum(logits * right, -1)
+    weight = jnp.sum(counts)
+    return jnp.sum(losses * counts) / weight, {
+        "weight": weight,
+        "right": jnp.mean(logits.argmax(-1) == batch["targets"]),
+    }
+
+
+LOSS = jp.Staged(
+    layers="blocks",
+    before=lambda model, batch: model["words"][batch["tokens"]],
+    layer=layer,
+    after=after,
+    side=lambda model, batch: jnp.sin(batch["tokens"].astype(jnp.float32)),
+    dims=("batch", "seq", "embed"),
+)
+
+
+def batch_of(seq: int = SEQ, words: int = WORDS) -> dict[str, jax.Array]:
+    return {
+        name: jax.random.randint(jax.random.key(n), (ROWS, seq), 0, words)
+        for n, name in enumerate(("tokens", "targets"))
+    }
+
+
+def run(
+    sizes: dict[str, int],
+    pipeline: Any = None,
+    loss: Any = LOSS,
+    make: Any = make_model,
+    batch: Any = None,
+    **options: Any,
+) -> tuple[dict[str, float], Any]:
+    """Metrics and gradients of one step."""
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+    batch = batch_of() if batch is None else batch
+    with jax.default_matmul_precision("highest"), layout:
+        state = jp.init(layout, make, optax.sgd(0.1))
+        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False, **options)
+        _, metrics = step.lower(state, batch).compile(compiler_options=QUICK)(state, batch)
+    grads = jax.device_get(metrics.pop("grads"))
+    return {name: float(value) for name, value in metrics.items()}, grads
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[dict[str, float], Any]:
+    return run({"data": 1})
+
+
+def check_same(got: Any, want: Any, bound: float = 2e-6) -> None:
+    for name, value in want[0].items():
+        assert got[0][name] == pytest.approx(value, rel=bound, abs=bound), name
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True)
+    for (keys, a), b in pairs:
+        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
+
+
+# name, mesh, microbatches, chunks, what is kept, layers of each piece
+CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
+    ("gpipe", {"pipeline": 4, "data": 2}, 8, 1, "residuals", ()),
+    ("1f1b", {"pipeline": 4}, 2, 1, "input", ()),
+    ("1f1b", {"pipeline": 2, "data": 2, "model": 2}, 8, 1, "residuals", (5, 3)),
+    ("1f1b", {"pipeline": 1, "data": 2}, 2, 1, "input", ()),
+    ("interleaved", {"pipeline": 2, "data": 2, "model": 2}, 4, 2, "input", (3, 2, 1, 2)),
+    ("breadth_first", {"pipeline": 4, "data": 2}, 4, 2, "residuals", ()),
+    ("zb_uniform", {"pipeline": 4, "data": 2}, 4, 1, "input", ()),
+    ("zb_h1", {"pipeline": 2, "model": 2}, 4, 1, "residuals", ()),
+    ("zb_v", {"pipeline": 2, "data": 2}, 8, 2, "input", ()),
+    ("dualpipe_v", {"pipeline": 2, "data": 2}, 4, 2, "residuals", (1, 2, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
+    name, sizes, microbatches, chunks, keeps, layers = case
+    schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
+    got = run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers))
+    # The part of right words is of all rows: a mean of microbatches by their weights is another number.
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+def test_a_llama_over_stages_data_a_ring_and_heads() -> None:
+    config = llama.LlamaConfig(vocab=32, embed=16, layers=4, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="full")
+    batch = batch_of(16, 32)
+    want = run({"data": 1}, None, next_token_loss, llama.make_llama(config), batch)
+    config = replace(config, context=jp.Context(impl="ring"))
+    schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
+    sizes = {"pipeline": 2, "context": 2, "model": 2}
+    pipeline = jp.Pipeline(schedule, keeps="residuals")
+    check_same(run(sizes, pipeline, staged_next_token_loss(config), llama.make_llama(config), batch), want, 3e-6)
+
+
+def test_a_staged_loss_is_the_loss_by_itself(one_device: Any) -> None:
+    def plain(model: Any, batch: Any) -> Any:
+        x = LOSS.before(model, batch)
+        for i in range(LAYERS):
+            x = layer(jax.tree.map(lambda w, i=i: w[i], model["blocks"]), x, LOSS.side(model, batch))
+        return after(model, x, batch)
+
+    check_same(run({"data": 1}, None, plain), one_device)
+
+
+def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() -> None:
+    layout = jp.Layout(jp.MeshSpec(pipeline=4, data=2).build(), RULES)
+    sizes = []
+    with layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        for microbatches in (4, 16):
+            batch = {name: jnp.concatenate([x, x]) for name, x in batch_of().items()}
+            schedule = jp.schedule("1f1b", stages=4, microbatches=microbatches)
+            text = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch).as_text()
+            assert not re.search(r"stablehlo\.(case|if)\b", text)
+            sizes.append(text.count("\n"))
+    assert abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
+    stages, chunks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    per = data.draw(st.integers(chunks, 6))
+    total, count = stages * per, stages * chunks
+    cuts = sorted(
+        data.draw(st.sets(st.integers(1, total - 1), min_size=count - 1, max_size=count - 1)) if total > 1 else []
+    )
+    each = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+    placement: Any = data.draw(st.sampled_from(["loop", "v"]))
+    layers = Layers(total, Pieces(stages, chunks, placement), each)
+    moves = layers._moves(1)
+    assert sorted((stage, at) for stage, at, *_ in moves) == [(s, i) for s in range(stages) for i in range(per)]
+    assert len({(to, place) for *_, to, place in moves}) == total
+    for found in _rounds(moves):
+        assert len({move[0] for move in found}) == len({move[2] for move in found}) == len(found)
+    # Every layer of a piece is where the piece is, in the order of the model.
+    at = {stage * per + i: (to, place) for stage, i, to, place in moves}
+    numbers = iter(range(total))
+    for piece, size in enumerate(each):
+        stage, chunk = layers.pieces.place(piece)
+        assert [at[next(numbers)] for _ in range(size)] == [(stage, chunk * layers.most + i) for i in range(size)]
+
+
+ONE_F_ONE_B = jp.schedule("1f1b", stages=2, microbatches=4)
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no pieces": (
+        {"loss": next_token_loss},
+        ConfigError,
+        (
+            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: jaxpar.Staged(layers=..., before=..., "
+            "layer=..., after=...), which names the stack and what comes before and after it."
+        ),
+    ),
+    "stages": (
+        {"sizes": {"pipeline": 4}},
+        ConfigError,
+        "pipeline: the schedule '1f1b' has 2 stages, but the mesh's axis 'pipeline' has 4 devices. Remedy: stages=4, or mesh {pipeline: 2}.",
+    ),
+    "no backwards": (
+        {"pipeline": jp.schedule("circular", stages=2, microbatches=4)},
+        ConfigError,
+        "pipeline: the schedule 'circular' has no backwards, so nothing can be trained. Remedy: '1f1b'.",
+    ),
+    "sequence chunks": (
+        {"pipeline": jp.schedule("seq1f1b", stages=2, microbatches=4, sequence_chunks=2)},
+        ConfigError,
+        (
+            "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but stages here take whole sequences. Remedy: "
+            "sequence_chunks=1, or context parallelism (seq: context)."
+        ),
+    ),
+    "accumulate": (
+        {"accumulate": 2},
+        ConfigError,
+        "pipeline: accumulate is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave accumulate out, or a schedule of 8.",
+    ),
+    "reduce": (
+        {"reduce": "each"},
+        ConfigError,
+        "pipeline: reduce is 'each', but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out.",
+    ),
+    "rows": (
+        {"pipeline": jp.schedule("1f1b", stages=2, microbatches=5)},
+        LayoutError,
+        (
+            "batch/targets [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 devices: its first dim is no multiple of 5. "
+            "Remedy: a batch of a multiple of 5 rows, or a schedule of fewer microbatches."
+        ),
+    ),
+    "layers": (
+        {"pipeline": jp.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
+        ConfigError,
+        (
+            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number for each piece, or a schedule "
+            "of as many stages and chunks as divide 8."
+        ),
+    ),
+    "numbers of layers": (
+        {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers=(5, 4))},
+        ConfigError,
+        (
+            "pipeline: layers is [5, 4], of 9 layers in 2 pieces, but blocks has 8 layers and the schedule 2 pieces, of one layer or more each. "
+            "Remedy: 2 numbers that sum to 8."
+        ),
+    ),
+    "path": (
+        {"loss": replace(LOSS, layers="decoder")},
+        ModelError,
+        "Staged(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; there are 'blocks', 'head', 'words'.",
+    ),
+    "vector metric": (
+        {"loss": replace(LOSS, after=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
+        ModelError,
+        (
+            "Staged(after=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so scalars are wanted. Remedy: return its "
+            "mean."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_is_named(case: str) -> None:
+    asked, error, text = ERRORS[case]
+    options = {"sizes": {"pipeline": 2}, "pipeline": ONE_F_ONE_B, **asked}
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        run(**options)
+
+
+def test_carried_state_is_named() -> None:
+    def make(key: jax.Array) -> Any:
+        return {"params": make_model(key), "statistics": {"mean": jnp.zeros(3)}}
+
+    text = (
+        "pipeline: the model carries rest/statistics/mean, but microbatches pass the stages in an order of their own, so no state can be "
+        "carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
+    )
+    with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
+        run({"pipeline": 2}, ONE_F_ONE_B, make=make)
+
+
+def test_what_is_kept_is_one_of_two_things() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: keeps is 'all', but 'input' or 'residuals' is wanted\.$"):
+        jp.Pipeline(ONE_F_ONE_B, keeps="all")  # type: ignore[arg-type]
