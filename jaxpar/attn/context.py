@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attn.asked import IMPLS, TRAVEL, Impl
+from jaxpar.attn.costs import Asked
 from jaxpar.attn.dispatch import attention, shares
 from jaxpar.attn.order import ORDERS, permutation
 from jaxpar.errors import ConfigError, did_you_mean
@@ -57,7 +58,7 @@ class Context:
         Args:
           q, k: queries and keys of a layer, as arrays or shapes [batch, seq, heads, head_dim].
         """
-        ring, _ = shares(self.impl, q, k)
+        ring, _ = shares(self.impl, q, k, asks=Asked(order=self.order, free=True, travel=self.travel))
         seq = q.shape[1]
         order: Any = self.order or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
         if ring == 1 or order == "contiguous":

@@ -36,6 +36,7 @@ class Way:
       block: tokens of a tile's side, at most.
       tile: scores of a tile, at most, if one head's do not exceed it: heads go in parts.
       offset: the position of the first query; the first key's is 0.
+      whole: every device of the ring has all queries, in order, and keeps to its own keys; results are to be merged.
     """
 
     rules: Rules
@@ -48,6 +49,7 @@ class Way:
     block: int = 512
     tile: int = 2**16
     offset: int = 0
+    whole: bool = False
 
     @property
     def ways(self) -> int:
@@ -95,7 +97,8 @@ class Split:
     def queries(self) -> Tokens:
         """Where this device's queries stand, in blocks."""
         way, segments = self.way, None if self.segments is None else self.segments[0]
-        at = self._positions(self.q_length, self.index) + way.offset
+        at = jnp.arange(self.q_length, dtype=jnp.int32) if way.whole else self._positions(self.q_length, self.index)
+        at = at + way.offset
         at = at if self.extras.offset is None else at + self.extras.offset
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
 
@@ -175,7 +178,10 @@ class Split:
         hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
         counts = np.zeros(2)
         for index in range(ways):
-            q = positions(way.order, self.q_length * ways, ways, index) + way.offset
+            of_queries = (
+                ("contiguous", self.q_length, 1, 0) if way.whole else (way.order, self.q_length * ways, ways, index)
+            )
+            q = positions(*of_queries) + way.offset  # type: ignore[arg-type]
             for hop in hops:
                 if hop is None:
                     k = self._filled(permutation(way.order, self.k_length * ways, ways), 0, PAD)
