@@ -65,8 +65,8 @@ def choice(
         raise LayoutError(
             f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: impl='auto' or 'dense'."
         )
-    split = lambda axes: listing(axes) if axes else "nothing"
-    apart = f"the queries' sequence is split over {split(seq)}, the keys' over {split(spread.kv[1])}"
+    over = lambda axes: listing(axes) if axes else "nothing"
+    apart = f"the queries' sequence is split over {over(seq)}, the keys' over {over(spread.kv[1])}"
     if asked in ("auto", "merge") and _merges(spread):
         return Choice(
             "merge", False, f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said

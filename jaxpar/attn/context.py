@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.attn.asked import IMPLS, TRAVEL, Impl
 from jaxpar.attn.costs import Asked
 from jaxpar.attn.dispatch import attention, shares
 from jaxpar.attn.order import ORDERS, permutation
-from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.errors import ConfigError, LayoutError, did_you_mean
+
+BALANCED = "balanced"
+"""The order of a ring whose devices have even work in packed documents: the batch brings it, as of :func:`jaxpar.balanced_order`."""
+type Laid = str | jax.Array | None
+"""How tokens lie: a name, the position of each [seq], or as they come."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Context:
     Attributes:
       impl: the implementation.
       order: how tokens lie along the devices of a ring; ``None`` for zigzag where there is a ring and the sequence divides, as they come
-        elsewhere. Tokens are brought into it once, before the first layer, and with them targets and positions.
+        elsewhere. Tokens are brought into it once, before the first layer, and with them targets and positions. ``balanced`` is what the
+        batch brings as ``order``; see :meth:`laid`.
       travel: the dtype in which gradients of keys and values go from device to device.
       block: tokens of a tile's side, at most; ``None`` for what suits the device.
 
@@ -38,7 +43,7 @@ class Context:
     def __post_init__(self) -> None:
         checks = (
             ("impl", self.impl, IMPLS),
-            ("order", self.order, (None, *ORDERS)),
+            ("order", self.order, (None, *ORDERS, BALANCED)),
             ("travel", self.travel, (None, *TRAVEL)),
         )
         for name, value, known in checks:
@@ -52,25 +57,47 @@ class Context:
         ):
             raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
 
-    def laid(self, q: Any, k: Any, *arrays_BS: Any) -> tuple[str | None, jax.Array | None, tuple[Any, ...]]:
+    def laid(self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None) -> tuple[Laid, Any, tuple[Any, ...]]:
         """The order of the tokens, their positions [1, seq] where it is not the natural one, and arrays [batch, seq] in it.
 
         Args:
           q, k: queries and keys of a layer, as arrays or shapes [batch, seq, heads, head_dim].
-        """
-        ring, _ = shares(self.impl, q, k, asks=Asked(order=self.order, free=True, travel=self.travel))
-        seq = q.shape[1]
-        order: Any = self.order or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
-        if ring == 1 or order == "contiguous":
-            return None, None, arrays_BS
-        at = permutation(order, seq, ring)
-        return order, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
+          order_BS: an order that comes with the batch: the position of each token, as they are to lie, the same in all rows. Where there
+            is no ring it is not looked at.
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, order: str | None) -> jax.Array:
-        """Causal attention of queries, keys and values whose tokens lie in this order."""
+        Raises:
+          LayoutError: the order is ``balanced``, and none comes.
+        """
+        ring, seq = self.ring(q, k, given=order_BS is not None), q.shape[1]
+        order: Any = self.order or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
+        if ring == 1 or (order == "contiguous" and order_BS is None):
+            return None, None, arrays_BS
+        if order == BALANCED and order_BS is None:
+            raise LayoutError(
+                f"context: order is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: batch['order'] = "
+                f"np.tile(jp.balanced_order(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
+            )
+        at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
+        name = order if order_BS is None else at
+        return name, jax.numpy.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
+
+    def ring(self, q: Any, k: Any, *, given: bool = False) -> int:
+        """Devices of the ring that a layer's queries and keys, or their shapes, call for under the ambient layout; 1 where there is none.
+
+        Args:
+          given: the batch brings an order.
+        """
+        order = "given" if given or self.order == BALANCED else self.order
+        return shares(self.impl, q, k, asks=Asked(order=order, free=True, travel=self.travel))[0]
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, order: Laid, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Causal attention of queries, keys and values whose tokens lie in this order, of documents [batch, seq] that lie so too."""
         # Asked for, contiguous is meant; else a ring lays out its tokens by itself.
-        order = order or ("contiguous" if self.order == "contiguous" else None)
-        return attention(q, k, v, impl=self.impl, order=order, travel=self.travel, block=self.block)
+        order = ("contiguous" if self.order == "contiguous" else None) if order is None else order
+        how: dict[str, Any] = {"travel": self.travel, "block": self.block, "segment_ids": segment_ids}
+        return attention(q, k, v, impl=self.impl, order=order, **how)
 
 
 AUTO = Context()

@@ -8,12 +8,13 @@ from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.attn import heads as exchange
 from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_travel
 from jaxpar.attn.core import attend
 from jaxpar.attn.order import check, check_given
-from jaxpar.attn.split import Keys, Way
+from jaxpar.attn.split import Keys, Way, side, turns_of
 from jaxpar.attn.tiles import Extras, varies_over
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.topology import platform_of
@@ -128,7 +129,11 @@ def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
     if asked is not None and not isinstance(asked, str):
         for what, length in checked:
             check_given(asked, length, what)
-        return way
+        # In arrays stand prefixes and offsets: what they let a query see is not known here.
+        known = isinstance(asked, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
+        if not known or way.ways == 1 or way.whole:
+            return way
+        return replace(way, turns=turns_of(way.rules.mask, asked, way.ways, side(lengths[1], way.block), way.offset))
     relay = asked is None and not way.whole and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
     order: Any = "zigzag" if relay else asked or "contiguous"
     for what, length in checked:
