@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
@@ -298,3 +301,75 @@ def test_a_known_order_ends_the_ring_where_nothing_more_is_seen(
         traced = lambda x, order: jp.attention(x, x, x, impl="ring", mask=mask, order=order)
         unknown = str(jax.make_jaxpr(traced)(x, order))
     assert text.count("ppermute[") == 2 * sent and unknown.count("ppermute[") == 2 * 3
+
+
+@dataclass(frozen=True)
+class Attending:
+    """A model that is an attention of its tokens' rows of a table."""
+
+    context: jp.Context
+    table: np.ndarray
+
+    def laid(self, *arrays: Any, order_BS: Any = None) -> Any:
+        q = jax.ShapeDtypeStruct((*arrays[0].shape, 2, 4), jnp.float32)
+        return self.context.laid(q, q, *arrays, order_BS=order_BS)
+
+    def hidden(self, tokens: Any, positions: Any, order: Any, documents_BS: Any = None) -> Any:
+        x = jnp.asarray(self.table)[tokens].reshape(*tokens.shape, 2, 4)
+        return self.context(x, x, x, order, documents_BS).reshape(*tokens.shape, 8)
+
+    def unembedding(self) -> Any:
+        return jnp.asarray(self.table.T)
+
+
+def packed() -> dict[str, np.ndarray]:
+    ids = np.repeat([[0, 1, 2], [0, 1, 2]], [11, 16, 5], axis=1).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 16, (2, 32)).astype(np.int32)
+    order = np.tile(jp.balanced_order(ids, 2, chunks=4), (2, 1))
+    return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": ids, "order": order}
+
+
+def test_a_batch_brings_the_order_of_its_documents() -> None:
+    """The loss is that of one device, where nobody looks at the order."""
+    table, rules = (
+        random(16, 8),
+        jp.Rules(**dict.fromkeys(("batch", "heads", "kv_heads", "head_dim", "embed", "vocab")), seq="context"),
+    )
+
+    def loss(ways: int, impl: Any) -> float:
+        layout = jp.Layout(jp.MeshSpec(context=ways).build(jax.devices()[:ways]), rules)
+        model = Attending(jp.Context(impl, order="balanced"), table)
+        with layout:
+            return float(jax.jit(functools.partial(next_token_loss, model), compiler_options=QUICK)(packed()))
+
+    assert loss(2, "ring") == pytest.approx(loss(1, "dense"), rel=1e-5)
+
+
+def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        given.append(
+            {name: getattr(options[name], "shape", options[name]) for name in ("order", "segment_ids", "impl")}
+        )
+        return q
+
+    monkeypatch.setattr("jaxpar.attn.context.attention", attention)
+    config = llama.preset("tiny", layers=2, context=jp.Context("ring", order="balanced"), remat="full")
+    names = ("embed", "norm", "heads", "kv_heads", "head_dim", "layers", "mlp", "vocab")
+    rules = jp.Rules(batch="data", seq="context", residual_seq="context", **dict.fromkeys(names))
+    with jp.Layout(jp.MeshSpec(context=2).abstract(), rules):
+        jax.eval_shape(lambda b: next_token_loss(llama.Llama(config, rngs=nnx.Rngs(0)), b), packed())
+    assert given and all(g == {"order": (32,), "segment_ids": (2, 32), "impl": "ring"} for g in given)
+
+
+def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
+    text = (
+        "context: order is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: batch['order'] = "
+        "np.tile(jp.balanced_order(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
+    )
+    q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
+    with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
+        jp.Context("ring", order="balanced").laid(q, q, tokens)
+    with jp.Layout(jp.MeshSpec(ulysses=2).abstract(), RULES):
+        assert jp.Context("ulysses", order="balanced").laid(q, q, tokens)[:2] == (None, None)

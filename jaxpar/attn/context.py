@@ -41,8 +41,9 @@ class Context:
     block: int | None = None
 
     def __post_init__(self) -> None:
+        # A model's queries are split as its keys are: nothing to merge.
         checks = (
-            ("impl", self.impl, IMPLS),
+            ("impl", self.impl, tuple(name for name in IMPLS if name != "merge")),
             ("order", self.order, (None, *ORDERS, BALANCED)),
             ("travel", self.travel, (None, *TRAVEL)),
         )
