@@ -280,7 +280,7 @@ def test_a_given_order_is_filled_up() -> None:
     with one:
         want = jp.attention(*x, impl="dense", segment_ids=ids)
     with two:
-        call = lambda x, ids, order: jp.attention(*x, impl="ring", segment_ids=ids, order=order, pad=True)
+        call = lambda x, ids, order: jp.attention(*x, impl="gather", segment_ids=ids, order=order, pad=True)
         found = jax.jit(call, compiler_options=QUICK)(tuple(a[:, order] for a in x), ids[:, order], order)
     np.testing.assert_allclose(found, want[:, order], atol=1e-5)
     text = "attention: the keys' sequence has 21 tokens, but order has 20 positions. Remedy: one for each token of all devices, as of"
