@@ -201,7 +201,7 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
     layout = current_layout()
     context = jax.sharding.get_abstract_mesh()
     manual = context.manual_axes
-    site = _call_site()
+    site = call_site()
     path = f"{'hint' if lenient else 'constrain'}() in {site}"
     sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
     resolved = resolve(layout.rules, sizes, dims, x.shape, role=role, itemsize=_itemsize(x.dtype), path=path)
@@ -229,7 +229,7 @@ def lay_out(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _call_site() -> str:
+def call_site() -> str:
     """``Attention.__call__ (llama.py:178)``: the model code that called ``constrain`` or ``hint``."""
     frame = sys._getframe()
     while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):

@@ -151,7 +151,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     >>> platform_of(AbstractMesh((4,), ("data",)))
     'cpu'
     """
-    device = _device_of(mesh)
+    device = device_of(mesh)
     return "cpu" if device is None else str(device.platform)
 
 
@@ -162,12 +162,13 @@ def torus_of(mesh: Mesh | AbstractMesh) -> int:
     >>> torus_of(AbstractMesh((64,), ("data",), abstract_device=Topology.parse("v5p:4x4x4").abstract_device))
     3
     """
-    device = _device_of(mesh)
+    device = device_of(mesh)
     kind = "" if device is None else device.device_kind
     return next((its.dims for its in _KINDS.values() if its.device_kind == kind), 0)
 
 
-def _device_of(mesh: Mesh | AbstractMesh) -> Any:
+def device_of(mesh: Mesh | AbstractMesh) -> Any:
+    """A device of ``mesh``, or the abstract one that it carries; ``None`` where it carries none."""
     import jax
 
     return mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else mesh.abstract_device

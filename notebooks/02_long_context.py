@@ -122,7 +122,7 @@ SEQ, HEADS, HEAD_DIM = 256, 8, 16
 # - `ulysses` exchanges sequence for heads: each device gets all tokens of some heads, and gives the result back.
 # - `hybrid` exchanges over one mesh axis and goes round over the other.
 #
-# `auto` takes what sends the least. `choice` tells why.
+# `auto` takes what takes the least time; of simulated devices nothing is known, and it takes what sends the least. `choice` tells why.
 
 
 # %%

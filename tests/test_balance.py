@@ -117,6 +117,18 @@ def test_contiguous_is_not_and_striped_nearly() -> None:
     assert jp.balance(CAUSAL, 4096, 8, "contiguous", impl="ulysses").ratio == 1
 
 
+def test_rows_of_scores_are_computed_whole_and_groups_share_a_ring() -> None:
+    ring, whole = (jp.balance(CAUSAL, 64, 4, block=8, impl=impl) for impl in ("ring", "ring_self_attention"))
+    np.testing.assert_array_equal(whole.visible, ring.visible)
+    assert (whole.visited == 16 * 16).all() and whole.tile_ratio == 1
+    near = jp.balance(jp.Mask(causal=True, window=8), 64, 4, "contiguous", impl="ring_self_attention")
+    assert near.visited.sum(0).tolist() == [4 * 256, 4 * 256, 0, 0]  # nobody sees further than the neighbour
+    pair = jp.balance(CAUSAL, 64, 2, "contiguous", block=8)
+    groups = jp.balance(CAUSAL, 64, 8, "contiguous", block=8, impl="hybrid", ulysses=4)
+    np.testing.assert_array_equal(groups.visible, np.repeat(pair.visible / 4, 4, 0))
+    assert groups.ratio == pair.ratio and len(groups.per_device) == 8 and "8 devices, hybrid, contig" in groups.report()
+
+
 def test_where_nothing_is_seen_nothing_is_uneven() -> None:
     found = jp.balance(CAUSAL, 16, 2, segment_ids=np.full(16, -1))
     assert found.ratio == found.tile_ratio == 1 and "-  " in found.report()
@@ -141,7 +153,9 @@ def test_the_report() -> None:
         (
             ConfigError,
             lambda: jp.balance(CAUSAL, 16, 2, impl="rings"),
-            "balance: unknown impl 'rings'. Did you mean 'ring'? The implementations are: ring, gather, ulysses.",
+            (
+                "balance: unknown impl 'rings'. Did you mean 'ring'? The implementations are: ring, ring_self_attention, gather, ulysses, hybrid."
+            ),
         ),
         (
             LayoutError,
@@ -163,6 +177,14 @@ def test_the_report() -> None:
         ),
         (
             LayoutError,
+            lambda: jp.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3),
+            (
+                "balance: impl 'hybrid' on 4 devices, of which 3 exchange heads. Remedy: with impl='hybrid' a number of them, 2 or more, that divides "
+                "4; without it ulysses=1."
+            ),
+        ),
+        (
+            LayoutError,
             lambda: jp.balanced_order(np.zeros(32, int), 8),
             "balanced_order: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of 64 or chunks=4.",
         ),
@@ -177,7 +199,7 @@ def test_the_report() -> None:
             "balanced_order: impl is 'ulysses', but 'ring' or 'gather' is wanted.",
         ),
     ],
-    ids=["impl", "order", "ways", "segments", "pieces", "chunks", "balancer's impl"],
+    ids=["impl", "order", "ways", "segments", "groups", "pieces", "chunks", "balancer's impl"],
 )
 def test_errors_say_what_is_wanted(error: type[Exception], call: Any, text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}$"):

@@ -16,8 +16,8 @@ SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 FLOORS = (
     ("errors", "simulate", "versions"),
     ("figures", "names", "texts"),
-    ("config", "devices", "schedules", "staging", "store"),
-    ("mesh", "plain", "rules", "topology"),
+    ("accelerators", "config", "devices", "schedules", "staging", "store"),
+    ("links", "mesh", "plain", "rules", "topology"),
     ("exchange", "host", "layout", "precision", "waiting", "zero"),
     (
         "arrays",

@@ -270,7 +270,7 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
         ),
         (
             {"ulysses": 4},
-            {"order": "zigzag"},
+            {"impl": "ulysses", "order": "zigzag"},
             LayoutError,
             (
                 "attention(impl='ulysses'): order 'zigzag' says how tokens lie along the devices of a ring, but there is none: the sequence is "

@@ -15,7 +15,7 @@ from jaxpar.attn.split import Segments
 from jaxpar.attn.tiles import Rules
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean, listing
 
-Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid"]
+Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "merge"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 TRAVEL = ("float32", "bfloat16")
 

@@ -1,19 +1,25 @@
-"""Which implementation a layout and the sizes of queries and keys call for."""
+"""Which implementation a layout, the sizes of queries and keys, and the devices call for."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.attn.heads import repeats
-from jaxpar.attn.local import roles
+import jax
+
+from jaxpar.attn.costs import Asked, Cost, Spread, cost
 from jaxpar.errors import LayoutError, listing
-from jaxpar.rules import Axes
+from jaxpar.links import Links
 
 DENSE = 512 * 512
 """So few scores of a head ``auto`` computes at once: they are no more than a tile."""
+ROOM = 64
+"""The part of a device's memory, one of so many, that keys of all devices may take for ``auto`` to gather them."""
+
+# Part of jit's cache key, as the observer of hints: what was traced under another one is not found again.
+_observer = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
@@ -25,14 +31,6 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The mesh axes of each dim of queries, and of keys and values."""
-
-    q: tuple[Axes, ...]
-    kv: tuple[Axes, ...]
-
-
 def choice(
     asked: str,
     q: Any,
@@ -42,6 +40,8 @@ def choice(
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
     no_kernel: str = "",
+    asks: Asked | None = None,
+    links: Links | None = None,
 ) -> Choice:
     """What ``asked`` comes to.
 
@@ -49,6 +49,8 @@ def choice(
       q, k: arrays or shapes [batch, seq, heads, head_dim].
       sizes: of the mesh axes.
       no_kernel: why the accelerator's kernel cannot run; empty where it can.
+      asks: mask, order and dtype of travel; ``None`` for a causal mask and tokens brought into a ring's order once.
+      links: of the mesh's devices. With them ``auto`` takes what takes the least time, without what sends the fewest bytes.
 
     Raises:
       LayoutError: the implementation cannot work with dims split in this way.
@@ -63,12 +65,22 @@ def choice(
         raise LayoutError(
             f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: impl='auto' or 'dense'."
         )
+    over = lambda axes: listing(axes) if axes else "nothing"
+    apart = f"the queries' sequence is split over {over(seq)}, the keys' over {over(spread.kv[1])}"
+    if asked in ("auto", "merge") and _merges(spread):
+        return Choice(
+            "merge", False, f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said
+        )
+    if asked == "merge":
+        raise LayoutError(
+            f"attention(impl='merge'): it wants queries whole, and keys split over axes that split nothing of the queries, but {apart}. Remedy: "
+            f"impl='auto'."
+        )
     if seq != spread.kv[1]:
         if asked == "auto":
             return Choice("dense", False, "queries and keys are split over different axes")
         raise LayoutError(
-            f"attention(impl={asked!r}): the queries' sequence is split over {listing(seq) if seq else 'nothing'}, the keys' over "
-            f"{listing(spread.kv[1]) if spread.kv[1] else 'nothing'}. Remedy: the same rule for both, or impl='dense'."
+            f"attention(impl={asked!r}): {apart}. Remedy: the same rule for both, or impl='auto' or 'dense'."
         )
     if not seq:
         if not no_kernel:
@@ -83,35 +95,68 @@ def choice(
         )
     if asked != "auto":
         return Choice(asked, asked == "ulysses" and not no_kernel, said)
-    # Not ``gather``: it sends what a ring sends, which then does not travel while it computes.
-    sent = {impl: sends(impl, q, k, spread, sizes, heads_axis) for impl in ("ulysses", "hybrid", "ring")}
-    sent = {impl: n for impl, n in sent.items() if n}
-    best = min(sent, key=lambda impl: sent[impl])
-    told = ", ".join(f"{impl} {n / 2**20:.4g}" for impl, n in sorted(sent.items(), key=lambda item: item[1]))
-    return Choice(best, best == "ulysses" and not no_kernel, f"MiB that a device sends, forward and backward: {told}")
+    names = ["ulysses", "hybrid", "ring"]
+    if asks is not None and asks.order in ("zigzag", "striped") and not asks.free:
+        names.remove("ulysses")  # no ring, and so no order of its devices
+    links = links if q.dtype.itemsize <= 4 else None  # of fp64 no maker tells
+    # By bytes not ``gather``: it sends what a ring sends, which then does not travel while it computes.
+    names += (
+        ["gather"] if links is not None and _gathered(q, k, spread, sizes) <= links.accelerator.hbm_bytes / ROOM else []
+    )
+    found = {impl: cost(impl, q, k, spread, sizes, heads_axis, asks, links) for impl in names}
+    costs = {impl: c for impl, c in found.items() if c is not None}
+    by = (lambda c: c.sent) if links is None else (lambda c: c.seconds)
+    best = min(costs, key=lambda impl: by(costs[impl]))
+    ranked = sorted(costs.items(), key=lambda item: by(item[1]))
+    return Choice(best, best == "ulysses" and not no_kernel, _told(ranked, links))
+
+
+def _merges(spread: Spread) -> bool:
+    """Whether every device has all of the queries that belong to its keys, and others have other keys."""
+    taken = {axis for axes in spread.q for axis in axes}
+    return bool(spread.kv[1]) and not spread.q[1] and not taken & set(spread.kv[1]) and spread.q[0] == spread.kv[0]
+
+
+def _told(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
+    """What each implementation costs, the cheapest first."""
+    mib = lambda cost: f"{cost.sent / 2**20:.4g}"
+    if links is None:
+        return f"MiB that a device sends, forward and backward: {', '.join(f'{impl} {mib(c)}' for impl, c in ranked)}"
+    ms = lambda seconds: f"{1e3 * seconds:.3g}"
+    each = (
+        f"{impl} {ms(c.seconds)} ({ms(c.compute)} of compute, {ms(c.exposed)} of waiting for {mib(c)} MiB)"
+        for impl, c in ranked
+    )
+    return f"ms forward and backward by the roofline of {links.name}: {', '.join(each)}"
+
+
+def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float:
+    """Bytes of the keys and values of all devices of a ring, and of their gradients in four bytes a number."""
+    shares = [axis for axes in (spread.kv[0], spread.kv[2]) for axis in axes]
+    numbers = 2.0 * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3]
+    for axis in shares:
+        numbers /= sizes[axis]
+    return numbers * (q.dtype.itemsize + 4)
+
+
+def choosing(callback: Callable[[str, Any, Any, Choice], None]) -> AbstractContextManager[None]:
+    """While active, ``callback(call_site, q, k, choice)`` is told what ``auto`` takes."""
+    return _observer(callback)
+
+
+def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
+    if _observer.value is not None:
+        _observer.value(site(), q, k, picked)
 
 
 def sends(
     impl: str, q: Any, k: Any, spread: Spread, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
 ) -> float:
-    """Bytes that a device sends in one forward and one backward pass; 0 where the implementation does not fit.
+    """Bytes that a device sends in one forward and one backward pass of causal attention, tokens lying in a ring's order; 0 where the
+    implementation does not fit.
 
     Keys and values, and with them their gradients in four bytes a number, go a whole ring; queries, results and their gradients are
     exchanged once each.
     """
-    share = lambda axes: math.prod(sizes[axis] for axis in axes)
-    try:
-        ring, heads = roles(impl, spread.q[1], heads_axis)
-    except LayoutError:
-        return 0
-    around, apart = share(ring), share(heads)
-    local_heads = q.shape[2] // share(spread.q[2])
-    if local_heads % apart:
-        return 0
-    each = q.dtype.itemsize * q.shape[0] / share(spread.q[0]) * q.shape[3] / share(spread.q[1])
-    kv_heads = k.shape[2] // share(spread.kv[2])
-    queries, keys = each * q.shape[1] * local_heads, 2 * each * k.shape[1] * kv_heads
-    exchanged = (4 * queries + 2 * keys * repeats(kv_heads, apart)) * (apart - 1) / apart
-    wider = 4 / min(4, q.dtype.itemsize)
-    per_device = keys * repeats(kv_heads, apart)
-    return exchanged + (around - 1) * per_device * (2 + wider)
+    found = cost(impl, q, k, spread, sizes, heads_axis)
+    return 0 if found is None else found.sent

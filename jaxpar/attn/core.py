@@ -47,7 +47,7 @@ def attend(
       extras: as after the exchange of heads: of the heads that this device computes; columns of a bias are all keys.
 
     Returns:
-      The result as the queries, and the logarithm of the sums of weights [batch, tokens, heads], in the dtype of sums;
+      The result as the queries (as wide as sums, where it is to be merged), and the logarithm of the sums of weights [batch, tokens, heads], in the dtype of sums;
       0 and -inf for a query that sees nothing.
     """
     return _forward(way, q_BSHD, k_BTKD, v_BTKD, segments, extras)[0]
@@ -58,7 +58,7 @@ def _forward(way: Way, q: Any, k: Any, v: Any, segments: Segments, extras: Extra
     far = _arrived(way, q), _arrived(way, k, repeat), _arrived(way, v, repeat)
     split = _split(way, far, segments, extras)
     o, lse = finished(FORWARD[way.keys](split, *_packed(split, *far)))
-    o, lse = _unpacked(o.astype(q.dtype), far[0].shape[1]), _unpacked(lse, far[0].shape[1])
+    o, lse = _unpacked(o if way.whole else o.astype(q.dtype), far[0].shape[1]), _unpacked(lse, far[0].shape[1])
     o, lse = (checkpoint_name(_returned(way, x), SAVED) for x in (o, lse))
     return (o, lse), (far, segments, extras, o, lse, k.shape[2])
 

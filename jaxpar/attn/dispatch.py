@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxpar.attn import heads as exchange
 from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, read
 from jaxpar.attn.blocks import SAVED
-from jaxpar.attn.choose import Choice, Spread, choice
+from jaxpar.attn.choose import Choice, choice, observed
+from jaxpar.attn.costs import Asked, Spread
 from jaxpar.attn.dense import dense
 from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
@@ -23,7 +25,8 @@ from jaxpar.attn.order import check_given, permutation
 from jaxpar.attn.splash import splash
 from jaxpar.attn.split import Way
 from jaxpar.attn.tiles import Extras, Rules
-from jaxpar.layout import current_layout, hint, lay_out
+from jaxpar.layout import call_site, current_layout, hint, lay_out
+from jaxpar.links import links_of
 from jaxpar.rules import Axes, resolve
 from jaxpar.topology import platform_of
 
@@ -60,8 +63,9 @@ def attention(
         causal mask and nothing beside, tiles in plain jax for all else. Where seq is split: ``gather`` collects keys and values;
         ``ring`` passes them from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), ``ring_self_attention`` first all keys
         and then all values, with whole rows of scores (Li et al. 2021, arXiv:2105.13120); ``ulysses`` exchanges sequence for heads
-        (Jacobs et al. 2023, arXiv:2309.14509); ``hybrid`` does so over ``heads_axis`` and passes over the other axes. ``auto`` takes what sends
-        the fewest bytes; :func:`jaxpar.attn.choose.choice` says why.
+        (Jacobs et al. 2023, arXiv:2309.14509); ``hybrid`` does so over ``heads_axis`` and passes over the other axes. Where queries are
+        whole and keys split (decoding), ``merge`` joins what each device finds in its keys. ``auto`` takes what takes the least time on the
+        mesh's devices, or sends the fewest bytes where nothing is known of them; :func:`jaxpar.explain` says what and why.
       q_dims, kv_dims: logical dims of queries and of keys and values.
       heads_axis: for ``hybrid`` and ``auto``: the mesh axes that exchange sequence for heads.
       pad: fill up a sequence that does not divide with tokens that nothing sees, and cut the result back.
@@ -80,20 +84,32 @@ def attention(
     rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
     if pad:
         arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
+        if beside.order is not None:
+            options["order"] = beside.order
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
     why_not = _no_kernel(q, k, v, rules, beside, offset)
-    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=swapped, no_kernel=why_not)
+    asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
+    asks = replace(
+        asks, travel=options.get("travel"), offset=offset if beside.offset is None else k.shape[1] - q.shape[1]
+    )
+    asks = replace(asks, hops=beside.prefix is None and beside.offset is None and beside.order is None)
+    layout = current_layout()
+    links = links_of(layout.mesh) if impl == "auto" else None
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, no_kernel=why_not, asks=asks, links=links)
+    if impl == "auto":
+        observed(call_site, q, k, picked)
     if picked.impl == "dense":
         o = _dense(q, k, v, rules, beside, offset, options, spread, swapped)
         return checkpoint_name(hint(o, *q_dims), SAVED)[:, :rows]
     if spread.q[2] != spread.kv[2]:
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
-        k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *q_dims) for x in (k, v))
-        spread = Spread(spread.q, spread.q)
-    ring, heads = roles(picked.impl, spread.q[1], swapped) if spread.q[1] else ((), ())
+        dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
+        k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
+        spread = Spread(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
+    ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
-    way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset)
+    way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset, whole=picked.impl == "merge")
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
     return hint(_sharded(picked, way, options, spread, (q, k, v), beside), *q_dims)[:, :rows]
 
@@ -105,11 +121,14 @@ def shares(
     *,
     dims: tuple[Dims, Dims] = (Q_DIMS, KV_DIMS),
     heads_axis: tuple[str, ...] = ("ulysses",),
+    asks: Asked | None = None,
 ) -> tuple[int, int]:
     """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
-    spread = Spread(_axes(q, dims[0]), _axes(k, dims[1]))
-    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=heads_axis, no_kernel="no matter")
-    ring, heads = roles(picked.impl, spread.q[1], heads_axis)
+    spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
+    links = links_of(layout.mesh) if impl == "auto" else None
+    how: dict[str, Any] = {"heads_axis": heads_axis, "no_kernel": "no matter", "asks": asks, "links": links}
+    picked = choice(impl, q, k, spread, layout.sizes, **how)
+    ring, heads = roles(picked.impl, spread.kv[1], heads_axis)
     return _share(ring), _share(heads)
 
 
@@ -117,17 +136,23 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     """On each device's shards: kernels and rings are opaque to the partitioner."""
     layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
     q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
-    rows, columns, apart = spread.q[0], spread.q[1], (*spread.q[2], *way.heads)
+    rows, apart = spread.q[0], (*spread.q[2], *way.heads)
     per = lambda x, size, axes: axes or None if x is not None and size > 1 else None
     some = lambda x, *spec: None if x is None else PartitionSpec(*spec)
+    along = lambda axes: PartitionSpec(rows or None, axes or None)
     bias = beside.bias
     specs = Beside(
-        segments=None if beside.segments is None else (PartitionSpec(rows or None, columns or None),) * 2,
+        segments=None if beside.segments is None else (along(spread.q[1]), along(spread.kv[1])),
         prefix=some(beside.prefix, rows or None if beside.prefix is not None and len(beside.prefix) == batch else None),
         slopes=some(beside.slopes, apart or None),
         bias=bias
         if bias is None
-        else PartitionSpec(per(bias, bias.shape[0], rows), per(bias, bias.shape[1], apart), way.ring or None, None),
+        else PartitionSpec(
+            per(bias, bias.shape[0], rows),
+            per(bias, bias.shape[1], apart),
+            None if way.whole else way.ring or None,
+            None,
+        ),
         sinks=some(beside.sinks, spread.q[2] or None),
         key=some(beside.key),
         offset=some(beside.offset),
@@ -226,6 +251,10 @@ def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Ar
         missing.append(-x.shape[1] % (2 * _share(_axes(long, names)[1])))
     if not any(missing):
         return arrays, beside
+    order = beside.order
+    if order is not None:  # what is filled up stands behind all others, where nothing sees it
+        check_given(order, arrays[1].shape[1], "the keys' sequence")
+        order = jnp.concatenate([order, len(order) + jnp.arange(missing[1], dtype=order.dtype)])
     given = beside.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
     rows, columns = (
         jnp.pad(x, ((0, 0), (0, more)), constant_values=-1) for x, more in zip(given, missing, strict=True)
@@ -235,7 +264,7 @@ def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Ar
     bias = beside.bias
     if bias is not None:
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
-    return (q, k, v), beside._replace(segments=(rows, columns), bias=bias)
+    return (q, k, v), beside._replace(segments=(rows, columns), bias=bias, order=order)
 
 
 def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:

@@ -8,12 +8,13 @@ from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.attn import heads as exchange
 from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_travel
 from jaxpar.attn.core import attend
 from jaxpar.attn.order import check, check_given
-from jaxpar.attn.split import Keys, Way
+from jaxpar.attn.split import Keys, Way, side, turns_of
 from jaxpar.attn.tiles import Extras, varies_over
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.topology import platform_of
@@ -25,6 +26,7 @@ KEYS: dict[str, Keys] = {
     "ring_self_attention": "rows",
     "ulysses": "here",
     "hybrid": "ring",
+    "merge": "here",
 }
 """Implementation → how the keys of other devices come."""
 
@@ -34,7 +36,7 @@ def attention_local(
     k_BTKD: jax.Array,
     v_BTKD: jax.Array,
     *,
-    impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid"] = "ring",
+    impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "merge"] = "ring",
     axis: str | Sequence[str] = "context",
     heads_axis: str | Sequence[str] = "ulysses",
     **options: Unpack[Options],
@@ -42,7 +44,7 @@ def attention_local(
     """Attention of one device's queries to the keys of all devices along ``axis``, inside of a ``shard_map`` of the caller's.
 
     Args:
-      q_BSHD: [batch, tokens, heads, head_dim] of this device.
+      q_BSHD: [batch, tokens, heads, head_dim] of this device; with ``merge`` all queries, the same on every device.
       k_BTKD, v_BTKD: [batch, tokens, kv_heads, head_dim] of this device.
       impl: see :func:`jaxpar.attention`.
       axis: the mesh axes that the sequence is split over, major to minor.
@@ -80,7 +82,8 @@ def attention_local(
     apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
     tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens)
-    way = ordered(Way(rules, KEYS[impl], ring, heads, offset=offset), options, (q_BSHD.shape[1], k_BTKD.shape[1]))
+    how = Way(rules, KEYS[impl], ring, heads, offset=offset, whole=impl == "merge")
+    way = ordered(how, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
     check_heads(q_BSHD.shape[2], apart, heads)
     share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
     beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
@@ -121,14 +124,19 @@ def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
     asked, swapped = options.get("order"), exchange.ways_of(way.heads)
     lengths = lengths[0] * swapped, lengths[1] * swapped
     causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None
-    tokens = ("the queries' sequence", lengths[0] * way.ways), ("the keys' sequence", lengths[1] * way.ways)
+    tokens = ("the keys' sequence", lengths[1] * way.ways), ("the queries' sequence", lengths[0] * way.ways)
+    checked = tokens[: 1 if way.whole else 2][::-1]
     if asked is not None and not isinstance(asked, str):
-        for what, length in tokens:
+        for what, length in checked:
             check_given(asked, length, what)
-        return way
-    relay = asked is None and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
+        # In arrays stand prefixes and offsets: what they let a query see is not known here.
+        known = isinstance(asked, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
+        if not known or way.ways == 1 or way.whole:
+            return way
+        return replace(way, turns=turns_of(way.rules.mask, asked, way.ways, side(lengths[1], way.block), way.offset))
+    relay = asked is None and not way.whole and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
     order: Any = "zigzag" if relay else asked or "contiguous"
-    for what, length in tokens:
+    for what, length in checked:
         check(order, length, way.ways, what)
     return replace(way, order=order, relay=relay)
 
@@ -161,12 +169,28 @@ def compute(
     counted = first if way.rules.dropout else None
     extras = Extras(bias, slopes, beside.prefix, beside.key, counted, beside.offset, beside.order)
     q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
+    dtype = q.dtype
     o, lse = attend(way, q, k, v, segments, extras)
+    if way.whole:
+        o, lse = merged(o, lse, way.ring)
+        o = o.astype(dtype)
     if beside.sinks is not None:
         sinks = beside.sinks.astype(lse.dtype)
         o = (o * jax.nn.sigmoid(lse - sinks)[..., None]).astype(o.dtype)
         lse = jnp.logaddexp(lse, sinks)
     return o, lse
+
+
+def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
+    """Results, and logarithms of the sums of weights, of the same queries and all devices' keys; jax differentiates it."""
+    greatest = jax.lax.pmax(jax.lax.stop_gradient(lse), tuple(axes))
+    greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)  # no device's keys are seen
+    weight = jnp.exp(lse - greatest)
+    total = jax.lax.psum(weight, tuple(axes))
+    seen = total > 0
+    some = jnp.where(seen, total, 1)
+    o = jax.lax.psum(o * weight[..., None], tuple(axes)) / some[..., None]
+    return o, jnp.where(seen, greatest + jnp.log(some), -jnp.inf)
 
 
 def _alike(way: Way, tree: Any) -> Any:

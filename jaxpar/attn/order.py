@@ -62,9 +62,8 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
     half = x.shape[dim] // 2
     low, high = (jax.lax.slice_in_dim(x, i * half, (i + 1) * half, axis=dim) for i in (0, 1))
     even = jax.lax.axis_index(axes) % 2 == 0
-    home = lambda chunk: min(chunk, 2 * ways - 1 - chunk)
     # Device r has chunks 2r and 2r + 1, or the chunks r and 2n - 1 - r; of either pair one is even.
-    pairs = [[(r, home(2 * r + odd)) for r in range(ways)] for odd in (0, 1)]
+    pairs = zigzag_pairs(ways)
     if back:
         low, high = jnp.where(even, low, high), jnp.where(even, high, low)
         pairs = [[(b, a) for a, b in some] for some in pairs]
@@ -72,6 +71,16 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
     if not back:
         low, high = jnp.where(even, low, high), jnp.where(even, high, low)
     return jnp.concatenate([low, high], axis=dim)
+
+
+def zigzag_pairs(ways: int) -> list[list[tuple[int, int]]]:
+    """Of the first and of the second halves of the devices' tokens, (from, to) on the way into zigzag.
+
+    >>> zigzag_pairs(2)
+    [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
+    """
+    home = lambda chunk: min(chunk, 2 * ways - 1 - chunk)
+    return [[(r, home(2 * r + odd)) for r in range(ways)] for odd in (0, 1)]
 
 
 def check_given(order: Any, length: int, what: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpar.attn.blocks import up
 from jaxpar.attn.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
+from jaxpar.attn.masks import Mask
 from jaxpar.attn.order import Order, into_zigzag, permutation, positions
 from jaxpar.attn.tiles import PAD, Extras, Rules, Tokens
 
@@ -36,6 +37,8 @@ class Way:
       block: tokens of a tile's side, at most.
       tile: scores of a tile, at most, if one head's do not exceed it: heads go in parts.
       offset: the position of the first query; the first key's is 0.
+      turns: the hops of a ring that some device needs, where a given order tells.
+      whole: every device of the ring has all queries, in order, and keeps to its own keys; results are to be merged.
     """
 
     rules: Rules
@@ -48,6 +51,8 @@ class Way:
     block: int = 512
     tile: int = 2**16
     offset: int = 0
+    turns: tuple[int, ...] | None = None
+    whole: bool = False
 
     @property
     def ways(self) -> int:
@@ -95,7 +100,8 @@ class Split:
     def queries(self) -> Tokens:
         """Where this device's queries stand, in blocks."""
         way, segments = self.way, None if self.segments is None else self.segments[0]
-        at = self._positions(self.q_length, self.index) + way.offset
+        at = jnp.arange(self.q_length, dtype=jnp.int32) if way.whole else self._positions(self.q_length, self.index)
+        at = at + way.offset
         at = at if self.extras.offset is None else at + self.extras.offset
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
 
@@ -175,7 +181,10 @@ class Split:
         hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
         counts = np.zeros(2)
         for index in range(ways):
-            q = positions(way.order, self.q_length * ways, ways, index) + way.offset
+            of_queries = (
+                ("contiguous", self.q_length, 1, 0) if way.whole else (way.order, self.q_length * ways, ways, index)
+            )
+            q = positions(*of_queries) + way.offset  # type: ignore[arg-type]
             for hop in hops:
                 if hop is None:
                     k = self._filled(permutation(way.order, self.k_length * ways, ways), 0, PAD)
@@ -190,6 +199,8 @@ class Split:
     def hops(self) -> tuple[int, ...]:
         """How far back there are keys that some device's queries see; read from positions alone."""
         way, ways = self.way, self.way.ways
+        if way.turns is not None:
+            return way.turns
         if not self._by_formula:
             return tuple(range(ways))
         parts = 2 if way.order == "zigzag" and ways > 1 else 1
@@ -212,6 +223,22 @@ class Split:
             return False
 
         return tuple(distance for distance in range(ways) if distance == 0 or needed(distance))
+
+
+def turns_of(mask: Mask, order: Any, ways: int, block: int, offset: int) -> tuple[int, ...]:
+    """How far back there are keys that some device's queries see, of tokens that stand at ``order`` [seq], known here.
+
+    >>> turns_of(Mask(causal=True, window=2), np.arange(8), 4, 2, 0)
+    (0, 1)
+    """
+    at = in_blocks(np.asarray(order).reshape(ways, -1), block, 1, PAD)
+    low, high = np.where(at == PAD, at.max(), at).min(2).T, at.max(2).T
+    each = lambda x: (x[:, None, :, None] + offset, x[None, :, None, :])
+    (q_low, k_low), (q_high, k_high) = each(low), each(high)
+    some, _ = mask.bounds((q_low, q_high), (k_low, k_high))
+    seen = np.broadcast_to(some, (ways, ways, *low.shape[1:] * 2)).any((2, 3))
+    index = np.arange(ways)
+    return tuple(hop for hop in range(ways) if hop == 0 or seen[index, (index - hop) % ways].any())
 
 
 def in_pieces(x: Any, length: int, axis: int) -> Any:

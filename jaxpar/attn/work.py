@@ -17,7 +17,7 @@ from jaxpar.attn.split import side
 from jaxpar.attn.tiles import PAD
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 
-Impl = Literal["ring", "gather", "ulysses"]
+Impl = Literal["ring", "ring_self_attention", "gather", "ulysses", "hybrid"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 type Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -117,6 +117,7 @@ def balance(
     block: int = 512,
     segment_ids: Any = None,
     impl: Impl = "ring",
+    ulysses: int = 1,
 ) -> Balance:
     """How evenly an attention's work is spread over the devices that its sequence is split over.
 
@@ -128,12 +129,14 @@ def balance(
       order: how the tokens lie on them; or the position of each token as they lie [seq], as of :func:`jaxpar.balanced_order`.
       block: tokens of a tile's side, at most, as for :func:`jaxpar.attention`.
       segment_ids: [seq], in the order of positions; a token sees those of its own segment, padding is below 0.
-      impl: ``ring`` waits in each hop for the slowest device; ``gather`` waits for nobody in between; ``ulysses`` gives every device
-        all tokens of some heads.
+      impl: ``ring`` waits in each hop for the slowest device, ``ring_self_attention`` too, and computes all scores of a hop; ``gather``
+        waits for nobody in between; ``ulysses`` gives every device all tokens of some heads; in ``hybrid`` a ring goes over groups of
+        devices, each of which has all tokens of its group and some heads.
+      ulysses: devices of such a group.
 
     Raises:
       ConfigError: no such order or implementation.
-      LayoutError: the sequence does not divide, or ``order`` or ``segment_ids`` do not fit it.
+      LayoutError: the sequence or the devices do not divide, or ``order`` or ``segment_ids`` do not fit it.
 
     >>> round(balance(Mask(causal=True), 4096, 8).ratio, 3), balance(Mask(causal=True), 4096, 8, "contiguous").ratio > 1.8
     (1.0, True)
@@ -142,18 +145,25 @@ def balance(
         raise ConfigError(
             f"balance: unknown impl {impl!r}.{did_you_mean(str(impl), IMPLS)} The implementations are: {', '.join(IMPLS)}."
         )
-    parts = ways
-    if impl == "ulysses":
+    if (impl == "hybrid") != (ulysses > 1) or ways % ulysses:
+        raise LayoutError(
+            f"balance: impl {impl!r} on {ways} devices, of which {ulysses} exchange heads. Remedy: with impl='hybrid' a number of them, 2 or more, "
+            f"that divides {ways}; without it ulysses=1."
+        )
+    apart = ways if impl == "ulysses" else ulysses
+    parts = ways // apart
+    if apart > 1:
         check("contiguous", seq, ways)
-        parts = 1
     found = grid_of(mask, seq, parts, order, block=block, segment_ids=segment_ids)
     visible = _by_hop(found.visible, found.device, parts)
     visited = _by_hop(found.visited * found.size, found.device, parts)
-    if impl != "ring":
+    if impl == "ring_self_attention":
+        # Rows of scores are whole; a hop that shows nothing to anybody is left out.
+        visited = np.where(visited.any(0), (seq // ways) ** 2, 0) * np.ones_like(visited)
+    if impl in ("gather", "ulysses"):
         visible, visited = visible.sum(1, keepdims=True), visited.sum(1, keepdims=True)
-    if impl == "ulysses":
-        # Every device has all of the tokens and its share of the heads.
-        visible, visited = (np.repeat(x / ways, ways, 0) for x in (visible, visited))
+    # Every device of a group has all of its tokens and a share of the heads.
+    visible, visited = (np.repeat(x / apart, apart, 0) for x in (visible, visited))
     name = order if isinstance(order, str) else "given"
     return Balance(mask, seq, ways, impl, name, found.block, visible, visited)
 

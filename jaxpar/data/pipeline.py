@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpar.data.windows import Batch, Plan, as_integer, plan_windows
+from jaxpar.data.windows import Arrange, Batch, Plan, as_integer, plan_windows
 from jaxpar.errors import DataError, need
 
 STATE_VERSION = 1
@@ -36,6 +36,8 @@ def batches(
     epochs: int | None = None,
     process_index: int = 0,
     process_count: int = 1,
+    separator: int | None = None,
+    arrange: Arrange | None = None,
 ) -> Batches:
     """An iterator over training batches whose position can be saved and restored.
 
@@ -52,6 +54,8 @@ def batches(
         epochs: passes over the text, or None for no end.
         process_index: this process, ``0 <= process_index < process_count``.
         process_count: number of processes that share a global batch.
+        separator: the token that ends a document; batches then have ``segment_ids`` too.
+        arrange: with a separator: makes an order [seq] of the documents [batch, seq] of each global batch; batches then have ``order`` too.
 
     Returns:
         A :class:`Batches` that yields :data:`Batch` dicts of ``rows`` rows.
@@ -67,7 +71,7 @@ def batches(
     >>> first["tokens"].tolist(), first["targets"].tolist()
     ([[0, 1], [2, 3]], [[1, 2], [3, 4]])
     """
-    plan = plan_windows(tokens, batch, seq, process_index, process_count)
+    plan = plan_windows(tokens, batch, seq, process_index, process_count, separator, arrange)
     epochs = None if epochs is None else as_integer("epochs", epochs, least=1)
     return Batches(plan, seed=as_integer("seed", seed), shuffle=bool(shuffle), epochs=epochs)
 
@@ -80,6 +84,8 @@ def eval_batches(
     max_batches: int,
     process_index: int = 0,
     process_count: int = 1,
+    separator: int | None = None,
+    arrange: Arrange | None = None,
 ) -> list[Batch]:
     """Full batches of windows spread evenly over a text, in its order, the same at every call. Does not need grain.
 
@@ -90,6 +96,8 @@ def eval_batches(
         max_batches: most batches to return; there are fewer when the text ends first.
         process_index: this process, ``0 <= process_index < process_count``.
         process_count: number of processes that share a global batch.
+        separator: the token that ends a document; batches then have ``segment_ids`` too.
+        arrange: with a separator: makes an order [seq] of the documents [batch, seq] of each global batch; batches then have ``order`` too.
 
     Returns:
         Between 1 and ``max_batches`` :data:`Batch` dicts of ``batch // process_count`` rows.
@@ -101,7 +109,7 @@ def eval_batches(
     >>> [b["targets"].tolist() for b in eval_batches(np.arange(6), batch=2, seq=1, max_batches=9)]
     [[[1], [2]], [[3], [4]]]
     """
-    plan = plan_windows(tokens, batch, seq, process_index, process_count)
+    plan = plan_windows(tokens, batch, seq, process_index, process_count, separator, arrange)
     steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
     # Spread, because the first windows are the first files, and neighbouring files resemble each other.
     numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)
@@ -191,6 +199,7 @@ class Batches(Iterator[Batch]):
             "shuffle": self._shuffle,
             "process_count": self._plan.process_count,
             "process_index": self._plan.process_index,
+            **({} if self._plan.separator is None else {"separator": self._plan.separator}),
         }
 
     def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:

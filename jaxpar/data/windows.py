@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,11 @@ import numpy.typing as npt
 from jaxpar.errors import DataError
 
 type Batch = dict[str, npt.NDArray[np.int32]]
-"""``{"tokens": int32 [rows, seq], "targets": int32 [rows, seq]}``: the targets are the tokens one place on."""
+"""``{"tokens": int32 [rows, seq], "targets": int32 [rows, seq]}``: the targets are the tokens one place on. Of packed documents also
+``segment_ids``, and ``order`` where one is asked for, of the same shape."""
+
+type Arrange = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]
+"""Segments [batch, seq] of a global batch → an order of its rows [seq]."""
 
 _HASH_CHUNK = 1 << 20
 
@@ -32,6 +37,8 @@ class Plan:
         seq: tokens per row.
         process_index: this process.
         process_count: number of processes that share a global batch.
+        separator: the token that ends a document; a row's documents are then told apart.
+        arrange: makes the order of each global batch from its documents.
     """
 
     tokens: np.ndarray
@@ -39,6 +46,8 @@ class Plan:
     seq: int
     process_index: int
     process_count: int
+    separator: int | None = None
+    arrange: Arrange | None = None
 
     @property
     def windows(self) -> int:
@@ -56,7 +65,19 @@ class Plan:
         mine = numbers[self.process_index * rows : (self.process_index + 1) * rows]
         span = self.tokens[mine[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
         # Contiguous, because copying to a device would otherwise make the copy anyway, on the training thread.
-        return {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
+        found = {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
+        if self.separator is None:
+            return found
+        found["segment_ids"] = self._documents(mine)
+        if self.arrange is not None:
+            # From all rows of the global batch: they lie alike on every process.
+            found["order"] = np.tile(self.arrange(self._documents(numbers)), (rows, 1))
+        return found
+
+    def _documents(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
+        """The document of each token [rows, seq], counted from 0 in each row; a separator belongs to what it ends."""
+        ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
+        return np.cumsum(ends, axis=1, dtype=np.int32) - ends
 
     def content_hash(self) -> str:
         """A hash of the token ids that is the same for every integer type and byte order that holds them."""
@@ -66,7 +87,15 @@ class Plan:
         return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def plan_windows(tokens: npt.ArrayLike, batch: int, seq: int, process_index: int, process_count: int) -> Plan:
+def plan_windows(
+    tokens: npt.ArrayLike,
+    batch: int,
+    seq: int,
+    process_index: int,
+    process_count: int,
+    separator: int | None = None,
+    arrange: Arrange | None = None,
+) -> Plan:
     """The plan for these sizes, checked together.
 
     Args:
@@ -75,6 +104,7 @@ def plan_windows(tokens: npt.ArrayLike, batch: int, seq: int, process_index: int
         seq: tokens per row.
         process_index: this process, ``0 <= process_index < process_count``.
         process_count: number of processes that share a global batch.
+        separator, arrange: as of :class:`Plan`.
 
     Raises:
         DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, ``tokens`` is not
@@ -90,6 +120,8 @@ def plan_windows(tokens: npt.ArrayLike, batch: int, seq: int, process_index: int
         seq=as_integer("seq", seq, least=1),
         process_index=as_integer("process_index", process_index, least=0),
         process_count=as_integer("process_count", process_count, least=1),
+        separator=separator,
+        arrange=arrange,
     )
     if plan.process_index >= plan.process_count:
         raise DataError(

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxpar.attn.choose import Choice, choosing
 from jaxpar.disk import AHEAD
 from jaxpar.errors import LayoutError
 from jaxpar.host import no_layers
@@ -43,7 +44,7 @@ def explain(
       tx: any optax transform.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, global sizes.
       loss_fn: as for :func:`jaxpar.train_step`. With it (and ``batch``) the activations that the model constrains are
-        listed too, unused rules are certain, and the memory of a step is estimated, for the device that the mesh names
+        listed too, what attention ``auto`` takes and why, unused rules are certain, and the memory of a step is estimated, for the device that the mesh names
         (``MeshSpec.on``).
       step: the arguments of :func:`jaxpar.train_step`, as ``{"accumulate": 4}``, for that estimate.
 
@@ -77,9 +78,10 @@ def explain(
             problems += [] if tensor.problems else gradient.problems
     inputs, plain_batch = _batch(layout, batch)
     traced = loss_fn is not None and batch is not None
-    extra = inputs
+    extra, attentions = inputs, ()  # type: list[Tensor], tuple[str, ...]
     if loss_fn is not None and batch is not None:
-        extra = [*inputs, *_activations(layout, loss_fn, state, plain_batch)]
+        activations, attentions = _activations(layout, loss_fn, state, plain_batch)
+        extra = [*inputs, *activations]
     for tensor in extra:
         used |= tensor.resolved.used
         problems += tensor.problems
@@ -90,7 +92,7 @@ def explain(
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
-    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, notes)
+    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
 
 
 def check(
@@ -214,20 +216,27 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[Tensor], Any]:
     return tensors, plain
 
 
-def _activations(layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any) -> list[Tensor]:
-    """Every distinct activation that the model constrains, found by tracing the loss once."""
+def _activations(
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Every distinct activation that the model constrains, and what every distinct attention takes, found by tracing the loss once."""
     found: dict[Any, Tensor] = {}
+    attentions: dict[str, None] = {}
 
     def note(place: str, dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
         key = (place, tuple(dims), x.shape, str(x.dtype))
         found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
 
+    def take(place: str, q: Any, k: Any, choice: Choice) -> None:
+        sizes = f"{' × '.join(map(str, q.shape))} queries, {k.shape[1]} keys of {k.shape[2]} heads, {q.dtype.name}"
+        attentions[f"attention in {place}, {sizes}: auto takes {choice.impl}; {choice.why}"] = None
+
     def forward(state: Any, batch: Any) -> Any:
         return loss_of(loss_fn, state, batch)(state.params)[0]
 
-    with observing(note), tracing_under(layout):
+    with observing(note), choosing(take), tracing_under(layout):
         jax.eval_shape(forward, state, batch)
-    return list(found.values())
+    return list(found.values()), tuple(attentions)
 
 
 def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Report:
       traced: whether the activations were traced, so that ``unused`` is certain.
       problems: everything that is wrong, one text each.
       memory: what a step takes of each device's memory, estimated; ``None`` without a batch and a loss.
-      notes: what else there is to say, as what lies on disk.
+      notes: what else there is to say: what lies on disk, and what attention ``auto`` took.
     """
 
     mesh: dict[str, int]

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
 from jaxpar.attn.blocks import SAVED
-from jaxpar.attn.context import AUTO, Context
+from jaxpar.attn.context import AUTO, Context, Laid
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.host import on_host
 from jaxpar.models.embedding import lookup
@@ -190,14 +190,14 @@ class Attention(nnx.Module):
         self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
         self.context = c.context
 
-    def __call__(self, x_BSE: jax.Array, rope: Rope, order: str | None) -> jax.Array:
+    def __call__(self, x_BSE: jax.Array, rope: Rope, order: Laid, documents_BS: jax.Array | None) -> jax.Array:
         kv_dims = ("embed", "kv_heads", "head_dim")
         # One by one: gathered together they come too late to hide behind the matmul before.
         (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
         (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
         (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
-        o_BSHD = self.context(q, k, v, order)
+        o_BSHD = self.context(q, k, v, order, documents_BS)
         (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
         return y_BSE
 
@@ -230,12 +230,21 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(self, x_BSE: jax.Array, rope: Rope, order: str | None = None) -> jax.Array:
+    def __call__(
+        self, x_BSE: jax.Array, rope: Rope, order: Laid = None, documents_BS: jax.Array | None = None
+    ) -> jax.Array:
         residual = ("batch", "residual_seq", "embed")
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order), *residual), OUTPUT)
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order, documents_BS), *residual), OUTPUT)
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
         return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
+
+
+def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Queries and keys of a layer, of tokens [batch, seq]."""
+    c = config
+    q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
+    return q, k
 
 
 class Llama(nnx.Module):
@@ -268,16 +277,22 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
         return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
 
-    def laid(self, *arrays_BS: jax.Array) -> tuple[str | None, jax.Array | None, tuple[jax.Array, ...]]:
-        """Tokens and targets as :meth:`hidden` takes them fastest, their positions, and the order that they lie in."""
-        c, shape = self.config, arrays_BS[0].shape
-        q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
-        return c.context.laid(q, k, *arrays_BS)
+    def laid(self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None) -> tuple[Laid, Any, tuple[jax.Array, ...]]:
+        """Tokens and targets as :meth:`hidden` takes them fastest, their positions, and the order that they lie in.
+
+        ``order_BS`` is one that comes with the batch; see :meth:`jaxpar.attn.context.Context.laid`.
+        """
+        q, k = layer_shapes(self.config, arrays_BS[0].shape)
+        return self.config.context.laid(q, k, *arrays_BS, order_BS=order_BS)
 
     def hidden(
-        self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None, order: str | None = None
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array | None = None,
+        order: Laid = None,
+        documents_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """What the last layer gives, normed: [batch, seq, embed] in ``config.dtype``."""
+        """What the last layer gives, normed: [batch, seq, embed] in ``config.dtype``; tokens see those of their own document."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         tokens_BS = hint(tokens_BS, "batch", "seq")
         if positions_BS is None:
@@ -287,7 +302,7 @@ class Llama(nnx.Module):
 
         blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
         for first, last, again in recompute.segments(config.layers):
-            layers = _stacked(recompute if again else Recompute("none"), config, rope, order)
+            layers = _stacked(recompute if again else Recompute("none"), config, rope, order, documents_BS)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
@@ -298,7 +313,7 @@ class Llama(nnx.Module):
 
 
 def _stacked(
-    recompute: Recompute, config: LlamaConfig, rope: Rope, order: str | None
+    recompute: Recompute, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
     """A stack of layers, one after the other."""
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
@@ -306,7 +321,10 @@ def _stacked(
     @remat(recompute, config.regather)
     def layer(block: Block, x_BSE: jax.Array) -> jax.Array:
         return block(
-            hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE, rope, order
+            hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE,
+            rope,
+            order,
+            documents_BS,
         )
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))

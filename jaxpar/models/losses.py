@@ -129,10 +129,15 @@ def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
 def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """``loss_fn`` of a language model: ``batch`` holds ``tokens`` and ``targets``, each [batch, seq] int.
 
-    A model with a method ``laid`` says in which order its tokens should lie; the mean over them is the same in any.
+    A model with a method ``laid`` says in which order its tokens should lie; the mean over them is the same in any. To such a model the
+    batch may bring ``segment_ids``, the document of each token, and ``order``, an order of all rows; each [batch, seq] int.
     """
     tokens, targets = batch["tokens"], batch["targets"]
     if not hasattr(model, "laid"):
         return linear_cross_entropy(model.hidden(tokens), model.unembedding(), targets)
-    order, positions, (tokens, targets) = model.laid(tokens, targets)
-    return linear_cross_entropy(model.hidden(tokens, positions, order), model.unembedding(), targets)
+    documents, order_BS = batch.get("segment_ids"), batch.get("order")
+    brought = {} if order_BS is None else {"order_BS": order_BS}
+    own = (tokens, targets) if documents is None else (tokens, targets, documents)
+    order, positions, (tokens, targets, *packed) = model.laid(*own, **brought)
+    more = {"documents_BS": packed[0]} if packed else {}
+    return linear_cross_entropy(model.hidden(tokens, positions, order, **more), model.unembedding(), targets)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxpar import Staged, hint
+from jaxpar.attn.context import split_ways
+from jaxpar.attn.order import permutation
 from jaxpar.models.embedding import lookup
-from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, remat, rope_table
+from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, layer_shapes, remat, rope_table
 from jaxpar.models.losses import linear_cross_entropy
 from jaxpar.recompute import Recompute
 
@@ -22,22 +26,28 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
     dtype, recompute = jnp.dtype(config.dtype), Recompute.of(config.remat)
 
     def prepare(model: Llama, batch: Batch) -> Batch:
-        _, positions, (tokens, targets) = model.laid(batch["tokens"], batch["targets"])
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        return {"tokens": tokens, "targets": targets, "positions": jnp.broadcast_to(positions, tokens.shape)}
+        own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
+        shape = batch["tokens"].shape
+        order: Any = config.context.settled_order(*layer_shapes(config, shape))
+        at = jnp.arange(shape[1], dtype=jnp.int32)
+        if order is not None:
+            ring = config.context.settled_ring(*layer_shapes(config, shape))
+            at = jnp.asarray(permutation(order, shape[1], ring))
+            own = {name: x[:, at] for name, x in own.items()}
+        return {**own, "positions": jnp.broadcast_to(at[None], shape)}
 
     def before(model: Llama, batch: Batch) -> jax.Array:
         return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype)
 
-    def side(model: Llama, batch: Batch) -> Rope:
-        return rope_table(batch["positions"], config)
+    def side(model: Llama, batch: Batch) -> tuple[Rope, jax.Array | None]:
+        return rope_table(batch["positions"], config), batch.get("segment_ids")
 
-    def layer(block: Block, x_BSE: jax.Array, rope: Rope) -> jax.Array:
-        shape = (*x_BSE.shape[:2], config.heads, config.head_dim)
-        q, k = (jax.ShapeDtypeStruct((*shape[:2], n, shape[3]), dtype) for n in (config.heads, config.kv_heads))
-        order = config.context.order_here(q, k)
-        run = remat(recompute, config.regather)(lambda block, x_BSE: block(x_BSE, rope, order))
+    def layer(block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
+        rope, documents_BS = side
+        # A pipeline has split the sequence; alone, the layers find it whole.
+        ways = split_ways()
+        order = config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), ways)
+        run = remat(recompute, config.regather)(lambda block, x_BSE: block(x_BSE, rope, order, documents_BS))
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE
 

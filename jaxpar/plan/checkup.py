@@ -11,6 +11,7 @@ from typing import Any
 
 import optax
 
+from jaxpar.accelerators import accelerator
 from jaxpar.errors import CompileError
 from jaxpar.inspect.audit import Audit, audit
 from jaxpar.inspect.hlo import parse
@@ -18,7 +19,6 @@ from jaxpar.inspect.liveness import peak
 from jaxpar.inspect.report import show_bytes
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel
-from jaxpar.plan.accelerators import accelerator
 from jaxpar.plan.aot import AheadOfTime, CompilerOptions, aim, compile_for, placed
 from jaxpar.plan.findings import Evidence, Finding, find, knob
 from jaxpar.plan.footprint import CATEGORIES, Footprint, Held, footprint, held_by

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.accelerators import Accelerator
 from jaxpar.host import KIND
 from jaxpar.inspect.liveness import Buffer, Peak
 from jaxpar.layout import Layout
-from jaxpar.plan.accelerators import Accelerator
 from jaxpar.state import TrainState, place
 
 CATEGORIES = ("parameters", "optimizer", "other state", "batch", "gradients", "activations", "temporaries")

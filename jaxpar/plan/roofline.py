@@ -6,7 +6,7 @@ which resource binds, and to compare two layouts of one model; run the program t
 - compute = (matmul + kernel FLOPs) / the peak matmul rate of ``dtype``. Elementwise work costs only its HBM traffic.
 - HBM = bytes / peak bandwidth; the audit's bytes are an upper bound. Compute and HBM traffic overlap perfectly, so the larger
   of the two is the *work*.
-- A collective takes what :mod:`jaxpar.plan.links` says. Without compute scheduled beside it, all of that is *exposed*.
+- A collective takes what :mod:`jaxpar.links` says. Without compute scheduled beside it, all of that is *exposed*.
 - With compute beside it, it is hidden for as long as that compute takes, at the average pace of the program (work / FLOPs);
   what it takes longer is *stalled*. Beside work without FLOPs it is hidden whole.
 - Transfers wait for each other where they share a link, and not elsewhere: the busiest link decides.
@@ -21,11 +21,11 @@ import html
 import json
 from dataclasses import asdict, dataclass
 
+from jaxpar.accelerators import accelerator
 from jaxpar.inspect.audit import Audit
 from jaxpar.inspect.collectives import Collective
 from jaxpar.inspect.report import show_bytes
-from jaxpar.plan.accelerators import accelerator
-from jaxpar.plan.links import Links
+from jaxpar.links import Links
 from jaxpar.topology import Topology
 
 _COLUMNS = ("resource", "time", "hidden", "stalled", "exposed", "what")
@@ -170,7 +170,7 @@ def roofline(
       tokens: of one step over all devices, for ``tokens_per_second``.
       model_flops: FLOPs of one step over all devices that the model needs, without recomputation; the MFU is of these.
         Without it the MFU is of the FLOPs that the program runs.
-      dtype: of the matmuls' operands, one of ``jaxpar.plan.accelerators.DTYPES``.
+      dtype: of the matmuls' operands, one of ``jaxpar.accelerators.DTYPES``.
 
     Raises:
       MeshError: the audit's mesh has another size than the topology, or no such topology.

@@ -17,12 +17,16 @@ CompilerOption = bool | int | float | str
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where text comes from and how it is cut: ``batch`` sequences of ``seq`` tokens a step, over all devices."""
+    """Where text comes from and how it is cut: ``batch`` sequences of ``seq`` tokens a step, over all devices.
+
+    With ``pack`` a sequence's documents are told apart: a token sees those of its own.
+    """
 
     source: str = "stdlib"
     batch: int = 32
     seq: int = 128
     seed: int = 0
+    pack: bool = False
 
 
 @dataclass(frozen=True)

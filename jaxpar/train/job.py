@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,9 @@ import jax
 import optax
 
 import jaxpar as jp
-from jaxpar.attn.context import Context
+from jaxpar.attn.context import BALANCED, Context
 from jaxpar.config import build
+from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
@@ -78,10 +80,34 @@ class Job:
             **self.zero.step,
         }
 
+    def batch_names(self) -> tuple[str, ...]:
+        """What a batch brings, each [batch, seq]."""
+        packed = ("segment_ids",) if self.config.data.pack else ()
+        return ("tokens", "targets", *packed, *(("order",) if self.model.context.order == BALANCED else ()))
+
     def batch_spec(self) -> dict[str, Any]:
         """The batch as tagged shapes, for ``explain`` and ``check``."""
         shape = (self.config.data.batch, self.config.data.seq)
-        return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in ("tokens", "targets")}
+        return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in self.batch_names()}
+
+    def reading(self, layout: jp.Layout) -> dict[str, Any]:
+        """What of its rows :func:`jaxpar.data.batches` is to tell: their documents, and an order for the layout's ring.
+
+        Raises:
+          ConfigError: the sequence cannot be cut into pieces to balance.
+        """
+        data, how = self.config.data, {"separator": SEPARATOR[0] if self.config.data.pack else None}
+        if self.model.context.order != BALANCED:
+            return how
+        with layout:
+            ways = self.model.context.ring(*llama.layer_shapes(self.model, (data.batch, data.seq)))
+        chunks = next((n for n in (8, 4, 2) if data.seq % (n * ways) == 0), None)
+        if chunks is None:
+            raise ConfigError(
+                f"parallel.context: order is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 pieces for each of the ring's {ways} "
+                f"devices. Remedy: a multiple of {2 * ways}."
+            )
+        return {**how, "arrange": functools.partial(jp.balanced_order, ways=ways, chunks=chunks)}
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
         """XLA's options for a platform, as ``jax.stages.Lowered.compile`` takes them."""
@@ -116,7 +142,7 @@ def make_job(loaded: Loaded) -> Job:
         asked = config.parallel.remat
         model = replace(model, remat=asked if isinstance(asked, str) else jp.Recompute(**asdict(asked)))
     if config.parallel.context is not None:
-        model = replace(model, context=_context(config.parallel.context))
+        model = replace(model, context=_context(config.parallel.context, packed=config.data.pack))
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
     fusion = _fusion(config)
@@ -209,7 +235,12 @@ def _fusion(config: RunConfig) -> jp.Fusion:
         raise ConfigError(f"parallel.{error}") from error
 
 
-def _context(asked: ContextConfig) -> Context:
+def _context(asked: ContextConfig, *, packed: bool) -> Context:
+    if asked.order == BALANCED and not packed:
+        raise ConfigError(
+            "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or order: "
+            "zigzag."
+        )
     try:
         return Context(**asdict(asked))
     except ConfigError as error:

@@ -73,7 +73,7 @@ def train(job: Job, console: Console) -> Summary:
             f"least {text.vocab}."
         )
     # Held-out batches and layout are checked before the first compile.
-    held = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job))
+    held = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
     _introduce(job, layout, text, console)
     summary = Summary(bigram=bigram_entropy(text.heldout))
     folder = Path(config.output)
@@ -101,7 +101,7 @@ def _run(
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
     flops_a_step = job.model.flops_per_token(config.data.seq) * tokens_a_step
-    stream = batches(text.train, seed=config.data.seed, **_cut(job))
+    stream = batches(text.train, seed=config.data.seed, **_cut(job, layout))
     heldout = [_put(layout, batch) for batch in held]
     batch = _put(layout, next(stream))
     with console.status("compiling the step ..."):
@@ -185,7 +185,7 @@ def _maybe(name: str, value: float | None) -> dict[str, float]:
     return {} if value is None else {name: value}
 
 
-def _cut(job: Job) -> dict[str, Any]:
+def _cut(job: Job, layout: jp.Layout) -> dict[str, Any]:
     """How text becomes batches, in this process."""
     data = job.config.data
     return {
@@ -193,6 +193,7 @@ def _cut(job: Job) -> dict[str, Any]:
         "seq": data.seq,
         "process_index": jax.process_index(),
         "process_count": jax.process_count(),
+        **job.reading(layout),
     }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from jaxpar.accelerators import of_device
 from jaxpar.errors import need
-from jaxpar.plan.accelerators import of_device
 
 
 def peak_flops(device_kind: str) -> float | None:

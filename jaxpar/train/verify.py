@@ -34,8 +34,9 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)
     data = job.config.data
-    stream = batches(load_text(data.source).train, batch=data.batch, seq=data.seq, seed=data.seed)
     layout = job.layout()
+    cut = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
+    stream = batches(load_text(data.source).train, **cut)
     mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"
     console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
     if rounded:
@@ -50,7 +51,7 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
         tx,
         job.loss_fn,
         [next(stream) for _ in range(steps)],
-        dict.fromkeys(("tokens", "targets"), BATCH_DIMS),
+        dict.fromkeys(job.batch_names(), BATCH_DIMS),
         bound=bound,
         seed=job.config.train.seed,
         **job.step_options(),

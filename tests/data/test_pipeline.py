@@ -39,6 +39,29 @@ def test_targets_are_the_tokens_one_place_on() -> None:
         np.testing.assert_array_equal(b["tokens"][:, 0] % 8, 0)
 
 
+def test_documents_are_told_apart_and_every_process_gets_the_order_of_all_rows() -> None:
+    text = np.array([5, 0, 5, 5, 5, 0, 0, 5, 5, 5, 5, 5, 5])
+    seen = []
+
+    def backwards(ids: np.ndarray) -> np.ndarray:
+        seen.append(ids)
+        return np.arange(3, -1, -1, dtype=np.int32)
+
+    how: dict[str, Any] = {"batch": 2, "seq": 4, "separator": 0, "arrange": backwards}
+    (both,) = eval_batches(text, max_batches=1, **how)
+    assert both["segment_ids"].tolist() == [[0, 0, 1, 1], [0, 0, 1, 2]]
+    assert both["order"].tolist() == [[3, 2, 1, 0]] * 2
+    (half,) = eval_batches(text, max_batches=1, process_index=1, process_count=2, **how)
+    assert half["segment_ids"].tolist() == [[0, 0, 1, 2]] and half["order"].tolist() == [[3, 2, 1, 0]]
+    np.testing.assert_array_equal(*seen)
+
+
+def test_a_position_in_packed_documents_is_none_in_others() -> None:
+    packed, plain = (batches(TOKENS, batch=4, seq=8, **how) for how in ({"separator": 0}, {}))
+    with pytest.raises(DataError, match=re.escape("separator was 0, is 'absent'")):
+        plain.set_state(packed.get_state())
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_visits_windows_at_most_once_and_drops_less_than_a_batch(shuffle: bool) -> None:
     stream = batches(TOKENS, batch=10, seq=8, epochs=1, shuffle=shuffle)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.accelerators import ACCELERATORS, DTYPES, accelerator, of_device
 from jaxpar.errors import PlanError
-from jaxpar.plan.accelerators import ACCELERATORS, DTYPES, accelerator, of_device
 from jaxpar.topology import Topology
 from jaxpar.train.metrics import peak_flops
 
@@ -98,7 +98,7 @@ def test_a_rate_that_is_not_there_says_which_are() -> None:
 
 
 def test_the_table_is_read_without_jax() -> None:
-    code = "import jaxpar.plan.accelerators, sys; print('jax' in sys.modules)"
+    code = "import jaxpar.accelerators, sys; print('jax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert run.stdout == "False\n"
 

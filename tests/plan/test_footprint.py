@@ -8,10 +8,10 @@ import pytest
 from stored import facts, held, step, text
 
 import jaxpar as jp
+from jaxpar.accelerators import accelerator
 from jaxpar.inspect.hlo import parse
 from jaxpar.inspect.liveness import Buffer, Peak, peak
 from jaxpar.models.llama import LlamaConfig, make_llama
-from jaxpar.plan.accelerators import accelerator
 from jaxpar.plan.footprint import CATEGORIES, footprint, held_by
 
 SIZES = {"data": 4, "model": 2}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from by_hand import collective
 
+from jaxpar.accelerators import accelerator
 from jaxpar.errors import PlanError
+from jaxpar.links import Links, Torus
 from jaxpar.mesh import AXES, MeshSpec
-from jaxpar.plan.accelerators import accelerator
-from jaxpar.plan.links import Links, Torus
 from jaxpar.topology import Topology
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 import jaxpar as jp
+from jaxpar.data import eval_batches
 from jaxpar.errors import ConfigError, JaxparError, MeshError, RulesError
 from jaxpar.train.config import load_run
 from jaxpar.train.job import Job, make_job
@@ -38,6 +41,29 @@ def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
     assert str(state.params["embedding"].sharding.spec) == "P('data', None)"
     options = job.step_options()
     assert (options["accumulate"], options["gather"], options["reduce"]) == (2, "step", "once")
+
+
+def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> None:
+    keys = {
+        "layout": str(CONFIGS / "layouts" / "ring.yaml"),
+        "parallel": {"context": {"impl": "ring", "order": "balanced"}},
+    }
+    job = job_of(**keys, data={"pack": True, "batch": 2, "seq": 64})
+    assert list(job.batch_spec()) == ["tokens", "targets", "segment_ids", "order"]
+    text = np.where(np.arange(1000) % 9 == 8, 0, 1)
+    (first, *_) = eval_batches(text, batch=2, seq=64, max_batches=1, **job.reading(job.layout()))
+    assert first["segment_ids"][0].tolist() == [i // 9 for i in range(64)]
+    order = jp.balanced_order(first["segment_ids"], 4, chunks=8)
+    np.testing.assert_array_equal(first["order"], [order, order])
+    plain = job_of(data={"pack": True})
+    assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
+    text = (
+        "parallel.context: order is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of the ring's 4 devices. Remedy: a "
+        "multiple of 8."
+    )
+    short = job_of(**keys, data={"pack": True, "batch": 2, "seq": 12})
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        short.reading(short.layout())
 
 
 def test_weights_are_gathered_as_the_model_computes_unless_told_otherwise(job_of: Any) -> None:
@@ -115,6 +141,14 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             (
                 "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, ulysses, hybrid is wanted. Did "
                 "you mean 'ring'?"
+            ),
+        ),
+        (
+            {"parallel": {"context": {"order": "balanced"}}},
+            ConfigError,
+            (
+                "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or "
+                "order: zigzag."
             ),
         ),
         (

@@ -24,12 +24,38 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxpar.accelerators import Accelerator, of_device
 from jaxpar.devices import take
 from jaxpar.errors import MeshError, PlanError
-from jaxpar.inspect.collectives import Collective
-from jaxpar.plan.accelerators import Accelerator
-from jaxpar.topology import Topology
+from jaxpar.topology import Topology, device_of
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+
+class Sent(Protocol):
+    """What is asked of a collective: its kind, as XLA names it, the mesh axes, and bytes that a device sends."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def wire_bytes(self) -> float: ...
+    @property
+    def between_slices(self) -> bool | None: ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A collective of which no program tells yet."""
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: float
+    between_slices: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +152,7 @@ class Links:
         inner = take(left, pair, reversed(list(mesh)))
         middle = {axis: size // inner[axis] for axis, size in left.items()}
         fabric = "ICI" if accelerator.torus else "NVLink"
-        self.accelerator = accelerator
+        self.accelerator, self.slices, self.shape = accelerator, slices, tuple(shape)
         self.levels = {"DCN": outer, fabric: middle, "chip": inner}
         closed = accelerator.wraps(shape)
         self.torus = Torus.lay(middle, shape, closed, accelerator.link_bandwidth) if accelerator.torus else None
@@ -158,7 +184,33 @@ class Links:
             )
         return cls(accelerator, slices, shape, topology.devices // (slices * chips), mesh)
 
-    def phases(self, collective: Collective) -> list[Phase]:
+    @property
+    def name(self) -> str:
+        """The topology's: ``v5e:4x4``, ``v5e:4x4*2``, ``h100:4x8``."""
+        shape, many = "x".join(map(str, self.shape)), self.slices > 1
+        if self.accelerator.torus:
+            return f"{self.accelerator.kind}:{shape}{f'*{self.slices}' if many else ''}"
+        return f"{self.accelerator.kind}:{f'{self.slices}x' if many else ''}{shape}"
+
+    def seconds(self, kind: str, axes: tuple[str, ...], sent: float) -> float:
+        """What a collective takes in which each device sends so many bytes."""
+        return sum(phase.seconds for phase in self.phases(Planned(kind, axes, sent)))
+
+    def permute(self, axes: tuple[str, ...], sent: float, pairs: Sequence[tuple[int, int]]) -> float:
+        """Seconds of a permute to any devices: where messages share a link of a torus, they wait for each other.
+
+        Args:
+          pairs: (from, to) of those that send, as if the devices of a group stood in one line, or in a ring where it is closed.
+        """
+        away = [(a, b) for a, b in pairs if a != b]
+        once = self.seconds("collective-permute", axes, sent) if away else 0.0
+        if self.torus is None:
+            return once
+        size = math.prod(self.levels["ICI"][axis] for axis in axes)
+        closed = any(chips == size and self.torus.closed[dim] for dim, (chips, _) in self.torus.ways(axes).items())
+        return once * _crowd(away, 1 + max((max(pair) for pair in away), default=0), closed=closed)
+
+    def phases(self, collective: Sent) -> list[Phase]:
         """What one execution of a collective costs, level by level; none where nothing moves."""
         axes, kind = collective.axes, collective.kind
         groups = {level: math.prod(sizes[axis] for axis in axes) for level, sizes in self.levels.items()}
@@ -199,3 +251,83 @@ class Links:
         else:
             seconds = sent / sum(speed for _, speed in ways.values())
         return Phase("ICI", queues, seconds)
+
+
+def _crowd(pairs: Sequence[tuple[int, int]], count: int, *, closed: bool) -> int:
+    """The most messages that go through one link one way, each by the shorter way.
+
+    >>> _crowd([(0, 1), (1, 2), (2, 3), (3, 0)], 4, closed=False), _crowd([(0, 2), (1, 3)], 4, closed=False)
+    (1, 2)
+    """
+    load: dict[tuple[int, int], int] = {}
+    for a, b in pairs:
+        step = 1 if b > a else -1
+        if closed and abs(b - a) > count // 2:
+            step = -step
+        while a != b:
+            load[a, step] = load.get((a, step), 0) + 1
+            a = (a + step) % count
+    return max(load.values(), default=0)
+
+
+def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:
+    """The slice of so many chips that is nearest to a square or a cube.
+
+    >>> from jaxpar.accelerators import accelerator
+    >>> likely_shape(accelerator("v5e"), 8), likely_shape(accelerator("v5p"), 128)
+    ((2, 4), (4, 4, 8))
+    """
+    shape = [1] * max(accelerator.torus, 1)
+    factor, left = 2, chips
+    factors = []
+    while left > 1:
+        while left % factor == 0:
+            factors.append(factor)
+            left //= factor
+        factor += 1
+    for factor in reversed(factors):
+        shape[shape.index(min(shape))] *= factor
+    return tuple(sorted(shape))
+
+
+def links_of(mesh: Mesh | AbstractMesh) -> Links | None:
+    """The links of a mesh's devices; ``None`` where nothing is known of them, as of CPUs.
+
+    Devices tell where they stand. An abstract mesh carries no more than their kind: there, one slice is taken that is nearest to a
+    square or a cube (or hosts of as many GPUs as there can be).
+
+    >>> from jaxpar import MeshSpec
+    >>> links_of(MeshSpec(data=4, context=4).on("v5e:4x4")).name, links_of(MeshSpec(data=4).abstract())
+    ('v5e:4x4', None)
+    """
+    device = device_of(mesh)
+    accelerator = None if device is None else of_device(device.device_kind)
+    if accelerator is None:
+        return None
+    pair = 2 if accelerator.chip_bandwidth and mesh.size % 2 == 0 else 1
+    slices, shape = _placed(accelerator, mesh, mesh.size // pair)
+    return Links(accelerator, slices, shape, pair, dict(mesh.shape))
+
+
+def _devices(mesh: Any) -> list[Any]:
+    """Of an abstract mesh none."""
+    import jax
+
+    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else []
+
+
+def _placed(accelerator: Accelerator, mesh: Any, chips: int) -> tuple[int, tuple[int, ...]]:
+    """How many slices or hosts, and the shape of one."""
+    devices = _devices(mesh)
+    group = "slice_index" if all(getattr(d, "slice_index", None) is not None for d in devices) else "process_index"
+    groups = {getattr(device, group) for device in devices} if accelerator.torus == 0 or group == "slice_index" else {0}
+    slices = len(groups) or -(-chips // accelerator.domain)
+    if slices > chips or chips % slices:
+        slices = 1
+    inside = chips // slices
+    if devices and accelerator.torus:
+        coords = [device.coords[: accelerator.torus] for device in devices if hasattr(device, "coords")]
+        shape = tuple(1 + max(along) - min(along) for along in zip(*coords, strict=True))
+        if math.prod(shape) == inside and shape:
+            return slices, shape
+    return slices, likely_shape(accelerator, inside) if accelerator.torus else (inside,)
