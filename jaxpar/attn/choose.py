@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.attn.heads import repeats
+from jaxpar.attn.kernels import Found, Kernel
 from jaxpar.attn.local import roles
 from jaxpar.errors import LayoutError, listing
 from jaxpar.rules import Axes
@@ -18,10 +19,10 @@ DENSE = 512 * 512
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation, whether the accelerator's kernel computes in it, and why."""
+    """An implementation, the kernel that computes in it (empty for plain jax), and why."""
 
     impl: str
-    kernel: bool
+    kernel: Kernel
     why: str
 
 
@@ -41,54 +42,60 @@ def choice(
     sizes: Mapping[str, int],
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
-    no_kernel: str = "",
+    kernel: Callable[[str], Found] = lambda impl: Found("", "no kernel was asked for"),
 ) -> Choice:
     """What ``asked`` comes to.
 
     Args:
       q, k: arrays or shapes [batch, seq, heads, head_dim].
       sizes: of the mesh axes.
-      no_kernel: why the accelerator's kernel cannot run; empty where it can.
+      kernel: what computes an implementation.
 
     Raises:
       LayoutError: the implementation cannot work with dims split in this way.
     """
     seq, said = spread.q[1], f"impl {asked!r} was asked for"
     if asked == "dense":
-        return Choice("dense", False, said)
+        return Choice("dense", "", said)
     if spread.q[3] or spread.kv[3]:
         if asked == "auto":
-            return Choice("dense", False, "the head dim is split")
+            return Choice("dense", "", "the head dim is split")
         split = listing(spread.q[3] or spread.kv[3])
         raise LayoutError(
             f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: impl='auto' or 'dense'."
         )
     if seq != spread.kv[1]:
         if asked == "auto":
-            return Choice("dense", False, "queries and keys are split over different axes")
+            return Choice("dense", "", "queries and keys are split over different axes")
         raise LayoutError(
             f"attention(impl={asked!r}): the queries' sequence is split over {listing(seq) if seq else 'nothing'}, the keys' over "
             f"{listing(spread.kv[1]) if spread.kv[1] else 'nothing'}. Remedy: the same rule for both, or impl='dense'."
         )
     if not seq:
-        if not no_kernel:
-            return Choice("flash", True, "the sequence is whole, and a kernel is there" if asked == "auto" else said)
+        found = kernel("flash")
+        if found.kernel:
+            return _by("flash", "the sequence is whole" if asked == "auto" else said, found)
         if asked == "auto" and q.shape[1] * k.shape[1] <= DENSE:
-            return Choice("dense", False, f"{q.shape[1]} × {k.shape[1]} scores are no more than a tile")
-        return Choice("flash", False, f"the sequence is whole; in plain jax, as {no_kernel}")
+            return Choice("dense", "", f"{q.shape[1]} × {k.shape[1]} scores are no more than a tile")
+        return _by("flash", "the sequence is whole", found)
     if asked == "flash":
         raise LayoutError(
             f"attention(impl='flash'): it wants the sequence whole, but the layout splits it over {listing(seq)}. Remedy: impl='auto', or one for "
             f"a split sequence: 'ring', 'ulysses', 'gather'."
         )
     if asked != "auto":
-        return Choice(asked, asked == "ulysses" and not no_kernel, said)
+        return _by(asked, said, kernel(asked))
     # Not ``gather``: it sends what a ring sends, which then does not travel while it computes.
     sent = {impl: sends(impl, q, k, spread, sizes, heads_axis) for impl in ("ulysses", "hybrid", "ring")}
     sent = {impl: n for impl, n in sent.items() if n}
     best = min(sent, key=lambda impl: sent[impl])
     told = ", ".join(f"{impl} {n / 2**20:.4g}" for impl, n in sorted(sent.items(), key=lambda item: item[1]))
-    return Choice(best, best == "ulysses" and not no_kernel, f"MiB that a device sends, forward and backward: {told}")
+    return _by(best, f"MiB that a device sends, forward and backward: {told}", kernel(best))
+
+
+def _by(impl: str, why: str, found: Found) -> Choice:
+    how = f"by the kernel {found.kernel!r}" if found.kernel else f"in plain jax, as {found.why}"
+    return Choice(impl, found.kernel, f"{why}; {how}")
 
 
 def sends(

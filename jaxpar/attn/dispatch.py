@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -16,12 +18,13 @@ from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, re
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.choose import Choice, Spread, choice
 from jaxpar.attn.dense import dense
+from jaxpar.attn.kernels import Found, Kernel, find
 from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
 from jaxpar.attn.order import check_given, permutation
 from jaxpar.attn.splash import splash
-from jaxpar.attn.split import Way
+from jaxpar.attn.split import Engine, Way
 from jaxpar.attn.tiles import Extras, Rules
 from jaxpar.layout import current_layout, hint, lay_out
 from jaxpar.rules import Axes, resolve
@@ -29,8 +32,8 @@ from jaxpar.topology import platform_of
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
-KERNELS = {"tpu": splash, "gpu": mha}
-"""Platform → the kernel that is ``flash`` there, for a causal mask and nothing beside it."""
+KERNELS: dict[str, Any] = {"splash": splash, "mha": mha}
+"""Those that want the sequence whole."""
 
 type Dims = Sequence[str | None]
 type Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -82,8 +85,8 @@ def attention(
         arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
-    why_not = _no_kernel(q, k, v, rules, beside, offset)
-    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=swapped, no_kernel=why_not)
+    kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
+    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=swapped, kernel=kernel)
     if picked.impl == "dense":
         o = _dense(q, k, v, rules, beside, offset, options, spread, swapped)
         return checkpoint_name(hint(o, *q_dims), SAVED)[:, :rows]
@@ -108,7 +111,7 @@ def shares(
 ) -> tuple[int, int]:
     """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
     spread = Spread(_axes(q, dims[0]), _axes(k, dims[1]))
-    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=heads_axis, no_kernel="no matter")
+    picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=heads_axis)
     ring, heads = roles(picked.impl, spread.q[1], heads_axis)
     return _share(ring), _share(heads)
 
@@ -135,9 +138,10 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
-        if picked.kernel:
-            return _by_kernel(way, q, k, v, platform_of(layout.mesh))
-        here = ordered(way, options, (q.shape[1], k.shape[1]))
+        if picked.kernel in KERNELS:
+            return _by_kernel(way, q, k, v, picked.kernel)
+        engine: Engine = "tpu" if picked.kernel == "tiles" else "jax"
+        here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
         first = _index(spread.q[0]) * q.shape[0], _index(spread.q[2]) * q.shape[2]
         return compute(here, q, k, v, beside, first)[0]
 
@@ -151,11 +155,11 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
-def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array:
-    """The accelerator's kernel; where heads are exchanged, between the exchanges."""
+def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kernel) -> jax.Array:
+    """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
     repeat = exchange.repeats(k.shape[2], exchange.ways_of(way.heads))
     q, k, v = exchange.apart(q, way.heads), *(exchange.apart(x, way.heads, repeat) for x in (k, v))
-    return exchange.together(KERNELS[platform](q, k, v), way.heads)
+    return exchange.together(KERNELS[kernel](q, k, v), way.heads)
 
 
 def _dense(
@@ -203,18 +207,20 @@ def _asks(beside: Beside, offset: int, options: Options) -> bool:
     return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
-def _no_kernel(q: jax.Array, k: jax.Array, v: jax.Array, rules: Rules, beside: Beside, offset: int) -> str:
-    """Why the accelerator's kernel cannot run here; empty where it can."""
-    platform = platform_of(current_layout().mesh)
-    if platform not in KERNELS:
-        return f"kernels run on TPU and GPU, but the mesh is of {platform} devices"
-    if q.dtype.itemsize > 4:
-        return f"the kernel computes in float32, but the queries are {q.dtype.name}"
-    if rules != Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) or _asks(beside, offset, {}):
-        return "the kernel knows the causal mask alone"
-    if q.shape[1:4:2] != k.shape[1:4:2] or k.shape != v.shape:
-        return "the kernel wants as many queries as keys, and one head_dim"
-    return ""
+def _kernel(
+    arrays: Arrays, asked: tuple[Rules, Beside, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
+) -> Found:
+    """What computes ``impl`` here."""
+    ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
+    ways, platform = _share(ring), platform_of(current_layout().mesh)
+    if ring and KEYS[impl] == "rows":
+        return Found("", "whole rows of scores are no tiles")
+    own, of_keys = ways, 1 if KEYS[impl] == "gather" else ways
+    shapes = [
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
+        for x, n in zip(arrays, (own, of_keys, of_keys), strict=True)
+    ]
+    return find(platform, *shapes, *asked, split=ways > 1)
 
 
 def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:

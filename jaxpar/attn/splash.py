@@ -7,9 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpar.attn.blocks import SAVED, pad, stated_flops, up, visited
+from jaxpar.attn.blocks import LANES, SAVED, pad, stated_flops, up, visited
 
-LANES = 128
 BLOCK = 512
 """Rows of queries and of keys that the kernel holds at a time; 2,048 overflow a v5e's vector memory."""
 
