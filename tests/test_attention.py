@@ -14,6 +14,7 @@ import jaxpar as jp
 from jaxpar.attn.dispatch import attention
 from jaxpar.attn.mha import mha
 from jaxpar.attn.splash import splash
+from jaxpar.attn.tiles import Rules
 from jaxpar.errors import LayoutError
 
 RULES = jp.Rules(batch="data", seq="context", heads="model", kv_heads=jp.first_of("model", None), head_dim="ulysses")
@@ -55,7 +56,8 @@ def largest_gap(f: Any, *x: np.ndarray) -> float:
 )
 def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
     x = inputs(2, seq, heads, kv_heads, head_dim)
-    assert largest_gap(lambda q, k, v: splash(q, k, v, interpret=True), *x) <= 2e-5
+    rules = Rules(jp.Mask(causal=True), head_dim**-0.5)
+    assert largest_gap(lambda q, k, v: splash(q, k, v, rules, interpret=True), *x) <= 2e-5
 
 
 @pytest.mark.parametrize(

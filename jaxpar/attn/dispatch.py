@@ -23,8 +23,7 @@ from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
 from jaxpar.attn.order import check_given, permutation
-from jaxpar.attn.splash import splash
-from jaxpar.attn.split import Engine, Way
+from jaxpar.attn.split import Engine, Segments, Way
 from jaxpar.attn.tiles import Extras, Rules
 from jaxpar.layout import current_layout, hint, lay_out
 from jaxpar.rules import Axes, resolve
@@ -32,8 +31,8 @@ from jaxpar.topology import platform_of
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
-KERNELS: dict[str, Any] = {"splash": splash, "mha": mha}
-"""Those that want the sequence whole."""
+WHOLE = ("splash", "mha")
+"""Kernels that want the sequence whole."""
 
 type Dims = Sequence[str | None]
 type Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -138,8 +137,8 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
-        if picked.kernel in KERNELS:
-            return _by_kernel(way, q, k, v, picked.kernel)
+        if picked.kernel in WHOLE:
+            return _by_kernel(way, (q, k, v), beside.segments, picked.kernel)
         engine: Engine = "tpu" if picked.kernel == "tiles" else "jax"
         here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
         first = _index(spread.q[0]) * q.shape[0], _index(spread.q[2]) * q.shape[2]
@@ -155,11 +154,18 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
-def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kernel) -> jax.Array:
+def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
     """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
-    repeat = exchange.repeats(k.shape[2], exchange.ways_of(way.heads))
-    q, k, v = exchange.apart(q, way.heads), *(exchange.apart(x, way.heads, repeat) for x in (k, v))
-    return exchange.together(KERNELS[kernel](q, k, v), way.heads)
+    repeat = exchange.repeats(arrays[1].shape[2], exchange.ways_of(way.heads))
+    q, k, v = (exchange.apart(x, way.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
+    if kernel == "mha":
+        o = mha(q, k, v)
+    else:
+        from jaxpar.attn.splash import splash
+
+        whole = None if segments is None else tuple(exchange.all_tokens(x, way.heads) for x in segments)
+        o = splash(q, k, v, way.rules, whole)
+    return exchange.together(o, way.heads)
 
 
 def _dense(

@@ -52,10 +52,14 @@ def forward(
     visit = visits(*flags(rules, *at, extras), by_row=True)
     if visit is None:
         return sums
-    n, m, batch, kv_heads, group, side = _sizes(q, k)
+    _, m, batch, kv_heads, group, side = _sizes(q, k)
     where = _Where(m, lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
     inputs = [(q, where.of_rows), (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
-    carried = [(sums.values, where.of_rows), (_flat(sums.greatest), where.of_rows), (_flat(sums.weights), where.of_rows)]
+    carried = [
+        (sums.values, where.of_rows),
+        (_flat(sums.greatest), where.of_rows),
+        (_flat(sums.weights), where.of_rows),
+    ]
     width = q.shape[-1] + v.shape[-1]
     scratch = [(v.shape[-1], side), (1, side), (1, side)]
     values, greatest, weights = _call(
@@ -188,7 +192,10 @@ def _places(where: _Where, at: tuple[Tokens, Tokens]) -> list[Any]:
     rows, columns = at
     found = [(rows.positions[:, None], where.row), (columns.positions[:, None], where.column)]
     if rows.segments is not None:
-        found += [(rows.segments[:, :, None], where.row_of_batch), (columns.segments[:, :, None], where.column_of_batch)]
+        found += [
+            (rows.segments[:, :, None], where.row_of_batch),
+            (columns.segments[:, :, None], where.column_of_batch),
+        ]
     return [(jnp.asarray(x, jnp.int32), index) for x, index in found]
 
 
