@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.attn.asked import read
 from jaxpar.attn.kernels import find
 from jaxpar.attn.local import compute, ordered
-from jaxpar.attn.pallas import FIRST, LAST, MASKED, visits
+from jaxpar.attn.pallas import EMPTY, FIRST, LAST, MASKED, visits
 from jaxpar.attn.splash import Lazy, splash
 from jaxpar.attn.split import Engine, Keys, Way
 
@@ -140,13 +140,16 @@ def test_tiles_are_listed_by_row_and_by_column(xp: Any) -> None:
     some = xp.array([[True, True], [False, False], [True, False]])
     every = xp.array([[True, False], [False, False], [False, False]])
 
-    def listed(*, by_row: bool) -> list[tuple[int, int]]:
-        f = lambda a, b: visits(a, b, by_row=by_row)
+    def listed(**how: bool) -> list[tuple[int, int]]:
+        f = lambda a, b: visits(a, b, **how)
         found = (jax.jit(f) if xp is jnp else f)(some, every)
         assert found is not None
-        return [(int(n) >> 3, int(n) & 7) for n in found.tiles[: int(found.count)]]
+        return [(int(n) >> 4, int(n) & 15) for n in found.tiles[: int(found.count)]]
 
     assert listed(by_row=True) == [(0, FIRST), (1, LAST | MASKED), (4, FIRST | LAST | MASKED)]
+    alone = FIRST | LAST | MASKED
+    # The second row is there, and not computed.
+    assert listed(by_row=True, all_of_them=True) == [(0, FIRST), (1, LAST | MASKED), (2, alone | EMPTY), (4, alone)]
     assert listed(by_row=False) == [(0, FIRST), (2, LAST | MASKED), (3, FIRST | LAST | MASKED)]
 
 
@@ -154,7 +157,7 @@ def test_where_nothing_is_seen_one_masked_tile_is_visited_or_none() -> None:
     none = np.zeros((2, 2), bool)
     assert visits(none, none, by_row=True) is None
     found = jax.jit(lambda x: visits(x, x, by_row=True))(none)
-    assert found is not None and int(found.count) == 1 and int(found.tiles[0]) == FIRST | LAST | MASKED
+    assert found is not None and int(found.count) == 1 and int(found.tiles[0]) == FIRST | LAST | MASKED | EMPTY
 
 
 BIG = jax.ShapeDtypeStruct((1, 2**18, 2, 64), jnp.bfloat16)

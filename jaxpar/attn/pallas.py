@@ -23,14 +23,15 @@ from jaxpar.attn.blockwise import Expected, flags
 from jaxpar.attn.tiles import FAR, PAD, Extras, Gradients, Rows, Rules, Sums, Tokens
 
 Mode = Literal["tpu", "interpret"]
-MASKED, FIRST, LAST, BITS = 1, 2, 4, 3
-"""What is said of a tile beside its number: whether the mask leaves it in part, and whether it is the first or last of its row."""
+MASKED, FIRST, LAST, EMPTY, BITS = 1, 2, 4, 8, 4
+"""What is said of a tile beside its number: whether the mask leaves it in part, whether it is the first or last of its row, and whether it
+is only there to be both."""
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 """Which dims of two matrices are contracted."""
 
 
 class Visit(NamedTuple):
-    """Tiles to visit, ``number << 3 | what is said of it``, the first ``count`` of them."""
+    """Tiles to visit, ``number << 4 | what is said of it``, the first ``count`` of them."""
 
     tiles: Any
     count: Any
@@ -89,9 +90,12 @@ def backward(
     *,
     mode: Mode = "tpu",
 ) -> Gradients:
-    """``sums`` with the gradients of these queries and keys in them; as :func:`jaxpar.attn.blockwise.backward`."""
+    """``sums`` with the gradients of these queries and keys in them; as :func:`jaxpar.attn.blockwise.backward`.
+
+    Those of keys and values begin at 0 with every caller: they are written, not read, which saves a ring arrays of zeros.
+    """
     some, every = flags(rules, *at, extras)
-    by_row, by_column = (visits(some, every, by_row=by_row) for by_row in (True, False))
+    by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, all_of_them=True)
     if by_row is None or by_column is None:
         return sums
     n, m, batch, kv_heads, group, side = _sizes(q, k)
@@ -126,19 +130,26 @@ def backward(
         [(length, wide), (length, deep)],
         _cost(expected, q, k, 2 * wide + 2 * deep),
         mode,
+        anew=True,
     )
     return sums._replace(q=dq, k=dk, v=dv)
 
 
-def visits(some: Any, every: Any, *, by_row: bool) -> Visit | None:
-    """The list of tiles [rows, columns], row by row or column by column; ``None`` where it is known here to be empty."""
+def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) -> Visit | None:
+    """The list of tiles [rows, columns], row by row or column by column; ``None`` where it is known here to be empty.
+
+    Args:
+      all_of_them: a row without tiles is given one, which is not computed.
+    """
     some, every = (some, every) if by_row else (some.T, every.T)
-    columns = some.shape[1]
+    columns, computed = some.shape[1], some
+    if isinstance(some, np.ndarray) and not some.any():
+        return None
+    if all_of_them:
+        some = some | (~some.any(1, keepdims=True) & (np.arange(columns) == 0))
     if isinstance(some, np.ndarray):
         xp: Any = np
         numbers, count = np.flatnonzero(some), np.count_nonzero(some)
-        if not count:
-            return None
     else:
         xp, numbers = jnp, jnp.nonzero(some.ravel(), size=some.size, fill_value=0)[0]
         # A kernel makes one step at least: then of tile 0, which is masked and sees nothing.
@@ -147,6 +158,7 @@ def visits(some: Any, every: Any, *, by_row: bool) -> Visit | None:
     first = (place == 0) | (row != xp.roll(row, 1))
     last = (place == count - 1) | (row != xp.roll(row, -1))
     said = (~(some & every)).ravel()[numbers] * MASKED + first * FIRST + last * LAST
+    said = said + (~computed).ravel()[numbers] * EMPTY
     return Visit(jnp.asarray((numbers << BITS) + said, jnp.int32), count)
 
 
@@ -233,15 +245,17 @@ def _call(
     scratch: Sequence[tuple[int, int]],
     cost: pl.CostEstimate | None,
     mode: Mode,
+    *,
+    anew: bool = False,
 ) -> Sequence[jax.Array]:
-    """``carried`` after the kernel has been over them, in place."""
+    """``carried`` after the kernel has been over them, in place; ``anew``, such arrays made by the kernel."""
 
     def spec(x: jax.Array, index: Any) -> pl.BlockSpec:
         # The last two dims whole, one of each of the others.
         return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
 
     parallel = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
-    first = len(scalars) + len(inputs)
+    first, read = len(scalars) + len(inputs), () if anew else carried
     call = pl.pallas_call(
         kernel,
         name=name,
@@ -249,16 +263,16 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[spec(*x) for x in (*inputs, *carried)],
+            in_specs=[spec(*x) for x in (*inputs, *read)],
             out_specs=[spec(*x) for x in carried],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        input_output_aliases={first + n: n for n in range(len(carried))},
+        input_output_aliases={first + n: n for n in range(len(read))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
         cost_estimate=cost,
         interpret=mode == "interpret",
     )
-    return call(*scalars, *(x for x, _ in (*inputs, *carried)))
+    return call(*scalars, *(x for x, _ in (*inputs, *read)))
 
 
 def _alike(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -308,7 +322,7 @@ def _tile(
 
 def _either(said: Any, tile: Callable[[bool], None]) -> None:
     """``tile(masked)``."""
-    pl.when(said & MASKED != 0)(lambda: tile(True))
+    pl.when(said & (MASKED | EMPTY) == MASKED)(lambda: tile(True))
     pl.when(said & MASKED == 0)(lambda: tile(False))
 
 
@@ -376,7 +390,7 @@ def _queries_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> N
 def _keys_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
     of_tile, rest = refs[2:8], refs[8:]
     said, seen, rest = _tile(rules, segments, prefix, refs[:2], rest)
-    k_before, v_before, k_after, v_after, k_sums, v_sums = rest
+    k_after, v_after, k_sums, v_sums = rest
     head, heads = pl.program_id(3), pl.num_programs(3)
 
     @pl.when((said & FIRST != 0) & (head == 0))
@@ -393,4 +407,4 @@ def _keys_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None
 
     @pl.when((said & LAST != 0) & (head == heads - 1))
     def _() -> None:
-        k_after[...], v_after[...] = k_before[...] + k_sums[...], v_before[...] + v_sums[...]
+        k_after[...], v_after[...] = k_sums[...], v_sums[...]

@@ -172,10 +172,19 @@ class Split:
         return all(x is None for x in (self.extras.prefix, self.extras.offset, self.extras.order))
 
     def expected(self, distance: Any = 0) -> Expected:
-        """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first."""
+        """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first.
+
+        Where arrays decide, ``None``; of a kernel, which the compiler hides transfers behind by what it states, as many as positions leave.
+        """
         way, ways = self.way, self.way.ways
         if not self._by_formula or self.segments is not None or way.rules.mask.where is not None:
-            return None
+            if way.engine == "jax":
+                return None
+            if not self._by_formula:
+                rows, columns = (
+                    up(n, size) // size for n, size in zip((self.q_length, self.k_length), self.blocks, strict=True)
+                )
+                return 0, rows * columns * (ways if distance is None else 1)
         hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
         counts = np.zeros(2)
         for index in range(ways):
