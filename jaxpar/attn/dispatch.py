@@ -226,7 +226,7 @@ def _kernel(
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
         for x, n in zip(arrays, (own, of_keys, of_keys), strict=True)
     ]
-    return find(platform, *shapes, *asked, split=ways > 1)
+    return find(platform, shapes, *asked, split=ways > 1)
 
 
 def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxpar.attn.asked import Beside
@@ -24,12 +25,16 @@ class Found(NamedTuple):
     why: str
 
 
-def find(platform: str, q: Any, k: Any, v: Any, rules: Rules, beside: Beside, offset: int, split: bool) -> Found:
-    """The kernel for queries and keys of one device [batch, seq, heads, head_dim].
+def find(
+    platform: str, arrays: Sequence[Any], rules: Rules, beside: Beside, offset: int = 0, *, split: bool = False
+) -> Found:
+    """The kernel for one device's work.
 
     Args:
+      arrays: queries, keys and values [batch, seq, heads, head_dim], or shapes of them.
       split: whether the queries meet keys of other devices too.
     """
+    q, k, v = arrays
     none = lambda why: Found("", why)
     if platform not in ("tpu", "gpu"):
         return none(f"kernels run on TPU and GPU, but the mesh is of {platform} devices")
@@ -41,7 +46,7 @@ def find(platform: str, q: Any, k: Any, v: Any, rules: Rules, beside: Beside, of
         ("bias", beside.bias is not None),
         ("alibi", beside.slopes is not None),
         ("dropout", bool(rules.dropout)),
-        ("a function of positions", rules.mask.where is not None),
+        ("function of positions", rules.mask.where is not None),
     )
     if asked := [name for name, there in several if there]:
         return none(f"the kernel takes no {' and no '.join(asked)}")

@@ -101,9 +101,9 @@ def _engine(way: Way, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside:
         jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
     ]
     platform = platform_of(jax.sharding.get_abstract_mesh())
-    return (
-        "tpu" if find(platform, *shapes, way.rules, beside, way.offset, split).kernel in ("splash", "tiles") else "jax"
-    )
+    found = find(platform, shapes, way.rules, beside, way.offset, split=split)
+    # Tiles do also what another kernel does, and are at home in anybody's shard_map.
+    return "tpu" if found.kernel in ("splash", "tiles") else "jax"
 
 
 def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

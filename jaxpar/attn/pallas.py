@@ -54,7 +54,7 @@ def forward(
     if visit is None:
         return sums
     _, m, batch, kv_heads, group, side = _sizes(q, k)
-    where = _Where(m, lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
+    where = _Where(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
     inputs = [(q, where.of_rows), (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
     carried = [
         (sums.values, where.of_rows),
@@ -107,7 +107,7 @@ def backward(
         of_queries = [(x, where.of_rows) for x in (q, rows.gradient, *stats)]
         return [*of_queries, (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
 
-    where = _Where(m, lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
+    where = _Where(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
     (dq,) = _call(
         functools.partial(_queries_kernel, rules, segments, prefix),
         "attend_backward_q",
@@ -119,7 +119,7 @@ def backward(
         _cost(expected, q, k, 2 * wide + deep),
         mode,
     )
-    where = _Where(m, lambda b, h, g, t: (b, h, g, t % n, t // n))
+    where = _Where(lambda b, h, g, t: (b, h, g, t % n, t // n))
     dk, dv = _call(
         functools.partial(_keys_kernel, rules, segments, prefix),
         "attend_backward_kv",
@@ -149,7 +149,8 @@ def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) ->
         some = some | (~some.any(1, keepdims=True) & (np.arange(columns) == 0))
     if isinstance(some, np.ndarray):
         xp: Any = np
-        numbers, count = np.flatnonzero(some), np.count_nonzero(some)
+        numbers: Any = np.flatnonzero(some)
+        count: Any = len(numbers)
     else:
         xp, numbers = jnp, jnp.nonzero(some.ravel(), size=some.size, fill_value=0)[0]
         # A kernel makes one step at least: then of tile 0, which is masked and sees nothing.
@@ -165,8 +166,8 @@ def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) ->
 class _Where:
     """Which blocks of arrays a step of a grid sees."""
 
-    def __init__(self, columns: int, tile: Callable[..., tuple[Any, ...]]) -> None:
-        self.columns, self.tile = columns, tile
+    def __init__(self, tile: Callable[..., tuple[Any, ...]]) -> None:
+        self.tile = tile
 
     def _of(self, *step: Any) -> tuple[Any, ...]:
         *outer, tiles, _ = step
@@ -254,7 +255,7 @@ def _call(
         # The last two dims whole, one of each of the others.
         return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
 
-    parallel = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
+    parallel: Any = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
     first, read = len(scalars) + len(inputs), () if anew else carried
     call = pl.pallas_call(
         kernel,
@@ -327,8 +328,8 @@ def _either(said: Any, tile: Callable[[bool], None]) -> None:
 
 
 def _forward_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
-    (q, k, v), rest = refs[2:5], refs[5:]
-    said, seen, rest = _tile(rules, segments, prefix, refs[:2], rest)
+    q, k, v = refs[2:5]
+    said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[5:])
     values_in, greatest_in, weights_in, values_out, greatest_out, weights_out, values, greatest, weights = rest
 
     @pl.when(said & FIRST != 0)
@@ -369,8 +370,8 @@ def _weights(rules: Rules, refs: Sequence[Any], visible: Any) -> tuple[jax.Array
 
 
 def _queries_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
-    of_tile, rest = refs[2:8], refs[8:]
-    said, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], rest)
+    of_tile = refs[2:8]
+    said, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], refs[8:])
 
     @pl.when(said & FIRST != 0)
     def _() -> None:
@@ -388,8 +389,8 @@ def _queries_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> N
 
 
 def _keys_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
-    of_tile, rest = refs[2:8], refs[8:]
-    said, seen, rest = _tile(rules, segments, prefix, refs[:2], rest)
+    of_tile = refs[2:8]
+    said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[8:])
     k_after, v_after, k_sums, v_sums = rest
     head, heads = pl.program_id(3), pl.num_programs(3)
 

@@ -181,10 +181,10 @@ class Split:
             if way.engine == "jax":
                 return None
             if not self._by_formula:
-                rows, columns = (
+                n, m = (
                     up(n, size) // size for n, size in zip((self.q_length, self.k_length), self.blocks, strict=True)
                 )
-                return 0, rows * columns * (ways if distance is None else 1)
+                return 0, n * m * (ways if distance is None else 1)
         hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
         counts = np.zeros(2)
         for index in range(ways):
