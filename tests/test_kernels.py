@@ -84,13 +84,12 @@ def by_tiles(engine: Engine, keys: Keys, x: tuple[jax.Array, ...], options: dict
         ("ring", arrays(256, 256, (8, 8)), {"segment_ids": documents(256), "softcap": 0.8}, 2e-6),
         (
             "here",
-            arrays(140, 300, (64, 24)),
+            arrays(140, 300, (64, 24), jnp.bfloat16),
             {"q_offset": 160, "prefix": np.array([0, 9]), "mask": jp.Mask(window=(30, 50), chunk=250), "scale": 0.3},
-            2e-6,
+            2e-2,
         ),
-        ("here", arrays(130, 130, (16, 16), jnp.bfloat16), {"causal": False}, 2e-2),
     ],
-    ids=["a ring, documents, soft cap", "fewer queries, prefixes, a two-sided window in chunks", "bfloat16, full"],
+    ids=["a ring, documents, soft cap", "bfloat16, fewer queries, prefixes, a two-sided window in chunks"],
 )
 def test_the_kernel_of_tiles_equals_plain_jax(keys: Keys, x: Any, options: Any, bound: float) -> None:
     got, want = by_tiles("interpret", keys, x, options | {"block": 128}), by_tiles("jax", "here", x, options)
@@ -216,11 +215,6 @@ def test_on_tpus_a_ring_computes_by_the_kernel(impl: str) -> None:
     tile = 2 * 8 * 256 * 256 * 2 * 64
     # At home the two halves see themselves in part, and one sees the other; from afar each device computes two tiles.
     assert flops == ([3 * tile, 2 * tile, 2 * tile] if impl == "ring" else [17 * tile])
-
-
-def test_with_an_option_that_the_kernel_does_not_take_tiles_are_plain_jax() -> None:
-    text = str(traced(jp.MeshSpec(context=8), "ring", alibi=True).jaxpr)
-    assert "pallas_call" not in text
 
 
 def test_heads_exchanged_the_segments_of_all_tokens_are_there() -> None:

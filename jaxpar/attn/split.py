@@ -174,7 +174,7 @@ class Split:
     def expected(self, distance: Any = 0) -> Expected:
         """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first.
 
-        Where arrays decide, ``None``; of a kernel, which the compiler hides transfers behind by what it states, as many as positions leave.
+        Where arrays decide, ``None``; of a kernel, whose cost the compiler's scheduler is told, as many as positions leave.
         """
         way, ways = self.way, self.way.ways
         if not self._by_formula or self.segments is not None or way.rules.mask.where is not None:
