@@ -12,6 +12,9 @@ import jax.numpy as jnp
 SAVED = "attention"
 """The name of what attention makes, for checkpoint policies: saved, its kernel does not run again."""
 
+LANES = 128
+"""Of a TPU's registers: what is no multiple of them is filled up."""
+
 
 def up(size: int, multiple: int) -> int:
     """The least multiple that is no less than ``size``.

@@ -51,15 +51,21 @@ def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
     return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
 
 
-def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, Tiles]:
-    """The tiles that the mask leaves whole, and those it leaves in part; from the blocks' first and last positions and segments."""
+def flags(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Any, Any]:
+    """Of the tiles [n, m], which the mask does not empty, and which of these it leaves whole; from the blocks' first and last positions
+    and segments."""
     some, every = _of_positions(rules, q.positions, k.positions, extras)
     if q.segments is not None:
         overlap, equal = _of_segments(q.segments, k.segments)
         some, every = some & overlap, every & equal
     if rules.mask.where is not None:
         some, every = _of_values(rules, q, k, extras, some)
-    every = every & some
+    return some, every & some
+
+
+def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, Tiles]:
+    """The tiles that the mask leaves whole, and those it leaves in part."""
+    some, every = flags(rules, q, k, extras)
     return _listed(every), _listed(some & ~every)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxpar.attn.costs import Asked, Cost, Spread, cost
+from jaxpar.attn.kernels import Found, Kernel
 from jaxpar.errors import LayoutError, listing
 from jaxpar.links import Links
 
@@ -24,10 +25,10 @@ _observer = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation, whether the accelerator's kernel computes in it, and why."""
+    """An implementation, the kernel that computes in it (empty for plain jax), and why."""
 
     impl: str
-    kernel: bool
+    kernel: Kernel
     why: str
 
 
@@ -39,7 +40,7 @@ def choice(
     sizes: Mapping[str, int],
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
-    no_kernel: str = "",
+    kernel: Callable[[str], Found] = lambda impl: Found("", "no kernel was asked for"),
     asks: Asked | None = None,
     links: Links | None = None,
 ) -> Choice:
@@ -48,7 +49,7 @@ def choice(
     Args:
       q, k: arrays or shapes [batch, seq, heads, head_dim].
       sizes: of the mesh axes.
-      no_kernel: why the accelerator's kernel cannot run; empty where it can.
+      kernel: what computes an implementation.
       asks: mask, order and dtype of travel; ``None`` for a causal mask and tokens brought into a ring's order once.
       links: of the mesh's devices. With them ``auto`` takes what takes the least time, without what sends the fewest bytes.
 
@@ -57,10 +58,10 @@ def choice(
     """
     seq, said = spread.q[1], f"impl {asked!r} was asked for"
     if asked == "dense":
-        return Choice("dense", False, said)
+        return Choice("dense", "", said)
     if spread.q[3] or spread.kv[3]:
         if asked == "auto":
-            return Choice("dense", False, "the head dim is split")
+            return Choice("dense", "", "the head dim is split")
         split = listing(spread.q[3] or spread.kv[3])
         raise LayoutError(
             f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: impl='auto' or 'dense'."
@@ -69,7 +70,7 @@ def choice(
     apart = f"the queries' sequence is split over {over(seq)}, the keys' over {over(spread.kv[1])}"
     if asked in ("auto", "merge") and _merges(spread):
         return Choice(
-            "merge", False, f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said
+            "merge", "", f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said
         )
     if asked == "merge":
         raise LayoutError(
@@ -78,23 +79,24 @@ def choice(
         )
     if seq != spread.kv[1]:
         if asked == "auto":
-            return Choice("dense", False, "queries and keys are split over different axes")
+            return Choice("dense", "", "queries and keys are split over different axes")
         raise LayoutError(
             f"attention(impl={asked!r}): {apart}. Remedy: the same rule for both, or impl='auto' or 'dense'."
         )
     if not seq:
-        if not no_kernel:
-            return Choice("flash", True, "the sequence is whole, and a kernel is there" if asked == "auto" else said)
+        found = kernel("flash")
+        if found.kernel:
+            return _by("flash", "the sequence is whole" if asked == "auto" else said, found)
         if asked == "auto" and q.shape[1] * k.shape[1] <= DENSE:
-            return Choice("dense", False, f"{q.shape[1]} × {k.shape[1]} scores are no more than a tile")
-        return Choice("flash", False, f"the sequence is whole; in plain jax, as {no_kernel}")
+            return Choice("dense", "", f"{q.shape[1]} × {k.shape[1]} scores are no more than a tile")
+        return _by("flash", "the sequence is whole", found)
     if asked == "flash":
         raise LayoutError(
             f"attention(impl='flash'): it wants the sequence whole, but the layout splits it over {listing(seq)}. Remedy: impl='auto', or one for "
             f"a split sequence: 'ring', 'ulysses', 'gather'."
         )
     if asked != "auto":
-        return Choice(asked, asked == "ulysses" and not no_kernel, said)
+        return _by(asked, said, kernel(asked))
     names = ["ulysses", "hybrid", "ring"]
     if asks is not None and asks.order in ("zigzag", "striped") and not asks.free:
         names.remove("ulysses")  # no ring, and so no order of its devices
@@ -103,12 +105,12 @@ def choice(
     names += (
         ["gather"] if links is not None and _gathered(q, k, spread, sizes) <= links.accelerator.hbm_bytes / ROOM else []
     )
-    found = {impl: cost(impl, q, k, spread, sizes, heads_axis, asks, links) for impl in names}
-    costs = {impl: c for impl, c in found.items() if c is not None}
+    counted = {impl: cost(impl, q, k, spread, sizes, heads_axis, asks, links) for impl in names}
+    costs = {impl: c for impl, c in counted.items() if c is not None}
     by = (lambda c: c.sent) if links is None else (lambda c: c.seconds)
     best = min(costs, key=lambda impl: by(costs[impl]))
     ranked = sorted(costs.items(), key=lambda item: by(item[1]))
-    return Choice(best, best == "ulysses" and not no_kernel, _told(ranked, links))
+    return _by(best, _told(ranked, links), kernel(best))
 
 
 def _merges(spread: Spread) -> bool:
@@ -149,14 +151,6 @@ def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
         _observer.value(site(), q, k, picked)
 
 
-def sends(
-    impl: str, q: Any, k: Any, spread: Spread, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
-) -> float:
-    """Bytes that a device sends in one forward and one backward pass of causal attention, tokens lying in a ring's order; 0 where the
-    implementation does not fit.
-
-    Keys and values, and with them their gradients in four bytes a number, go a whole ring; queries, results and their gradients are
-    exchanged once each.
-    """
-    found = cost(impl, q, k, spread, sizes, heads_axis)
-    return 0 if found is None else found.sent
+def _by(impl: str, why: str, found: Found) -> Choice:
+    how = f"by the kernel {found.kernel!r}" if found.kernel else f"in plain jax, as {found.why}"
+    return Choice(impl, found.kernel, f"{why}; {how}")

@@ -140,7 +140,7 @@ class Context:
         layout = current_layout()
         q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * ways, *x.shape[2:]), x.dtype) for x in (q, k))
         split: tuple[Axes, ...] = ((), _rule_axes(), (), ())
-        how: dict[str, Any] = {"heads_axis": HEADS_AXIS, "no_kernel": "no matter"}
+        how: dict[str, Any] = {"heads_axis": HEADS_AXIS}
         how["asks"] = Asked(order=self.order, free=True, travel=self.travel)
         how["links"] = links_of(layout.mesh) if self.impl == "auto" else None
         impl = choice(self.impl, q, k, Spread(split, split), layout.sizes, **how).impl if split[1] else "flash"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +19,12 @@ from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.choose import Choice, choice, observed
 from jaxpar.attn.costs import Asked, Spread
 from jaxpar.attn.dense import dense
+from jaxpar.attn.kernels import Found, Kernel, find
 from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
 from jaxpar.attn.order import check_given, permutation
-from jaxpar.attn.splash import splash
-from jaxpar.attn.split import Way
+from jaxpar.attn.split import Engine, Segments, Way
 from jaxpar.attn.tiles import Extras, Rules
 from jaxpar.layout import call_site, current_layout, hint, lay_out
 from jaxpar.links import links_of
@@ -32,8 +33,8 @@ from jaxpar.topology import platform_of
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
-KERNELS = {"tpu": splash, "gpu": mha}
-"""Platform → the kernel that is ``flash`` there, for a causal mask and nothing beside it."""
+WHOLE = ("splash", "mha")
+"""Kernels that want the sequence whole."""
 
 type Dims = Sequence[str | None]
 type Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -88,7 +89,7 @@ def attention(
             options["order"] = beside.order
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
-    why_not = _no_kernel(q, k, v, rules, beside, offset)
+    kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
     asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
     asks = replace(
         asks, travel=options.get("travel"), offset=offset if beside.offset is None else k.shape[1] - q.shape[1]
@@ -96,7 +97,7 @@ def attention(
     asks = replace(asks, hops=beside.prefix is None and beside.offset is None and beside.order is None)
     layout = current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
-    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, no_kernel=why_not, asks=asks, links=links)
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, asks=asks, links=links)
     if impl == "auto":
         observed(call_site, q, k, picked)
     if picked.impl == "dense":
@@ -126,8 +127,7 @@ def shares(
     """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
     spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
-    how: dict[str, Any] = {"heads_axis": heads_axis, "no_kernel": "no matter", "asks": asks, "links": links}
-    picked = choice(impl, q, k, spread, layout.sizes, **how)
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, asks=asks, links=links)
     ring, heads = roles(picked.impl, spread.kv[1], heads_axis)
     return _share(ring), _share(heads)
 
@@ -160,9 +160,10 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
-        if picked.kernel:
-            return _by_kernel(way, q, k, v, platform_of(layout.mesh))
-        here = ordered(way, options, (q.shape[1], k.shape[1]))
+        if picked.kernel in WHOLE:
+            return _by_kernel(way, (q, k, v), beside.segments, picked.kernel)
+        engine: Engine = "tpu" if picked.kernel == "tiles" else "jax"
+        here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
         first = _index(spread.q[0]) * q.shape[0], _index(spread.q[2]) * q.shape[2]
         return compute(here, q, k, v, beside, first)[0]
 
@@ -176,11 +177,18 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
-def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array:
-    """The accelerator's kernel; where heads are exchanged, between the exchanges."""
-    repeat = exchange.repeats(k.shape[2], exchange.ways_of(way.heads))
-    q, k, v = exchange.apart(q, way.heads), *(exchange.apart(x, way.heads, repeat) for x in (k, v))
-    return exchange.together(KERNELS[platform](q, k, v), way.heads)
+def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
+    """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
+    repeat = exchange.repeats(arrays[1].shape[2], exchange.ways_of(way.heads))
+    q, k, v = (exchange.apart(x, way.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
+    if kernel == "mha":
+        o = mha(q, k, v)
+    else:
+        from jaxpar.attn.splash import splash
+
+        whole = None if segments is None else tuple(exchange.all_tokens(x, way.heads) for x in segments)
+        o = splash(q, k, v, way.rules, whole)
+    return exchange.together(o, way.heads)
 
 
 def _dense(
@@ -228,18 +236,20 @@ def _asks(beside: Beside, offset: int, options: Options) -> bool:
     return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
-def _no_kernel(q: jax.Array, k: jax.Array, v: jax.Array, rules: Rules, beside: Beside, offset: int) -> str:
-    """Why the accelerator's kernel cannot run here; empty where it can."""
-    platform = platform_of(current_layout().mesh)
-    if platform not in KERNELS:
-        return f"kernels run on TPU and GPU, but the mesh is of {platform} devices"
-    if q.dtype.itemsize > 4:
-        return f"the kernel computes in float32, but the queries are {q.dtype.name}"
-    if rules != Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) or _asks(beside, offset, {}):
-        return "the kernel knows the causal mask alone"
-    if q.shape[1:4:2] != k.shape[1:4:2] or k.shape != v.shape:
-        return "the kernel wants as many queries as keys, and one head_dim"
-    return ""
+def _kernel(
+    arrays: Arrays, asked: tuple[Rules, Beside, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
+) -> Found:
+    """What computes ``impl`` here."""
+    ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
+    ways, platform = _share(ring), platform_of(current_layout().mesh)
+    if ring and KEYS[impl] == "rows":
+        return Found("", "whole rows of scores are no tiles")
+    own, of_keys = ways, 1 if KEYS[impl] == "gather" else ways
+    shapes = [
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
+        for x, n in zip(arrays, (own, of_keys, of_keys), strict=True)
+    ]
+    return find(platform, shapes, *asked, split=ways > 1)
 
 
 def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:

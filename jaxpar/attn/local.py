@@ -13,8 +13,9 @@ import numpy as np
 from jaxpar.attn import heads as exchange
 from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_travel
 from jaxpar.attn.core import attend
+from jaxpar.attn.kernels import find
 from jaxpar.attn.order import check, check_given
-from jaxpar.attn.split import Keys, Way, side, turns_of
+from jaxpar.attn.split import Engine, Keys, Way, side, turns_of
 from jaxpar.attn.tiles import Extras, varies_over
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.topology import platform_of
@@ -82,12 +83,29 @@ def attention_local(
     apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
     tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens)
-    how = Way(rules, KEYS[impl], ring, heads, offset=offset, whole=impl == "merge")
-    way = ordered(how, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
+    way = Way(rules, KEYS[impl], ring, heads, offset=offset, whole=impl == "merge")
+    if way.keys != "rows" and not way.whole:
+        lengths = (
+            q_BSHD.shape[1] * apart,
+            *(x.shape[1] * apart * (around if way.keys == "gather" else 1) for x in (k_BTKD, v_BTKD)),
+        )
+        way = replace(way, engine=_engine(way, (q_BSHD, k_BTKD, v_BTKD), lengths, beside, around > 1))
+    way = ordered(way, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
     check_heads(q_BSHD.shape[2], apart, heads)
     share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
     beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
     return compute(way, q_BSHD, k_BTKD, v_BTKD, beside)[0]
+
+
+def _engine(way: Way, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: Beside, split: bool) -> Engine:
+    """What computes tiles of queries and keys of these lengths."""
+    shapes = [
+        jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
+    ]
+    platform = platform_of(jax.sharding.get_abstract_mesh())
+    found = find(platform, shapes, way.rules, beside, way.offset, split=split)
+    # Tiles do also what another kernel does, and are at home in anybody's shard_map.
+    return "tpu" if found.kernel in ("splash", "tiles") else "jax"
 
 
 def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attn import tiles
-from jaxpar.attn.blockwise import backward, forward, no_gradients, nothing, zeros
+from jaxpar.attn.blockwise import no_gradients, nothing, zeros
+from jaxpar.attn.engine import backward, forward
 from jaxpar.attn.split import Split
 from jaxpar.attn.tiles import FAR, Gradients, Rows, Sums, Tokens, accumulator
 from jaxpar.exchange import gather_local, scatter_local
@@ -27,27 +28,27 @@ UNROLLED = 3
 def here_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of this device."""
     at = split.queries(), split.keys()
-    return forward(split.way.rules, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
+    return forward(split.way, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
 
 
 def here_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     extras = split.extras_of()
     at, none = (split.queries(), split.keys()), no_gradients(q, k, v, extras)
-    return _with_bias(split, backward(split.way.rules, q, k, v, at, extras, rows, none, split.expected()), 0)
+    return _with_bias(split, backward(split.way, q, k, v, at, extras, rows, none, split.expected()), 0)
 
 
 def gather_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of all devices, gathered."""
     k, v = (gather_local(x, split.way.ring, dim=0) for x in (k, v))
     at = split.queries(), split.keys(None)
-    return forward(split.way.rules, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
+    return forward(split.way, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
 
 
 def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     k, v = (gather_local(x, split.way.ring, dim=0) for x in (k, v))
     extras = split.extras_of(None)
     at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
-    found = backward(split.way.rules, q, k, v, at, extras, rows, none, split.expected(None))
+    found = backward(split.way, q, k, v, at, extras, rows, none, split.expected(None))
     found = _with_bias(split, found, None)
 
     def home(x: jax.Array) -> jax.Array:
@@ -68,7 +69,7 @@ def ring_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums
         coming = _passed(split, keys, after) if after else None
         places = at, split.keys(distance)
         extras, often = split.extras_of(distance), split.expected(distance)
-        return forward(split.way.rules, q, keys[0], keys[1], places, extras, sums, often), coming
+        return forward(split.way, q, keys[0], keys[1], places, extras, sums, often), coming
 
     # The first hop by itself: it alone has a diagonal, and as many tiles as no other.
     return _around(split.hops(), turn, (nothing(q, v), (k, v)), 1)[0]
@@ -85,7 +86,7 @@ def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: 
         extras = split.extras_of(distance)
         begin = no_gradients(q, keys[0], keys[1], extras)._replace(q=sums.q, slopes=sums.slopes)
         places, often = (at, split.keys(distance)), split.expected(distance)
-        new = backward(split.way.rules, q, keys[0], keys[1], places, extras, rows, begin, often)
+        new = backward(split.way, q, keys[0], keys[1], places, extras, rows, begin, often)
         bias = None if sums.bias is None else split.put_bias(sums.bias, new.bias, distance)
         found = new.k, new.v
         if arrived is not None:

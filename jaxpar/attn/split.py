@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.attn.blocks import up
+from jaxpar.attn.blocks import LANES, up
 from jaxpar.attn.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.order import Order, into_zigzag, permutation, positions
 from jaxpar.attn.tiles import PAD, Extras, Rules, Tokens
 
 type Keys = Literal["here", "gather", "ring", "rows"]
+type Engine = Literal["jax", "tpu", "interpret"]
 Segments = tuple[Any, Any] | None
 """Of queries [B, S] and of keys [B, T]."""
 
@@ -39,6 +40,7 @@ class Way:
       offset: the position of the first query; the first key's is 0.
       turns: the hops of a ring that some device needs, where a given order tells.
       whole: every device of the ring has all queries, in order, and keeps to its own keys; results are to be merged.
+      engine: what computes tiles: plain jax, or a kernel for TPUs, compiled or in its interpreter.
     """
 
     rules: Rules
@@ -53,6 +55,7 @@ class Way:
     offset: int = 0
     turns: tuple[int, ...] | None = None
     whole: bool = False
+    engine: Engine = "jax"
 
     @property
     def ways(self) -> int:
@@ -87,11 +90,12 @@ class Split:
         if self.way.keys == "rows":
             return self.q_length, self.k_length
         parts = 2 if self.way.order == "zigzag" and self.way.ways > 1 else 1
-        return side(self.q_length // parts, self.way.block), side(self.k_length // parts, self.way.block)
+        cut = side if self.way.engine == "jax" else in_lanes
+        return cut(self.q_length // parts, self.way.block), cut(self.k_length // parts, self.way.block)
 
     def parts(self, kv_heads: int, group: int) -> int:
         """In how many parts key heads go, the fewest that make tiles small enough."""
-        if self.way.keys == "rows":
+        if self.way.keys == "rows" or self.way.engine != "jax":
             return 1
         head = self.batch * group * self.blocks[0] * self.blocks[1]
         fits = (n for n in range(1, kv_heads) if kv_heads % n == 0 and head * kv_heads // n <= self.way.tile)
@@ -174,10 +178,19 @@ class Split:
         return all(x is None for x in (self.extras.prefix, self.extras.offset, self.extras.order))
 
     def expected(self, distance: Any = 0) -> Expected:
-        """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first."""
+        """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first.
+
+        Where arrays decide, ``None``; of a kernel, whose cost the compiler's scheduler is told, as many as positions leave.
+        """
         way, ways = self.way, self.way.ways
         if not self._by_formula or self.segments is not None or way.rules.mask.where is not None:
-            return None
+            if way.engine == "jax":
+                return None
+            if not self._by_formula:
+                n, m = (
+                    up(n, size) // size for n, size in zip((self.q_length, self.k_length), self.blocks, strict=True)
+                )
+                return 0, n * m * (ways if distance is None else 1)
         hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
         counts = np.zeros(2)
         for index in range(ways):
@@ -251,3 +264,14 @@ def side(length: int, most: int) -> int:
     if length <= most:
         return length
     return next((size for size in range(most, most // 2, -1) if length % size == 0), most)
+
+
+def in_lanes(length: int, most: int) -> int:
+    """Tokens of a tile's side in a kernel for TPUs: a multiple of 128 that needs the least filling up, and no fewer than half of ``most``.
+
+    >>> [in_lanes(n, 512) for n in (100, 512, 640, 1280, 4096)]
+    [128, 512, 384, 256, 512]
+    """
+    most = min(max(LANES, most // LANES * LANES), up(length, LANES))
+    least = up(most // 2, LANES)
+    return min(range(most, least - 1, -LANES), key=lambda size: up(length, size))
