@@ -154,3 +154,16 @@ def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
 def _by(impl: str, why: str, found: Found) -> Choice:
     how = f"by the kernel {found.kernel!r}" if found.kernel else f"in plain jax, as {found.why}"
     return Choice(impl, found.kernel, f"{why}; {how}")
+
+
+def sends(
+    impl: str, q: Any, k: Any, spread: Spread, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
+) -> float:
+    """Bytes that a device sends in one forward and one backward pass of causal attention, tokens lying in a ring's order; 0 where the
+    implementation does not fit.
+
+    Keys and values, and with them their gradients in four bytes a number, go a whole ring; queries, results and their gradients are
+    exchanged once each.
+    """
+    found = cost(impl, q, k, spread, sizes, heads_axis)
+    return 0 if found is None else found.sent
