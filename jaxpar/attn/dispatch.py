@@ -12,10 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.attn import heads as exchange
-from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, read
+from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, read, read_keep
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.choose import Choice, Spread, choice
 from jaxpar.attn.dense import dense
+from jaxpar.attn.exchanged import splash_exchanged
 from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
@@ -75,6 +76,7 @@ def attention(
       ConfigError: an option that is none, or out of its range.
     """
     check_impl(impl)
+    keep = read_keep(impl, options)
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
@@ -93,7 +95,7 @@ def attention(
         spread = Spread(spread.q, spread.q)
     ring, heads = roles(picked.impl, spread.q[1], swapped) if spread.q[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
-    way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset)
+    way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset, keep=keep and bool(ring))
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
     return hint(_sharded(picked, way, options, spread, (q, k, v), beside), *q_dims)[:, :rows]
 
@@ -153,6 +155,8 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
 
 def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array:
     """The accelerator's kernel; where heads are exchanged, between the exchanges."""
+    if way.heads and platform == "tpu":
+        return splash_exchanged(q, k, v, way.heads)
     repeat = exchange.repeats(k.shape[2], exchange.ways_of(way.heads))
     q, k, v = exchange.apart(q, way.heads), *(exchange.apart(x, way.heads, repeat) for x in (k, v))
     return exchange.together(KERNELS[platform](q, k, v), way.heads)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attn import heads as exchange
-from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_travel
+from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_keep, read_travel
 from jaxpar.attn.core import attend
 from jaxpar.attn.order import check, check_given
 from jaxpar.attn.split import Keys, Way
@@ -77,10 +77,13 @@ def attention_local(
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     ring, heads = roles(impl, axes, swapped)
     check_order(impl, options, ring, heads)
+    keep = read_keep(impl, options)
     apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
     tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens)
-    way = ordered(Way(rules, KEYS[impl], ring, heads, offset=offset), options, (q_BSHD.shape[1], k_BTKD.shape[1]))
+    way = ordered(
+        Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep), options, (q_BSHD.shape[1], k_BTKD.shape[1])
+    )
     check_heads(q_BSHD.shape[2], apart, heads)
     share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
     beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
