@@ -253,6 +253,12 @@ def test_a_window_ends_the_ring_early() -> None:
     assert traced("ring", False, **near).count("ppermute[") == 2
 
 
+def test_a_ring_has_no_loops_over_no_tiles() -> None:
+    """In zigzag all but the first hop's tiles are whole: an empty loop for masked ones is what a compiler hides a transfer behind."""
+    first, in_the_loop, last = 2, 1, 1
+    assert traced("ring", False, order="zigzag").count("while[") == first + in_the_loop + last
+
+
 def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpar.attn.rings.UNROLLED", 4)
 
