@@ -81,6 +81,8 @@ def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
 def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
     asked = {"impl": "ring", "travel": "bfloat16"}
     assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", travel="bfloat16")
+    kept = {"impl": "gather", "keep": True}
+    assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep=True)
     assert job_of().model.context == jp.Context()
 
 
@@ -115,6 +117,14 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             (
                 "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, ulysses, hybrid is wanted. Did "
                 "you mean 'ring'?"
+            ),
+        ),
+        (
+            {"parallel": {"context": {"impl": "ring", "keep": True}}},
+            ConfigError,
+            (
+                "parallel.context: keep is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
+                "leave keep out."
             ),
         ),
         (
