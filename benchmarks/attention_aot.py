@@ -1,8 +1,8 @@
 """Attention over a split sequence, compiled for TPUs that are not here: ``uv run python benchmarks/attention_aot.py``.
 
 Nothing needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). First attention alone, forward and backward, bfloat16, 32 query
-and 8 key heads of 128, on v5e 2x4: temporary memory, what a device sends, and how many of the permutes have compute beside them in the
-schedule. Then (``--models``) the step of the 1B model, context 4 × FSDP 4, 32,768 tokens a sequence.
+and 8 key heads of 128, on v5e 2x4: temporary memory, what a device sends, and how many of the permutes in a ring's loop have no compute beside them in the
+schedule (none is the goal). Then (``--models``) the step of the 1B model, context 4 × FSDP 4, 32,768 tokens a sequence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from maxtext_aot import CONFIGS, compile_ours
 
 import jaxpar as jp
+from jaxpar.inspect.audit import Audit
 from jaxpar.layout import tracing_under
 from jaxpar.plan.aot import aim, compile_program, placed
 from jaxpar.topology import Topology
@@ -45,6 +46,7 @@ MODELS = {  # configuration, settings → wire GB and peak MiB that are the goal
     "gather": ("1b_cp4_gather", [], 16.5, 3392),
     "ring": ("1b_cp4_ring", [], 22.0, 4356),
     "ring, bf16 travels": ("1b_cp4_ring", ["parallel.context.travel=bfloat16"], 17.5, 4356),
+    "gather, kept": ("1b_cp4_gather", ["parallel.context.keep=true"], 13.5, 0),
     "ulysses": ("1b_cp4_ulysses", [], 10.5, 3208),
     "hybrid": ("1b_cp4_hybrid", [], 0, 0),
 }
@@ -67,7 +69,15 @@ def alone(impl: str, seq: int) -> dict[str, Any]:
     args = placed(layout, (shape(32, "heads"), shape(8, "kv_heads"), shape(8, "kv_heads"), shape(32, "heads")))
     program = compile_program(topology, layout, jax.jit(run), args, donated=0)
     report = jp.audit(program, mesh=layout.mesh)
-    return {"temp": program.memory["temp"] / GIB, "wire": report.wire_bytes() / 1e9, "exposed": report.exposed() / 1e9}
+    bare, looped = bare_permutes(report)
+    sent = {"wire": report.wire_bytes() / 1e9, "exposed": report.exposed() / 1e9}
+    return {"temp": program.memory["temp"] / GIB, **sent, "permutes": looped, "bare": bare}
+
+
+def bare_permutes(report: Audit) -> tuple[int, int]:
+    """Permutes in loops that no compute is scheduled beside, and all permutes in loops."""
+    looped = [c for c in report.select("collective-permute") if c.count > 1]
+    return sum(not (c.overlapped and c.beside_flops) for c in looped), len(looped)
 
 
 def main() -> int:
@@ -79,12 +89,13 @@ def main() -> int:
     figures: dict[str, Any] = {}
     missed = 0
     if not options.runs:
-        print("implementation  tokens  temp GiB   goal  wire GB  exposed GB")
+        print("implementation  tokens  temp GiB   goal  wire GB  exposed GB  permutes in loops  bare")
         for (impl, seq), goal in ALONE.items():
             found = figures[f"{impl} {seq}"] = alone(impl, seq)
-            missed += bool(goal) and found["temp"] > goal
+            missed += (bool(goal) and found["temp"] > goal) + (found["bare"] > 0)
             print(
-                f"{impl:14}  {seq:6}  {found['temp']:8.3f}  {goal or '':>5}  {found['wire']:7.2f}  {found['exposed']:10.2f}",
+                f"{impl:14}  {seq:6}  {found['temp']:8.3f}  {goal or '':>5}  {found['wire']:7.2f}  {found['exposed']:10.2f}  "
+                f"{found['permutes']:17}  {found['bare']:4}",
                 flush=True,
             )
     if options.models or options.runs:
@@ -96,7 +107,7 @@ def main() -> int:
             job = make_job(load_run(CONFIGS / f"{config}.yaml", sets))
             found = figures[name] = compile_ours(job, Topology.parse("v5e:4x4"), False)
             sent, most = found["wire_bytes"] / 1e9, found["memory"]["peak"] / 2**20
-            missed += bool(wire) and (sent > wire or most > peak)
+            missed += bool(wire) and (sent > wire or (bool(peak) and most > peak))
             print(
                 f"{name:23}  {sent:7.2f}  {wire or '':>4}  {found['exposed_bytes'] / 1e9:10.2f}  {most:8.0f}  {peak or '':>4}  "
                 f"{found['matmul_flops']:12.4g}  {found['kernel_flops']:12.4g}  {found['compile_cpu_seconds']:13.0f}",

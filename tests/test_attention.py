@@ -97,6 +97,18 @@ def test_on_a_gpu_each_device_runs_the_kernel_on_its_heads() -> None:
     assert "mha_forward" in text and "bf16[4,256,1,128]" in text and "splash" not in text
 
 
+def test_ulysses_exchanges_its_result_once() -> None:
+    """Forward queries, keys, values and the result; for the gradient the first three again, its gradient, and theirs, but not the result."""
+    rule = jp.Recompute("save_attention").rule(["attention"])
+    with jp.Layout(jp.MeshSpec(context=4, data=2).on("v5e:2x4"), RULES):
+        block = jax.checkpoint(lambda *x: attention(*x, impl="ulysses"), policy=rule)
+        shapes = [jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)] * 3
+        grad = jax.grad(lambda *x: jnp.sum(block(*x) ** 2).astype(jnp.float32), argnums=(0, 1, 2))
+        text = str(jax.make_jaxpr(grad)(*shapes))
+    sent = re.findall(r"(\w+)\[[\d,]+\](?:\{[^}]*\})? = all_to_all\[", text)
+    assert sorted(sent) == ["bf16"] * (4 + 3 + 1 + 3) + ["f32"]
+
+
 def test_fewer_key_heads_than_shards_are_repeated() -> None:
     """Two key heads over four devices: each device needs the one that its query head belongs to."""
     text = program("v5e:2x4", jp.MeshSpec(data=2, model=4), kv_heads=2)

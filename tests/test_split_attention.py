@@ -16,6 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.exchanged import splash_exchanged
 from jaxpar.errors import ConfigError, LayoutError
 
 RULES = jp.Rules(
@@ -185,11 +187,45 @@ def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
     assert gap([np.asarray(leaf) for leaf in (o, *grads)], want) <= 1e-5
 
 
+def test_heads_exchanged_around_the_tpu_kernel() -> None:
+    """In the kernel's interpreter: four query heads and one key head over two devices, tokens that fill no block."""
+    shapes = ((1, 136, 4, 16), *((1, 136, 1, 16),) * 2)
+    x = tuple(random(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    spec = P(None, "ulysses")
+    local = lambda *x: splash_exchanged(*x, ("ulysses",), interpret=True)
+    mapped = jax.shard_map(local, mesh=layout(ulysses=2).mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def loss(*x: Any) -> Any:
+        o = mapped(*x)
+        return jnp.sum(o * jnp.cos(jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape)) + jnp.sum(o**2), o
+
+    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)(*x)
+    want = run(layout(data=1), "dense", x, {})
+    assert gap([np.asarray(leaf) for leaf in (o, *grads)], want) <= 1e-5
+
+
 def traced(impl: str, gradient: bool, **options: Any) -> str:
     f = lambda *x: jp.attention(*x, impl=impl, **options)
     with layout(**MESHES[impl]):
         g = jax.grad(lambda *x: jnp.sum(f(*x)), argnums=(0, 1, 2)) if gradient else f
         return str(jax.make_jaxpr(g)(*arrays(2)))
+
+
+@pytest.mark.parametrize(("keep", "saved", "gathers"), [(False, True, 4), (True, True, 2), (True, False, 4)])
+def test_kept_keys_are_gathered_once(keep: bool, saved: bool, gathers: int) -> None:
+    """Keys and values: forward, and once more for the backward pass, unless they are kept and the policy saves what attention makes."""
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(SAVED) if saved else policies.nothing_saveable
+    once = jax.checkpoint(lambda *x: jp.attention(*x, impl="gather", keep=keep), policy=policy)
+    with layout(context=4):
+        grad = jax.jit(jax.grad(lambda *x: jnp.sum(once(*x) ** 2), argnums=(0, 1, 2)))
+        assert grad.lower(*arrays(2)).as_text().count("stablehlo.all_gather") == gathers
+
+
+def test_kept_keys_change_no_number(wanted: dict[str, list[np.ndarray]]) -> None:
+    case = "window, alibi, dropout, one key head"
+    kv_heads, options = CASES[case]
+    assert gap(run(layout(context=4), "gather", arrays(kv_heads), options | {"keep": True}), wanted[case]) <= 1e-5
 
 
 def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +251,12 @@ def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
 def test_a_window_ends_the_ring_early() -> None:
     near = {"mask": jp.Mask(causal=True, window=6)}  # no further than the neighbour's six tokens
     assert traced("ring", False, **near).count("ppermute[") == 2
+
+
+def test_a_ring_has_no_loops_over_no_tiles() -> None:
+    """In zigzag all but the first hop's tiles are whole: an empty loop for masked ones is what a compiler hides a transfer behind."""
+    first, in_the_loop, last = 2, 1, 1
+    assert traced("ring", False, order="zigzag").count("while[") == first + in_the_loop + last
 
 
 def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +377,21 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ring", "travel": "float16"},
             ConfigError,
             "attention: travel is 'float16', but 'float32' or 'bfloat16' is wanted. Did you mean 'bfloat16'?",
+        ),
+        (
+            {"context": 4},
+            {"impl": "ring", "keep": True},
+            ConfigError,
+            (
+                "attention(impl='ring'): keep=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
+                "Remedy: impl='gather', or leave keep out."
+            ),
+        ),
+        (
+            {"context": 4},
+            {"impl": "gather", "keep": "all"},
+            ConfigError,
+            "attention: keep is 'all', but True or False is wanted.",
         ),
         (
             {"data": 1},

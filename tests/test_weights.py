@@ -183,6 +183,33 @@ def test_an_exchanged_lookup_adds_up_gradients_as_one_device_does(tokens: tuple[
     np.testing.assert_allclose(grad, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rules"),
+    [
+        ({"data": 2, "context": 4}, {}),
+        ({"context": 2, "ulysses": 4}, {}),
+        ({"data": 2, "context": 2, "model": 2}, {"vocab": "model", "residual_seq": ("context", "ulysses", "model")}),
+    ],
+    ids=["some of the axes are the batch's", "none of them", "vocabulary and residual stream split too"],
+)
+def test_a_table_over_the_axes_of_the_sequence_is_exchanged_too(sizes: dict[str, int], rules: dict[str, Any]) -> None:
+    random = np.random.default_rng(0)
+    over, seq = ("data", "context", "ulysses"), ("context", "ulysses")
+    table: dict[str, Any] = {"batch": "data", "seq": seq, "residual_seq": seq, "vocab": None, "embed": None}
+    split = {"params": {"embed": over}, "gradients": {"embed": over}}
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(), jp.Rules(**table | rules | split))
+    place = layout.sharding(("vocab", "embed"), (512, 16), role="params")
+    weight, words = random.normal(size=(2, 24, 16)).astype(np.float32), random.normal(size=(512, 16)).astype(np.float32)
+    ids = random.integers(0, 512, (2, 24))
+    grad, text = embedding_gradient(layout, jax.device_put(words, place), ids, weight)
+    want = np.zeros((512, 16))
+    np.add.at(want, ids.ravel(), weight.reshape(-1, 16))
+    assert "all-to-all" in text
+    np.testing.assert_allclose(grad, want, rtol=1e-5, atol=1e-5)
+    with layout:
+        np.testing.assert_array_equal(jax.jit(lambda x: lookup(x, ids, x.dtype))(words), words[ids])
+
+
 def test_a_word_that_stands_everywhere_gets_its_whole_gradient_in_half_precision() -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).build(), LOOKUP)
     place = layout.sharding(("vocab", "embed"), (1024, 8), role="params")

@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
         out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
         what :func:`jaxpar.balanced_order` gives; it may be traced.
       travel: the dtype in which gradients of keys and values go from device to device.
+      keep: for ``gather``: the keys and values of all devices stay from the forward to the backward pass, which then gathers nothing. Under
+        a policy of recomputation they are among what attention makes (``save_attention``); where that is not saved, they are gathered again.
       block: tokens of a tile's side, at most; ``None`` for 512, and 256 on CPUs.
     """
 
@@ -59,6 +61,7 @@ class Options(TypedDict, total=False):
     q_offset: Any
     order: Any
     travel: str | None
+    keep: bool
     block: int | None
 
 
@@ -140,6 +143,19 @@ def read_travel(travel: str | None) -> str | None:
             f"attention: travel is {travel!r}, but {' or '.join(map(repr, TRAVEL))} is wanted.{did_you_mean(str(travel), TRAVEL)}"
         )
     return travel
+
+
+def read_keep(impl: str, options: Options) -> bool:
+    """Whether gathered keys are kept; raises where nothing is gathered."""
+    keep = options.get("keep", False)
+    if not isinstance(keep, bool):
+        raise ConfigError(f"attention: keep is {keep!r}, but True or False is wanted.")
+    if keep and impl != "gather":
+        raise ConfigError(
+            f"attention(impl={impl!r}): keep=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
+            f"Remedy: impl='gather', or leave keep out."
+        )
+    return keep
 
 
 def check_impl(impl: str) -> None:

@@ -37,15 +37,17 @@ class Context:
         batch brings as ``order``; see :meth:`laid`.
       travel: the dtype in which gradients of keys and values go from device to device.
       block: tokens of a tile's side, at most; ``None`` for what suits the device.
+      keep: for ``gather``: what is gathered in the forward pass stays for the backward pass, if the policy saves what attention makes.
 
     Raises:
-      ConfigError: a name that is none, or a block of no tokens.
+      ConfigError: a name that is none, a block of no tokens, or ``keep`` where nothing is gathered.
     """
 
     impl: Impl = "auto"
     order: str | None = None
     travel: str | None = None
     block: int | None = None
+    keep: bool = False
 
     def __post_init__(self) -> None:
         # A model's queries are split as its keys are: nothing to merge.
@@ -64,6 +66,11 @@ class Context:
             isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1
         ):
             raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
+        if self.keep and self.impl != "gather":
+            raise ConfigError(
+                f"context: keep is true, but keys and values are gathered by impl gather alone, and impl is {self.impl!r}. Remedy: impl: gather, "
+                f"or leave keep out."
+            )
 
     def laid(self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None) -> tuple[Laid, Any, tuple[Any, ...]]:
         """The order of the tokens, their positions [1, seq] where it is not the natural one, and arrays [batch, seq] in it.
@@ -104,7 +111,12 @@ class Context:
         """Causal attention of queries, keys and values whose tokens lie in this order, of documents [batch, seq] that lie so too."""
         # Asked for, contiguous is meant; else a ring lays out its tokens by itself.
         order = ("contiguous" if self.order == "contiguous" else None) if order is None else order
-        how: dict[str, Any] = {"travel": self.travel, "block": self.block, "segment_ids": segment_ids}
+        how: dict[str, Any] = {
+            "travel": self.travel,
+            "block": self.block,
+            "segment_ids": segment_ids,
+            "keep": self.keep,
+        }
         axes = _split_here()
         if axes:
             impl, around = self._settled(q, k, split_ways())

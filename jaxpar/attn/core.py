@@ -57,22 +57,27 @@ def _forward(way: Way, q: Any, k: Any, v: Any, segments: Segments, extras: Extra
     repeat = heads.repeats(k.shape[2], heads.ways_of(way.heads))
     far = _arrived(way, q), _arrived(way, k, repeat), _arrived(way, v, repeat)
     split = _split(way, far, segments, extras)
-    o, lse = finished(FORWARD[way.keys](split, *_packed(split, *far)))
+    q_blocks, *keys = _packed(split, *far)
+    everybodys = None
+    if way.keep:
+        keys = everybodys = [checkpoint_name(rings.gathered(split, x), SAVED) for x in keys]
+    o, lse = finished(FORWARD[way.keys](split, q_blocks, *keys))
     o, lse = _unpacked(o if way.whole else o.astype(q.dtype), far[0].shape[1]), _unpacked(lse, far[0].shape[1])
     o, lse = (checkpoint_name(_returned(way, x), SAVED) for x in (o, lse))
-    return (o, lse), (far, segments, extras, o, lse, k.shape[2])
+    return (o, lse), (far, everybodys, segments, extras, o, lse, k.shape[2])
 
 
 def _backward(way: Way, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
-    far, segments, extras, o, lse, kv_heads = kept
+    far, everybodys, segments, extras, o, lse, kv_heads = kept
     split, (q, k, v) = _split(way, far, segments, extras), far
     rows = jax.tree.map(lambda x: _arrived(way, x), rows_of(o, lse, *gradients))
     shape = (k.shape[2], q.shape[2] // k.shape[2])
     rows = jax.tree.map(
         lambda x: _in_parts(in_blocks(_grouped(x, *shape), split.blocks[0], 3), split.parts(*shape)), rows
     )
-    packed = _packed(split, q, k, v)
-    found = BACKWARD[way.keys](split, packed[0], packed[1], packed[2], rows)
+    q_blocks, *keys = _packed(split, q, k, v)
+    k_blocks, v_blocks = everybodys or keys
+    found = BACKWARD[way.keys](split, q_blocks, k_blocks, v_blocks, rows)
     dq = _unpacked(found.q, q.shape[1]).astype(q.dtype)
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
     repeat = heads.repeats(kv_heads, heads.ways_of(way.heads))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.attn import heads as exchange
-from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, read
+from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, read, read_keep
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.choose import Choice, choice, observed
 from jaxpar.attn.costs import Asked, Spread
@@ -80,6 +80,7 @@ def attention(
       ConfigError: an option that is none, or out of its range.
     """
     check_impl(impl)
+    keep = read_keep(impl, options)
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
@@ -110,7 +111,8 @@ def attention(
         spread = Spread(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
     ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
-    way = Way(rules, KEYS[picked.impl] if ring else "here", ring, heads, offset=offset, whole=picked.impl == "merge")
+    how = KEYS[picked.impl] if ring else "here"
+    way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "merge")
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
     return hint(_sharded(picked, way, options, spread, (q, k, v), beside), *q_dims)[:, :rows]
 
@@ -179,6 +181,11 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
 
 def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
     """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
+    plain = way.rules == Rules(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
+    if kernel == "splash" and way.heads and plain:
+        from jaxpar.attn.exchanged import splash_exchanged
+
+        return splash_exchanged(*arrays, way.heads)
     repeat = exchange.repeats(arrays[1].shape[2], exchange.ways_of(way.heads))
     q, k, v = (exchange.apart(x, way.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
     if kernel == "mha":

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.attn import heads as exchange
-from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_travel
+from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_keep, read_travel
 from jaxpar.attn.core import attend
 from jaxpar.attn.kernels import find
 from jaxpar.attn.order import check, check_given
@@ -80,10 +80,11 @@ def attention_local(
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     ring, heads = roles(impl, axes, swapped)
     check_order(impl, options, ring, heads)
+    keep = read_keep(impl, options)
     apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
     tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens)
-    way = Way(rules, KEYS[impl], ring, heads, offset=offset, whole=impl == "merge")
+    way = Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=impl == "merge")
     if way.keys != "rows" and not way.whole:
         lengths = (
             q_BSHD.shape[1] * apart,

@@ -37,15 +37,20 @@ def here_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: 
     return _with_bias(split, backward(split.way, q, k, v, at, extras, rows, none, split.expected()), 0)
 
 
+def gathered(split: Split, x: jax.Array) -> jax.Array:
+    """Keys or values of all devices."""
+    return gather_local(x, split.way.ring, dim=0)
+
+
 def gather_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Of queries against the keys of all devices, gathered."""
-    k, v = (gather_local(x, split.way.ring, dim=0) for x in (k, v))
+    """Of queries against the keys of all devices, gathered; or, where they are kept, given."""
+    k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
     at = split.queries(), split.keys(None)
     return forward(split.way, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
 
 
 def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
-    k, v = (gather_local(x, split.way.ring, dim=0) for x in (k, v))
+    k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
     extras = split.extras_of(None)
     at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
     found = backward(split.way, q, k, v, at, extras, rows, none, split.expected(None))

@@ -35,6 +35,7 @@ class Way:
       order: how the tokens lie on the devices of ``ring``, unless the extras have their positions.
       relay: they come contiguous, and are brought into that order first and back after.
       travel: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
+      keep: gathered keys and values are kept for the backward pass.
       block: tokens of a tile's side, at most.
       tile: scores of a tile, at most, if one head's do not exceed it: heads go in parts.
       offset: the position of the first query; the first key's is 0.
@@ -50,6 +51,7 @@ class Way:
     order: Order = "contiguous"
     relay: bool = False
     travel: str | None = None
+    keep: bool = False
     block: int = 512
     tile: int = 2**16
     offset: int = 0

@@ -116,16 +116,23 @@ class Costs:
         )
         return read + written
 
-    def _read(self, parameter: Instruction, inner: Computation) -> int:
-        """Bytes that a fusion reads of one parameter."""
-        users = self.flow.users(parameter.name, inner)
-        sliced = ("dynamic-slice", "slice", "gather")
-        if all(user.opcode in sliced and user.operands[0] == parameter.name for user in users):
-            return sum(user.bytes for user in users)
-        if all(user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name for user in users):
+    def _read(self, value: Instruction, inner: Computation) -> int:
+        """Bytes that a fusion reads of one of its parameters, or of what is only another view of it."""
+        return min(value.bytes, sum(self._read_by(user, value, inner) for user in self.flow.users(value.name, inner)))
+
+    def _read_by(self, user: Instruction, value: Instruction, inner: Computation) -> int:
+        first = bool(user.operands) and user.operands[0] == value.name
+        if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+            return user.bytes
+        if user.opcode == "dynamic-update-slice" and first:
             return 0  # updated in place
-        passed = all(user.opcode == "tuple" and user.root for user in users)
-        return 0 if passed else parameter.bytes
+        if user.opcode == "bitcast":
+            return self._read(user, inner)
+        if user.opcode in FUSIONS:  # one within the other: a tile is cut out there
+            within = self.module[user.called("calls")[0]]
+            taken = zip(user.operands, within.parameters, strict=False)
+            return sum(self._read(parameter, within) for name, parameter in taken if name == value.name)
+        return 0 if user.opcode == "tuple" and user.root else value.bytes
 
 
 def _main(types: tuple[ArrayType, ...]) -> int:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxpar.inspect.flops import target
 from jaxpar.inspect.hlo import FUSIONS, Computation, Instruction, Location, Module
 
 # Their result lies where their operands do.
@@ -161,8 +162,9 @@ class _Scan:
         near = list(self._near(maker, where))
         lines = (own_line(self.module.frames(i)) for i in near)
         source = next((line for line in lines if line), "")
-        # A name without a path is the compiler's own, and tells nothing.
-        op_name = next((i.op_name for i in near if "/" in i.op_name), "")
+        # A name without a path is the compiler's own, and tells nothing; so is that of memory which only a loop will fill.
+        telling = sorted((i for i in near if "/" in i.op_name), key=lambda i: target(i) == "AllocateBuffer")
+        op_name = next((i.op_name for i in telling), "")
         return Buffer(made.bytes, shape, source, op_name, scope, False, opcode=maker.opcode)
 
     def _near(self, maker: Instruction, where: Computation) -> Iterator[Instruction]:

@@ -2,7 +2,7 @@
 
 Two ways lead from a table split for storage to rows split over the batch. One gathers the table, and reduces its whole
 gradient; the other sends each device all tokens, lets it look up its part of every row, and exchanges the parts. The second
-moves a row per token, the first a row per word: whichever is less is taken.
+moves a row per token, the first a row per word: whichever is less is taken. The tokens may be split over the batch or along the sequence.
 
 Shape suffixes: V vocabulary, E embed, B batch, S sequence.
 """
@@ -37,7 +37,7 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
     layout = current_layout()
     ways = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
     words = table_VE.shape[0] // math.prod(layout.sizes[axis] for axis in stored[0])
-    exchanges = spread and spread == stored[1] and stored[0] == used[0] and set(spread) <= set(tokens[0])
+    exchanges = spread and spread == stored[1] and stored[0] == used[0] and set(spread) <= {*tokens[0], *tokens[1]}
     if not exchanges or jax.sharding.get_abstract_mesh().manual_axes or tokens_BS.size // ways > words:
         # A plain hint, whose transpose holds the gradient whole: told to split it, the compiler replicates the tokens.
         table_VE = hint(table_VE.astype(dtype), "vocab", "embed")

@@ -89,6 +89,7 @@ class ContextConfig:
     order: str | None = None
     travel: str | None = None
     block: int | None = None
+    keep: bool = False
 
 
 @dataclass(frozen=True)

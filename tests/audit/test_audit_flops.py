@@ -137,6 +137,41 @@ def test_a_scan_reads_one_layer_of_the_stack_at_a_time():
     assert stack <= jp.audit(lowered.compile()).hbm_bytes <= 3.3 * stack
 
 
+_TILE = """HloModule tile, is_scheduled=true
+
+%take (b: f32[64,128], j: s32[]) -> f32[1,128] {
+  %b = f32[64,128]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %none = s32[] constant(0)
+  ROOT %row = f32[1,128]{1,0} dynamic-slice(%b, %j, %none), dynamic_slice_sizes={1,128}
+}
+
+%add_one (a: f32[64,128], i: s32[], c: f32[64,128]) -> f32[64,128] {
+  %a = f32[64,128]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %c = f32[64,128]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %old = f32[1,128]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,128}
+  %new = f32[1,128]{1,0} fusion(%c, %i), kind=kLoop, calls=%take
+  %sum = f32[1,128]{1,0} add(%old, %new)
+  ROOT %put = f32[64,128]{1,0} dynamic-update-slice(%a, %sum, %i, %zero)
+}
+
+ENTRY %main (x: f32[64,128], n: s32[], y: f32[64,128]) -> f32[64,128] {
+  %x = f32[64,128]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %y = f32[64,128]{1,0} parameter(2)
+  ROOT %out = f32[64,128]{1,0} fusion(%x, %n, %y), kind=kLoop, calls=%add_one
+}
+"""
+
+
+def test_a_tile_added_in_place_costs_a_tile():
+    """Read out of a large array in the same fusion that puts it back, or cut out by a fusion within the fusion."""
+    row, offset = 128 * 4, 4
+    assert jp.audit(_TILE).hbm_bytes == 3 * row + offset
+
+
 def test_a_slice_reads_what_it_takes():
     def slice_rows(x, i):
         return jax.lax.dynamic_slice(x, (i, jnp.uint32(0)), (4, 256))

@@ -83,6 +83,23 @@ def test_what_a_loop_makes_counts_once_and_says_where() -> None:
     assert found.bytes == 4 * (256 + 4096 + 256)  # the argument, and in the body both neighbours
 
 
+STACK = """HloModule stack, is_scheduled=true
+
+ENTRY %main (a: f32[256]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %s = f32[4096]{0} custom-call(), custom_call_target="AllocateBuffer", metadata={op_name="jit(f)/jit(step)"}
+  %t = (f32[256]{0}, f32[4096]{0}) tuple(%a, %s)
+  %w = (f32[256]{0}, f32[4096]{0}) opt-barrier(%t), metadata={op_name="jit(f)/jit(step)/jvp()/while"}
+  ROOT %o = f32[256]{0} get-tuple-element(%w), index=0
+}
+"""
+
+
+def test_memory_for_a_loop_to_fill_is_named_after_the_loop() -> None:
+    (stack,) = [b for b in peak(parse(STACK)).buffers if b.bytes == 4 * 4096]
+    assert stack.op_name == "jit(f)/jit(step)/jvp()/while"
+
+
 PROGRAMS = ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "gpu_fsdp", "gpu_tp_sp", "tpu_kernel", "tpu_nested"]
 
 

@@ -107,6 +107,8 @@ def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
 def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
     asked = {"impl": "ring", "travel": "bfloat16"}
     assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", travel="bfloat16")
+    kept = {"impl": "gather", "keep": True}
+    assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep=True)
     assert job_of().model.context == jp.Context()
 
 
@@ -149,6 +151,14 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             (
                 "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or "
                 "order: zigzag."
+            ),
+        ),
+        (
+            {"parallel": {"context": {"impl": "ring", "keep": True}}},
+            ConfigError,
+            (
+                "parallel.context: keep is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
+                "leave keep out."
             ),
         ),
         (
@@ -290,9 +300,14 @@ def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_o
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")))
 def test_every_bench_configuration_has_no_problem(name: str) -> None:
-    job = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml"))
+    job, devices = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml")), 64 if name == "8b_1m_hybrid" else 16
     report = jp.explain(
-        job.layout(16), job.make_model, job.tx, batch=job.batch_spec(), loss_fn=job.loss_fn, step=job.step_options()
+        job.layout(devices),
+        job.make_model,
+        job.tx,
+        batch=job.batch_spec(),
+        loss_fn=job.loss_fn,
+        step=job.step_options(),
     )
     assert report.problems == ()
     assert report.memory is not None
