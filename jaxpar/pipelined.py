@@ -57,7 +57,9 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     def take(w: jax.Array, lies: _Lies) -> jax.Array:
         """A stage's layers, gathered."""
         w = gather(w, Parts((lies.parts(axes).dims[0],)), precision) if lies.parts(axes).dims[0] else w
-        return gather(layers.cut(w), Parts(((), (), *lies.parts(axes).dims[1:])), precision)[None]
+        # Cast before it goes to another stage, too.
+        w = layers.cut(precision.crossing(w))
+        return gather(w, Parts(((), (), *lies.parts(axes).dims[1:])), precision)[None]
 
     def leave(grads: Any, sums: Any, weight: jax.Array, x: jax.Array) -> Any:
         sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))

@@ -286,7 +286,7 @@ class _Tick:
         counts = self.program.counts
         count = None if counts is None else jnp.asarray(counts)[jax.lax.axis_index(AXIS), number]
         layers = jax.tree.leaves(weights)[0].shape[1]
-        return Chunk(self.program.layer, _at(weights, number), on * layers, count)
+        return Chunk(self.program.layer, weights, number, on * layers, count)
 
     def _visits(self, name: str) -> AbstractContextManager[None]:
         """The scope of loops that run in some ticks only, saying in how many of all."""

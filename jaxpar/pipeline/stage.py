@@ -27,13 +27,15 @@ class Chunk:
 
     Attributes:
       layer: ``layer(weights, x, side) -> x`` of one layer.
-      weights: stacked, [layers, ...].
+      weights: of all chunks of the stage, [chunks, layers, ...].
+      number: of this chunk.
       times: how many layers a loop is to run, 0 or all.
       count: how many of them are there; the others, which a shorter stage has to fill up, do nothing. ``None``: all.
     """
 
     layer: Layer
     weights: Any
+    number: jax.Array
     times: jax.Array
     count: jax.Array | None = None
 
@@ -104,7 +106,9 @@ class Chunk:
         return halves(pull, self._weights(0), kept, side, cotangent)
 
     def _weights(self, i: Any) -> Any:
-        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False), self.weights)
+        # Layer by layer: a chunk cut out of all of them would be a copy.
+        leaves, structure = jax.tree.flatten(self.weights)
+        return jax.tree.unflatten(structure, read(leaves, self.number, i))
 
     def _here(self, i: jax.Array) -> jax.Array:
         return jnp.asarray(True) if self.count is None else i < self.count
