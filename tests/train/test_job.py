@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -31,6 +32,8 @@ def job_of(tmp_path: Path) -> Any:
 
 
 BOTH = {"parameters": "host", "optimizer": "host"}
+LLAMA_16 = {"family": "llama", "layers": 16}
+STAGES = {"layout": str(CONFIGS / "layouts" / "pp.yaml"), "model": LLAMA_16}
 
 
 def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
@@ -112,6 +115,17 @@ def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
     assert job_of().model.context == jp.Context()
 
 
+def test_layers_go_over_stages(job_of: Any) -> None:
+    keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
+    asked = {"schedule": "interleaved", "microbatches": 4, "chunks": 2, "keeps": "residuals", "offset": [1, 0, 0, -1]}
+    job = job_of(**keys, parallel={"pipeline": asked})
+    options = job.step_options()
+    pipeline = options["pipeline"]
+    assert (pipeline.schedule.name, pipeline.keeps, pipeline.layers) == ("interleaved", "residuals", (5, 4, 4, 3))
+    assert isinstance(job.loss_fn, jp.Staged) and options["precision"].gather == "float32"
+    assert job.layout(8).spec(("embed", "vocab"), (128, 256)) == jax.sharding.PartitionSpec(None, "pipeline")
+
+
 def test_eight_bits_have_keys(job_of: Any) -> None:
     assert job_of(precision="fp8").model.dtype == "bfloat16"
     told = job_of(precision={"gather": "int8", "reduce": "int8", "matmul": "fp8"}).precision
@@ -151,6 +165,35 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             (
                 "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or "
                 "order: zigzag."
+            ),
+        ),
+        (
+            STAGES,
+            ConfigError,
+            (
+                "mesh: pipeline is 4, but parallel.pipeline says nothing of how the layers go over the stages. Remedy: parallel.pipeline: "
+                "{schedule: 1f1b, microbatches: 8}."
+            ),
+        ),
+        (
+            {**STAGES, "mesh": {"pipeline": -1, "data": 2}, "parallel": {"pipeline": {"microbatches": 8}}},
+            ConfigError,
+            "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1.",
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "chunks": 2}}},
+            ConfigError,
+            (
+                "parallel.pipeline: schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of "
+                "4, as 8, or 'breadth_first', which takes any number from 4 on."
+            ),
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "offset": [1, 0, 0, 0]}}},
+            ConfigError,
+            (
+                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces want 4 numbers, a sum that leaves "
+                "a multiple of 4, and one layer or more in each. Remedy: as [1, 0, 0, -1], or layers that the pieces divide."
             ),
         ),
         (
