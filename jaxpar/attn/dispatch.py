@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -85,8 +86,10 @@ def attention(
     why_not = _no_kernel(q, k, v, rules, beside, offset)
     picked = choice(impl, q, k, spread, current_layout().sizes, heads_axis=swapped, no_kernel=why_not)
     if picked.impl == "dense":
-        o = _dense(q, k, v, rules, beside, offset, options, spread, swapped)
-        return checkpoint_name(hint(o, *q_dims), SAVED)[:, :rows]
+        plain = functools.partial(
+            _dense, rules=rules, offset=offset, options=options, spread=spread, heads_axis=swapped
+        )
+        return checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)[:, :rows]
     if spread.q[2] != spread.kv[2]:
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *q_dims) for x in (k, v))
@@ -158,12 +161,24 @@ def _by_kernel(way: Way, q: jax.Array, k: jax.Array, v: jax.Array, platform: str
     return exchange.together(KERNELS[platform](q, k, v), way.heads)
 
 
+def _laid_out(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
+    """``plain`` as the compiler lays it out, under Explicit axes too: there scores have no layout that follows from queries and keys."""
+    mesh = current_layout().mesh
+    free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
+        return plain
+    out = PartitionSpec(*(axes or None for axes in spread.q))
+    laid_out: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=out)
+    return laid_out
+
+
 def _dense(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    rules: Rules,
     beside: Beside,
+    *,
+    rules: Rules,
     offset: int,
     options: Options,
     spread: Spread,
