@@ -204,7 +204,7 @@ def errors_of(
 def as_markdown(impls: Sequence[str], rows: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     cell = lambda errors: f"{errors['fp32']:.0e} / {errors['bf16']:.0e}".replace("e-0", "e-")
     return [
-        "| fp32 / bf16 | " + " | ".join(f"`{impl}`" for impl in impls) + " |",
+        "| fp32 / bf16; key heads | " + " | ".join(f"`{impl}`" for impl in impls) + " |",
         "|---|" + "---:|" * len(impls),
         *(f"| {name} | " + " | ".join(cell(row[impl]) for impl in impls) + " |" for name, row in rows.items()),
     ]
@@ -214,7 +214,7 @@ def table(impls: list[str], kv_heads: Sequence[int], kept: Path | None, markdown
     """Print the table; 1 if a figure is out of bounds.
 
     Args:
-      kv_heads: in how many key heads; others are taken from ``kept``, if they are there, and a row says which it lacks.
+      kv_heads: in how many key heads; others are taken from ``kept``, if they are there, and a row says of which it is.
       kept: JSON of what was computed so far, which is not computed again.
       markdown: a file whose lines between :data:`MARKS` the table is put in the place of.
     """
@@ -237,7 +237,7 @@ def table(impls: list[str], kv_heads: Sequence[int], kept: Path | None, markdown
     for name in cases():
         there = {n: row for n in KV_HEADS if set(impls) <= set(row := found.get(f"{name}, {n} key heads", {}))}
         if there:
-            title = name if len(there) == len(KV_HEADS) else f"{name} (key heads: {', '.join(map(str, there))})"
+            title = f"{name}, {', '.join(map(str, there))}"
             rows[title] = {
                 impl: {dtype: max(row[impl][dtype] for row in there.values()) for dtype in DTYPES} for impl in impls
             }
