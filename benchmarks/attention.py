@@ -2,8 +2,8 @@
 
 Causal, batch 1, 8 heads of 64, fp32, forward and backward: CPU seconds (the least of several runs, each implementation in turn), temporary
 memory and errors against fp64, beside ``ringattention`` 0.1.2 where ``JAXPAR_PEER_PYTHON`` is the Python of an environment that has it
-(``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype with the plain form instead
-(an hour), and prints a table.
+(``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype × kind of axes with the plain
+form instead (50 CPU minutes), and prints a table; ``--markdown FILE`` puts it there.
 """
 
 from __future__ import annotations
@@ -123,12 +123,19 @@ def main() -> int:
     parser.add_argument("--lengths", default="4096,8192", help="tokens, with commas between them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--table", action="store_true", help="the table of errors instead")
-    parser.add_argument("--impls", default=",".join(MESHES), help="of the table: which, with commas between them")
+    parser.add_argument("--impls", help="of the table: which, with commas between them")
+    parser.add_argument("--kv-heads", default="2,1,4", help="of the table: how many, with commas between them")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="of the table: figures go here, and are taken from here"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table into this file, in its place")
     options = parser.parse_args()
     if options.table:
+        from attention_table import MESHES as COLUMNS
         from attention_table import table
 
-        return table(options.impls.split(","))
+        impls = options.impls.split(",") if options.impls else list(COLUMNS)
+        return table(impls, [int(n) for n in options.kv_heads.split(",")], options.keep, options.markdown)
     return side_by_side([int(n) for n in options.lengths.split(",")], options.repeats)
 
 

@@ -1,7 +1,20 @@
-"""The table of ``attention.py --table``: every implementation × mask and option × key heads × dtype × kind of mesh axes against the plain form."""
+"""The table of ``attention.py --table``: every implementation × mask and option × key heads × dtype × kind of mesh axes against the plain form.
+
+Each of some 1,500 programs runs once, on few numbers, so that its compiler is all that counts: it does not optimise, and works beside the
+trace of the next program.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,18 +27,26 @@ RULES = jp.Rules(
     batch="data", seq=("context", "ulysses"), heads="model", kv_heads=jp.first_of("model", None), head_dim=None
 )
 MESHES = {
-    "ring": {"context": 4},
+    "dense": {"context": 4},
+    "flash": {"data": 2},
     "gather": {"context": 4},
+    "ring": {"context": 4},
     "ring_self_attention": {"context": 4},
     "ulysses": {"ulysses": 4},
     "hybrid": {"context": 2, "ulysses": 2},
 }
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 32, 4, 8
+KV_HEADS = (2, 1, 4)
+DTYPES = {"fp32": False, "bf16": True}
+"""Names → whether half as wide."""
 LEARNED = ("bias", "sinks", "alibi")
-EXACT = 1e-5
-"""The bound of fp32 against fp32, relative to each array's largest entry."""
-HALF = 3e-2
-"""The bound of bf16 against fp32 of the same numbers, relative in the same way."""
+BOUNDS = {"fp32": 1e-5, "bf16": 3e-2}
+"""The greatest error that is right: of fp32 against fp32, of bf16 against fp32 of the same numbers; relative to each array's largest entry."""
+QUICK = {"xla_backend_optimization_level": 0}
+MARKS = "<!-- errors -->", "<!-- end of errors -->"
+"""Of a file, between which lines the table stands."""
+ONE_AT_A_TIME = threading.Lock()
+"""Two programs at once on the same simulated devices may wait for each other's threads for ever."""
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -55,19 +76,69 @@ def cases() -> dict[str, dict[str, Any]]:
     }
 
 
-def run(layout: jp.Layout, impl: str, x: tuple[Any, ...], options: dict[str, Any]) -> list[np.ndarray]:
-    learned = {name: options[name] for name in LEARNED if name in options}
-    fixed = {name: value for name, value in options.items() if name not in learned}
+class Programs:
+    """What programs make of one case's numbers, each of them once.
 
-    def loss(x: Any, learned: Any) -> Any:
-        o = jp.attention(*x, impl=impl, **fixed, **learned)
-        wide = o.astype(jnp.float32)
-        weight = jnp.cos(jnp.arange(o.size, dtype=jnp.float32)).reshape(o.shape)
-        return jnp.sum(wide * weight) + jnp.sum(wide**2), o
+    Under Explicit axes a program is often that of Auto axes but for annotations outside of the ``shard_map``, and for numbering. Then it
+    is traced and lowered, which is where Explicit axes raise, and not compiled again.
+    """
 
-    with layout:
-        grads, o = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, learned)
-    return [np.asarray(leaf, np.float32) for leaf in (o, *jax.tree.leaves(grads))]
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], Future[list[np.ndarray]]] = {}
+        self.lock = threading.Lock()
+
+    def run(
+        self, layout: jp.Layout, impl: str, x: tuple[Any, ...], options: dict[str, Any], which: tuple[Any, ...]
+    ) -> list[np.ndarray]:
+        """The result, and gradients of queries, keys, values and what else can be learned; ``which`` tells numbers from others."""
+        learned = {name: options[name] for name in LEARNED if name in options}
+        fixed = {name: value for name, value in options.items() if name not in learned}
+
+        def both(x: Any, learned: Any, gradient: Any) -> Any:
+            o, back = jax.vjp(lambda x, learned: jp.attention(*x, impl=impl, **fixed, **learned), x, learned)
+            return o, back(gradient)
+
+        *given, gradient = (
+            jax.device_put(a, layout.sharding(("batch", "seq", "heads", "head_dim"), a.shape)) for a in x
+        )
+        with layout:
+            lowered = jax.jit(both).lower(tuple(given), learned, gradient)
+            key = (*which, without_annotations(lowered.as_text()))
+            with self.lock:
+                known, made = self.made.get(key), Future[list[np.ndarray]]()
+                self.made[key] = known or made
+            if known:
+                return known.result()
+            try:
+                program = lowered.compile(QUICK)
+                with ONE_AT_A_TIME:
+                    leaves = jax.tree.leaves(program(tuple(given), learned, gradient))
+                    made.set_result([np.asarray(leaf, np.float32) for leaf in leaves])
+            except Exception as error:  # noqa: BLE001 (it is raised again where it is waited for)
+                made.set_exception(error)
+        return made.result()
+
+
+def without_annotations(text: str) -> str:
+    """A lowered program without what it says of layouts outside of a ``shard_map``, each function's values numbered as they come."""
+    return "\nfunc.func".join(_renumbered(part) for part in text.split("\n  func.func"))
+
+
+def _renumbered(function: str) -> str:
+    same = dict(re.findall(r"(%\w+) = sdy\.sharding_constraint (%[\w#]+) ", function))
+    signature, *lines = (line for line in function.splitlines() if " = sdy.sharding_constraint " not in line)
+    while (bare := re.sub(r" \{[^{}]*\}|\{[^{}]*\}", "", signature)) != signature:
+        signature = bare
+    numbers: dict[str, str] = {}
+
+    def numbered(name: re.Match[str]) -> str:
+        value = name[0]
+        while value in same:
+            value = same[value]
+        stem, _, part = value.partition("#")
+        return f"{numbers.setdefault(stem, f'%{len(numbers)}')}#{part}"
+
+    return re.sub(r"%[\w#]+", numbered, "\n".join((signature, *lines)))
 
 
 def layout_of(explicit: bool, **sizes: int) -> jp.Layout:
@@ -76,36 +147,106 @@ def layout_of(explicit: bool, **sizes: int) -> jp.Layout:
     return jp.Layout(spec.build(jax.devices()[: spec.abstract().size], axis_type=kind), RULES)
 
 
-def table(impls: list[str]) -> int:
-    """Print the largest error of each implementation and case, over key heads and kinds of axes; the number of cases out of bounds."""
-    print("| mask or option | dtype | " + " | ".join(impls) + " |")
-    print("|---|---|" + "---:|" * len(impls))
-    bad = 0
-    for name, options in cases().items():
-        worst = {(impl, half): 0.0 for impl in impls for half in (False, True)}
-        for kv_heads in (4, 2, 1):
-            shapes = ((BATCH, SEQ, HEADS, HEAD_DIM), *((BATCH, SEQ, kv_heads, HEAD_DIM),) * 2)
-            rng = np.random.default_rng(0)
-            x = tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
-            halves = tuple(jnp.asarray(a, jnp.bfloat16) for a in x)
-            one = layout_of(False, data=1)
-            want = run(one, "dense", x, options)
-            near = run(one, "dense", tuple(np.asarray(a, np.float32) for a in halves), options)
-            for impl in impls:
-                for half, explicit in ((False, False), (False, True), (True, False)):
-                    found = run(layout_of(explicit, **MESHES[impl]), impl, halves if half else x, options)
-                    gaps = [
-                        float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9))
-                        for a, b in zip(found, near if half else want, strict=True)
-                    ]
-                    gap = max(g if np.isfinite(g) else np.inf for g in gaps)
-                    worst[impl, half] = max(worst[impl, half], gap)
-        for half in (False, True):
-            row = [worst[impl, half] for impl in impls]
-            bad += sum(gap > (HALF if half else EXACT) for gap in row)
-            print(
-                f"| {name} | {'bf16' if half else 'fp32'} | " + " | ".join(f"{gap:.1e}" for gap in row) + " |",
-                flush=True,
-            )
-    print(f"{bad} out of bounds ({EXACT} in fp32, {HALF} in bf16)")
+def arrays(kv_heads: int, half: bool) -> tuple[Any, ...]:
+    """Queries, keys, values and the gradient of the result, which in fp32 are those of bf16 if ``half``."""
+    rng = np.random.default_rng(0)
+    shapes = ((BATCH, SEQ, HEADS, HEAD_DIM), *((BATCH, SEQ, kv_heads, HEAD_DIM),) * 2)
+    x = (rng.normal(size=shape).astype(np.float32) for shape in (*shapes, shapes[0]))
+    return tuple(np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) if half else a for a in x)
+
+
+def error_of(
+    impl: str,
+    explicit: bool,
+    half: bool,
+    kv_heads: int,
+    options: dict[str, Any],
+    programs: Programs,
+    want: list[np.ndarray],
+) -> float:
+    """The largest, of the result or of a gradient; infinite where a program has none."""
+    x = arrays(kv_heads, half)
+    x = tuple(jnp.asarray(a, jnp.bfloat16) for a in x) if half else x
+    try:
+        found = programs.run(layout_of(explicit, **MESHES[impl]), impl, x, options, (half, kv_heads))
+    except Exception as error:  # noqa: BLE001 (a hole is a figure of the table too; the others are wanted all the same)
+        sizes = f"{kv_heads} key heads, {'bf16' if half else 'fp32'}, {'Explicit' if explicit else 'Auto'}"
+        print(f"{impl}, {sizes}: {type(error).__name__}: {str(error)[:600]}", file=sys.stderr, flush=True)
+        return float("inf")
+    gaps = [float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in zip(found, want, strict=True)]
+    return max(gap if np.isfinite(gap) else float("inf") for gap in gaps)
+
+
+def errors_of(
+    impls: Sequence[str], kv_heads: int, options: dict[str, Any], pool: ThreadPoolExecutor
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Implementation → dtype → the largest error, over both kinds of axes; and how many programs were compiled for it."""
+    one, programs = layout_of(False, data=1), Programs()
+    wanted = [
+        pool.submit(programs.run, one, "dense", arrays(kv_heads, half), options, ("wanted", half))
+        for half in DTYPES.values()
+    ]
+    want = [done.result() for done in wanted]
+    found = {
+        (impl, half, explicit): pool.submit(error_of, impl, explicit, half, kv_heads, options, programs, want[half])
+        for impl, explicit, half in itertools.product(impls, (False, True), DTYPES.values())
+    }
+    errors = {
+        impl: {
+            dtype: max(found[impl, half, explicit].result() for explicit in (False, True))
+            for dtype, half in DTYPES.items()
+        }
+        for impl in impls
+    }
+    return errors, len(programs.made) - len(wanted)
+
+
+def as_markdown(impls: Sequence[str], rows: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    cell = lambda errors: f"{errors['fp32']:.0e} / {errors['bf16']:.0e}".replace("e-0", "e-")
+    return [
+        "| fp32 / bf16; key heads | " + " | ".join(f"`{impl}`" for impl in impls) + " |",
+        "|---|" + "---:|" * len(impls),
+        *(f"| {name} | " + " | ".join(cell(row[impl]) for impl in impls) + " |" for name, row in rows.items()),
+    ]
+
+
+def table(impls: list[str], kv_heads: Sequence[int], kept: Path | None, markdown: Path | None) -> int:
+    """Print the table; 1 if a figure is out of bounds.
+
+    Args:
+      kv_heads: in how many key heads; others are taken from ``kept``, if they are there, and a row says of which it is.
+      kept: JSON of what was computed so far, which is not computed again.
+      markdown: a file whose lines between :data:`MARKS` the table is put in the place of.
+    """
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    each = len(impls) * len(DTYPES) * 2
+    with ThreadPoolExecutor(2) as pool:
+        for heads, (name, options) in itertools.product(kv_heads, cases().items()):
+            key = f"{name}, {heads} key heads"
+            missing = [impl for impl in impls if impl not in found.get(key, {})]
+            if not missing:
+                continue
+            start, cpu = time.monotonic(), time.process_time()
+            errors, compiled = errors_of(missing, heads, options, pool)
+            found[key] = found.get(key, {}) | errors
+            took = f"{time.monotonic() - start:.0f} s, {time.process_time() - cpu:.0f} CPU s"
+            print(f"{key}: {each} programs, {compiled} compiled, {took}", flush=True)
+            if kept:
+                kept.write_text(json.dumps(found, indent=1))
+    rows = {}
+    for name in cases():
+        there = {n: row for n in KV_HEADS if set(impls) <= set(row := found.get(f"{name}, {n} key heads", {}))}
+        if there:
+            title = f"{name}, {', '.join(map(str, there))}"
+            rows[title] = {
+                impl: {dtype: max(row[impl][dtype] for row in there.values()) for dtype in DTYPES} for impl in impls
+            }
+    lines = as_markdown(impls, rows)
+    print("\n".join(lines))
+    if markdown:
+        before, rest = markdown.read_text().split(MARKS[0])
+        _, after = rest.split(MARKS[1])
+        markdown.write_text("\n".join((before + MARKS[0], *lines, MARKS[1] + after)))
+    bad = sum(row[impl][dtype] > bound for row in rows.values() for impl in impls for dtype, bound in BOUNDS.items())
+    print(f"{len(found) * each} programs; {bad} of {len(rows) * len(impls) * 2} figures out of bounds ({BOUNDS})")
     return 1 if bad else 0

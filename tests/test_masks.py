@@ -40,6 +40,7 @@ def by_hand(mask: jp.Mask, q: int, k: int) -> bool:
 
 
 @given(masks)
+@settings(deadline=None)
 def test_a_mask_is_what_its_words_say(mask: jp.Mask) -> None:
     x = np.arange(14)
     seen = np.broadcast_to(mask.visible(x[:, None], x[None]), (14, 14))

@@ -231,3 +231,66 @@ def test_groups_that_would_all_compute_the_same() -> None:
         "optimizer: shard_group=4 makes groups along 'replica', but batch is split over 'data' alone, so each group would "
         "compute the same. Remedy: batch: [replica, data]."
     )
+
+
+SPLIT = jp.Rules(
+    batch="data", seq=("context", "ulysses"), embed=None, heads=None, kv_heads=None, head_dim=None, projections=None
+)
+
+
+def attending(key: jax.Array) -> dict[str, Any]:
+    """Grouped queries: 4 query heads of 8, and in one matrix 2 key and 2 value heads."""
+    q, kv, out = jax.random.split(key, 3)
+    return {
+        "q": jp.tag(jax.random.normal(q, (16, 4, 8)) / 4, "embed", "heads", "head_dim"),
+        "kv": jp.tag(jax.random.normal(kv, (16, 2, 2, 8)) / 4, "embed", "projections", "kv_heads", "head_dim"),
+        "out": jp.tag(jax.random.normal(out, (4, 8, 16)) / 6, "heads", "head_dim", "embed"),
+    }
+
+
+def train_attention(layout: jp.Layout, impl: Any, **options: Any) -> tuple[list[float], list[Any]]:
+    """Losses and gradients of two steps, and the parameters after them."""
+
+    def loss(model: Any, x_BSD: jax.Array) -> jax.Array:
+        x = jp.hint(x_BSD, "batch", "seq", "embed")
+        k, v = (jnp.einsum("bsd,dhk->bshk", x, model["kv"][:, n]) for n in range(2))
+        o = jp.attention(jnp.einsum("bsd,dhk->bshk", x, model["q"]), k, v, impl=impl)
+        return jnp.mean((jnp.einsum("bshk,hkd->bsd", o, model["out"]) - x[..., ::-1]) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        state = jp.init(layout, attending, optax.sgd(0.1, momentum=0.9))
+        lowered = jp.train_step(layout, loss, keep_grads=True, **options).lower(state, x)
+        step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+        losses, trees = [], []
+        for _ in range(2):
+            state, metrics = step(state, x)
+            losses.append(float(metrics["loss"]))
+            trees.append(jax.device_get(metrics["grads"]))
+    return losses, [*trees, jax.device_get(state.params)]
+
+
+@pytest.fixture(scope="module")
+def attention_on_one_device() -> tuple[list[float], list[Any]]:
+    return train_attention(jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), SPLIT), "dense")
+
+
+@pytest.mark.parametrize(
+    ("zero", "impl", "sizes"),
+    [
+        (jp.Zero(1, min_bytes=256), "gather", {"context": 4}),
+        (jp.Zero(2, min_bytes=256), "ulysses", {"ulysses": 4}),
+        (jp.Zero(3, min_bytes=256, axis=("data", "context")), "ring", {"context": 4}),
+    ],
+    ids=["stage 1", "stage 2", "stage 3"],
+)
+def test_every_stage_beside_a_split_sequence_equals_one_device(
+    zero: jp.Zero, impl: str, sizes: dict[str, int], attention_on_one_device: Any
+) -> None:
+    """Losses, gradients and updated parameters; and the optimizer's state is split, so that there was something to go wrong."""
+    layout = jp.Layout(jp.MeshSpec(data=-1, **sizes).build(), zero.rules(SPLIT))
+    assert any(layout.spec(("embed", "heads", "head_dim"), (16, 4, 8), role="optimizer"))
+    losses, trees = train_attention(layout, impl, **zero.step)
+    np.testing.assert_allclose(losses, attention_on_one_device[0], rtol=2e-6, atol=0)
+    for theirs, ours in zip(attention_on_one_device[1], trees, strict=True):
+        assert {path: gap for path, gap in gradient_gaps(theirs, ours).items() if gap > 2e-6} == {}

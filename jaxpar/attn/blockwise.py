@@ -7,6 +7,7 @@ keys of one part, small enough for a cache.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ def _of_values(rules: Rules, q: Tokens, k: Tokens, extras: Extras, some: Any) ->
     rows, columns = some.shape
 
     def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        visible = tiles.seen(rules, _at(q, k, number // columns, number % columns), extras)
+        visible = tiles.seen(rules, _at(q, k, *_apart(number, columns)), extras)
         return jnp.any(visible), jnp.all(visible)
 
     found = jax.lax.map(look, jnp.arange(rows * columns))
@@ -128,8 +129,8 @@ def visit(
         numbers = jnp.asarray(some.numbers)
 
         def step(t: jax.Array, carry: Any, numbers: Any = numbers, masked: bool = masked) -> Any:
-            number = numbers[t // parts]
-            return one(carry, number // columns, number % columns, t % parts, masked)
+            at, part = _apart(t, parts)
+            return one(carry, *_apart(_pick(numbers, at), columns), part, masked)
 
         first, last = _start(0, some.count * parts)
         # A loop's length that depends on the device is not in the program; an audit reads it here.
@@ -230,19 +231,33 @@ def _pick(tree: Any, *numbers: Any) -> Any:
     def pick(x: Any) -> jax.Array:
         size = (1,) * len(numbers) + x.shape[len(numbers) :]
         start = _start(*numbers, *(0,) * (x.ndim - len(numbers)))
-        return jax.lax.dynamic_slice(jnp.asarray(x), start, size).reshape(x.shape[len(numbers) :])
+        return _slice(jnp.asarray(x), start, size).reshape(x.shape[len(numbers) :])
 
     return jax.tree.map(pick, tree)
 
 
 def _put(x: jax.Array, y: jax.Array, *numbers: Any) -> jax.Array:
     start = _start(*numbers, *(0,) * y.ndim)
-    return jax.lax.dynamic_update_slice(x, y.reshape((1,) * len(numbers) + y.shape), start)
+    return _update(x, y.reshape((1,) * len(numbers) + y.shape), start)
 
 
-def _start(*numbers: Any) -> tuple[jax.Array, ...]:
+def _start(*numbers: Any) -> tuple[Any, ...]:
     """In one dtype, also where numbers are 64 bits wide."""
-    return tuple(jnp.asarray(n, jnp.int32) for n in numbers)
+    return tuple(np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32) for n in numbers)
+
+
+# Numbers count from 0 here. Told so, jax does not write out for every dim of every slice what a negative one would mean: of a ring's
+# program that was half.
+_slice = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+_update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
+
+
+def _apart(number: Any, size: int) -> tuple[Any, Any]:
+    """Quotient and rest of a number from 0 on."""
+    if size == 1:
+        return number, 0
+    whole, by = jnp.asarray(number), jnp.int32(size)
+    return jax.lax.div(whole, by), jax.lax.rem(whole, by)
 
 
 def _extras_of_tile(extras: Extras, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> Extras:
@@ -257,15 +272,15 @@ def _extras_of_tile(extras: Extras, q: jax.Array, k: jax.Array, i: Any, j: Any, 
 
 
 def _part(slopes: jax.Array, part: Any, heads: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(slopes, part * heads, heads, 0)
+    return _slice(slopes, _start(part * heads, 0), (heads, slopes.shape[1]))
 
 
 def _put_part(slopes: jax.Array, new: jax.Array, part: Any) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(slopes, new, part * len(new), 0)
+    return _update(slopes, new, _start(part * len(new), 0))
 
 
 def _bias_tile(bias: jax.Array, where: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> jax.Array:
-    return jax.lax.dynamic_slice(bias, *_window(bias, where, sizes))
+    return _slice(bias, *_window(bias, where, sizes))
 
 
 def _add_bias(sums: jax.Array, new: jax.Array, *where: Any) -> jax.Array:
@@ -273,12 +288,12 @@ def _add_bias(sums: jax.Array, new: jax.Array, *where: Any) -> jax.Array:
     folded = tuple(n for n in range(3) if sums.shape[n] == 1)
     start, _ = _window(sums, where, sizes)
     new = jnp.sum(new, axis=folded, keepdims=True) + _bias_tile(sums, where, sizes)
-    return jax.lax.dynamic_update_slice(sums, new, start)
+    return _update(sums, new, start)
 
 
 def _window(
     bias: jax.Array, where: tuple[Any, ...], sizes: tuple[int, int, int]
-) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Where a tile begins in a bias [B or 1, K or 1, G or 1, queries, keys], and its size."""
     (i, j, part), (rows, columns, heads) = where, sizes
     heads, first = (1, 0) if bias.shape[1] == 1 else (heads, part * heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -102,8 +102,10 @@ def attention(
     if impl == "auto":
         observed(call_site, q, k, picked)
     if picked.impl == "dense":
-        o = _dense(q, k, v, rules, beside, offset, options, spread, swapped)
-        return checkpoint_name(hint(o, *q_dims), SAVED)[:, :rows]
+        plain = functools.partial(
+            _dense, rules=rules, offset=offset, options=options, spread=spread, heads_axis=swapped
+        )
+        return checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)[:, :rows]
     if spread.q[2] != spread.kv[2]:
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
@@ -198,12 +200,24 @@ def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> 
     return exchange.together(o, way.heads)
 
 
+def _laid_out(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
+    """``plain`` as the compiler lays it out, under Explicit axes too: there scores have no layout that follows from queries and keys."""
+    mesh = current_layout().mesh
+    free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
+        return plain
+    out = PartitionSpec(*(axes or None for axes in spread.q))
+    laid_out: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=out)
+    return laid_out
+
+
 def _dense(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    rules: Rules,
     beside: Beside,
+    *,
+    rules: Rules,
     offset: int,
     options: Options,
     spread: Spread,

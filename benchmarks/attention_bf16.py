@@ -1,0 +1,101 @@
+"""Does bfloat16 lose more where a sequence is split: ``uv run python benchmarks/attention_bf16.py``.
+
+Relative RMS errors of the result and of the gradients of queries, keys and values against fp64, over those of ``flash`` on one device, which
+has the same numbers in bfloat16. Simulated devices, 8 and then 32, each in a process of its own. Causal, batch 1, 32 query and 8 key heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from typing import Any
+
+import jaxpar as jp
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 32
+GOAL = 1.05
+
+
+def exact(q: Any, k: Any, v: Any, g: Any) -> list[Any]:
+    """The result and gradients in fp64, written out plainly in numpy: of [seq, heads, head_dim]."""
+    import numpy as np
+
+    group, found = q.shape[1] // k.shape[1], [np.zeros(x.shape) for x in (q, q, k, v)]
+    o, dq, dk, dv = found
+    hidden = np.triu(np.ones((len(q), len(q)), bool), 1)
+    scale = q.shape[2] ** -0.5
+    for head in range(q.shape[1]):
+        mine, own = np.s_[:, head], np.s_[:, head // group]
+        s = np.where(hidden, -np.inf, scale * q[mine] @ k[own].T)
+        p = np.exp(s - s.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        o[mine] = p @ v[own]
+        ds = scale * p * (g[mine] @ v[own].T - (g[mine] * o[mine]).sum(1, keepdims=True))
+        dq[mine] = ds @ k[own]
+        dk[own] += ds.T @ q[mine]
+        dv[own] += p.T @ g[mine]
+    return found
+
+
+def measure(devices: int, seq: int) -> int:
+    """Print the ratios; how many are above the goal."""
+    jp.simulate_devices(devices)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    rules = jp.Rules(seq=("context", "ulysses"), **dict.fromkeys(("batch", "heads", "kv_heads", "head_dim")))
+    meshes = {
+        "flash": jp.MeshSpec(),
+        "ring": jp.MeshSpec(context=devices),
+        "gather": jp.MeshSpec(context=devices),
+        "ulysses": jp.MeshSpec(ulysses=devices),
+        "hybrid": jp.MeshSpec(context=devices // 4, ulysses=4),
+    }
+    rng = np.random.default_rng(0)
+    shapes = [(1, seq, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    x = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    want = exact(*(np.asarray(a, np.float64)[0] for a in x))
+
+    def errors(impl: str) -> np.ndarray[Any, Any]:
+        def both(q: Any, k: Any, v: Any, g: Any) -> Any:
+            o, back = jax.vjp(lambda *a: jp.attention(*a, impl=impl), q, k, v)
+            return o, *back(g)
+
+        spec = meshes[impl]
+        with jp.Layout(spec.build(jax.devices()[: spec.abstract().size]), rules):
+            found = jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})(*x)
+        rms = lambda a: np.sqrt(np.mean(a**2))
+        return np.array([rms(np.asarray(a, np.float64)[0] - b) / rms(b) for a, b in zip(found, want, strict=True)])
+
+    one, missed = errors("flash"), 0
+    print(f"{devices:7}  flash on one     {', '.join(f'{e:.2e}' for e in one)}", flush=True)
+    for impl in list(meshes)[1:]:
+        ratios = errors(impl) / one
+        missed += int((ratios > GOAL).sum())
+        print(f"{devices:7}  {impl:15}  {', '.join(f'{r:8.4f}' for r in ratios)}", flush=True)
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", default="8,32", help="how many, with commas between them")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens")
+    options = parser.parse_args()
+    counts = [int(n) for n in options.devices.split(",")]
+    if len(counts) == 1:
+        missed = measure(counts[0], options.seq)
+        print(f"{missed} above {GOAL}")
+        return 1 if missed else 0
+    print(
+        "devices  implementation   relative RMS error of o, dq, dk, dv in bf16: flash's, then as a ratio to it",
+        flush=True,
+    )
+    # Devices are simulated once in a process, before jax is there.
+    again = [sys.executable, __file__, "--seq", str(options.seq), "--devices"]
+    return max(subprocess.run([*again, str(n)], check=False).returncode for n in counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Attention over a split sequence of any size, mask and mesh, drawn by Hypothesis, against the plain form on one device.
+
+Few examples, always the same; ``JAXPAR_EXAMPLES=100`` tries so many new ones, some five CPU seconds each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+import jaxpar as jp
+
+RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads=None, kv_heads=None, head_dim=None)
+MESHES = [(4, 2), (2, 2), (8, 1), (4, 1), (2, 1), (1, 8), (1, 4), (1, 2), (2, 4), (1, 1)]
+"""Devices over context and ulysses, of eight; the others split the batch."""
+BUDGET = os.environ.get("JAXPAR_EXAMPLES")
+few = st.integers(0, 9)
+masks = st.builds(
+    jp.Mask,
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 9) | st.tuples(st.none() | few, st.none() | few),
+    prefix=st.none() | few,
+    chunk=st.none() | st.integers(1, 9),
+    where=st.none() | st.just(lambda q, k: (q + k) % 3 != 0),
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[dict[str, int], str, tuple[np.ndarray, ...], dict[str, Any]]:
+    """A mesh of eight devices, an implementation that it allows, arrays, and options."""
+    context, ulysses = draw(st.sampled_from(MESHES))
+    data, split = 8 // (context * ulysses), context * ulysses
+    impls = ["flash"] if split == 1 else ["ring", "ulysses", "gather", "ring_self_attention"]
+    impl = draw(st.sampled_from(["hybrid", *impls] if min(context, ulysses) > 1 else impls))
+    apart = {"ulysses": split, "hybrid": ulysses}.get(impl, 1)
+    kv_heads = draw(st.integers(1, 3))
+    group = draw(st.integers(1, 2)) * apart // math.gcd(kv_heads, apart)
+    seq, head_dim, value_dim = draw(st.integers(1, 37)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    rows = data * draw(st.integers(1, 2))
+    x = normal(rows, seq, kv_heads * group, head_dim), normal(rows, seq, kv_heads, head_dim)
+    options: dict[str, Any] = {"mask": draw(masks), "block": draw(st.integers(1, 16))}
+    if draw(st.booleans()):
+        options["segment_ids"] = np.sort(rng.integers(-1, 3, (rows, seq)), axis=1).astype(np.int32)
+    if draw(st.booleans()):
+        options["softcap"] = 0.8
+    if draw(st.booleans()):
+        options["sinks"] = normal(kv_heads * group)
+    sizes_drawn = {"data": data, "context": context, "ulysses": ulysses}
+    return sizes_drawn, impl, (*x, normal(rows, seq, kv_heads, value_dim)), options
+
+
+def run(sizes: dict[str, int], impl: str, x: tuple[np.ndarray, ...], options: dict[str, Any]) -> list[np.ndarray]:
+    """The result, and gradients of queries, keys, values and sinks."""
+    fixed = {name: value for name, value in options.items() if name != "sinks"}
+    learned = {name: value for name, value in options.items() if name == "sinks"}
+    gradient = np.cos(np.arange(x[0][..., 0].size * x[2].shape[3], dtype=np.float32)).reshape(*x[0].shape[:3], -1)
+
+    def both(x: Any, learned: Any) -> Any:
+        attend = lambda x, learned: jp.attention(*x, impl=impl, pad=True, **fixed, **learned)  # type: ignore[arg-type]
+        o, back = jax.vjp(attend, x, learned)
+        return o, back(jnp.asarray(gradient))
+
+    spec = jp.MeshSpec(**sizes)
+    with jp.Layout(spec.build(jax.devices()[: spec.abstract().size]), RULES):
+        found = jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})(x, learned)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+
+
+@given(problems())
+@settings(
+    max_examples=int(BUDGET or 3),
+    derandomize=BUDGET is None,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_any_size_mask_and_mesh_equals_the_plain_form(problem: Any) -> None:
+    sizes, impl, x, options = problem
+    note(f"{[a.shape for a in x]}")
+    want, found = run({"data": 1}, "dense", x, options), run(sizes, impl, x, options)
+    for a, b in zip(found, want, strict=True):
+        # Gradients of queries that see one key are rounding alone: numbers near 1 are what they come from.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(float(np.abs(b).max()), 1))
