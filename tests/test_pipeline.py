@@ -20,6 +20,7 @@ from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.models.stages import staged_next_token_loss
 from jaxpar.pipeline.layers import Layers, _rounds
+from jaxpar.pipeline.stage import Chunk
 from jaxpar.schedules.orders import Pieces
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -177,6 +178,25 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
             assert not re.search(r"stablehlo\.(case|if)\b", text)
             sizes.append(text.count("\n"))
     assert abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0]
+
+
+def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times() -> None:
+    """XLA takes out of a loop what is the same in every run, and in a tick without W it would be done all the same."""
+    x = jnp.ones((ROWS, WIDTH))
+
+    def run(times: jax.Array, own: list[jax.Array]) -> Any:
+        weights = {"w": jnp.ones((1, 1, WIDTH, WIDTH))}
+        chunk = Chunk(lambda block, x, side: jnp.tanh(x @ block["w"]), weights, jnp.asarray(0), times)
+        parts = chunk.halves(None, chunk.kept(x, None)[1], x)
+        assert [y.shape for y in parts.shapes] == [y.shape[2:] for y in own]
+        add = lambda sums, i, grads, here: sums + grads["w"]
+        return chunk.backward_of_weights(own, jnp.asarray(0), None, parts, add, jnp.zeros((WIDTH, WIDTH)))
+
+    own = [x[None, None], x[None, None]]
+    compiled = jax.jit(run).lower(jnp.asarray(1), own).compile()
+    assert [float(compiled(jnp.asarray(times), own).sum()) for times in (0, 1)] == [0, ROWS * WIDTH**2]
+    loops, entry = compiled.as_text().split("\nENTRY")
+    assert " dot(" in loops and " dot(" not in entry
 
 
 @settings(max_examples=60, deadline=None)
