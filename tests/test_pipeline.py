@@ -180,8 +180,21 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
     assert abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0]
 
 
+def test_what_some_ticks_do_is_not_done_in_all() -> None:
+    """XLA:CPU takes out of a loop what is the same in every run, and so the head, what is fed and what drains would be done in every tick."""
+    layout = jp.Layout(jp.MeshSpec(pipeline=4).build(jax.devices()[:4]), RULES)
+    schedule = jp.schedule("1f1b", stages=4, microbatches=8)
+    with layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
+    report = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
+    counts = {name: {c.count for c in report.collectives if name in c.source} for name in ("after", "_sum", "_fed")}
+    assert counts == {"after": {8}, "_sum": {1, 7, 8}, "_fed": {1, 7}}
+    assert {c.count for c in report.select("collective-permute")} == {len(schedule.ticks.rows)}
+
+
 def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times() -> None:
-    """XLA takes out of a loop what is the same in every run, and in a tick without W it would be done all the same."""
+    """XLA:CPU takes out of a loop what is the same in every run, and in a tick without W it would be done all the same."""
     x = jnp.ones((ROWS, WIDTH))
 
     def run(times: jax.Array, own: list[jax.Array]) -> Any:
