@@ -20,6 +20,7 @@ from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.models.stages import staged_next_token_loss
 from jaxpar.pipeline.layers import Layers, _rounds
+from jaxpar.pipeline.stage import Chunk
 from jaxpar.schedules.orders import Pieces
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -177,6 +178,38 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
             assert not re.search(r"stablehlo\.(case|if)\b", text)
             sizes.append(text.count("\n"))
     assert abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0]
+
+
+def test_what_some_ticks_do_is_not_done_in_all() -> None:
+    """XLA:CPU takes out of a loop what is the same in every run, and so the head, what is fed and what drains would be done in every tick."""
+    layout = jp.Layout(jp.MeshSpec(pipeline=4).build(jax.devices()[:4]), RULES)
+    schedule = jp.schedule("1f1b", stages=4, microbatches=8)
+    with layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
+    report = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
+    counts = {name: {c.count for c in report.collectives if name in c.source} for name in ("after", "_sum", "_fed")}
+    assert counts == {"after": {8}, "_sum": {1, 7, 8}, "_fed": {1, 7}}
+    assert {c.count for c in report.select("collective-permute")} == {len(schedule.ticks.rows)}
+
+
+def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times() -> None:
+    """XLA:CPU takes out of a loop what is the same in every run, and in a tick without W it would be done all the same."""
+    x = jnp.ones((ROWS, WIDTH))
+
+    def run(times: jax.Array, own: list[jax.Array]) -> Any:
+        weights = {"w": jnp.ones((1, 1, WIDTH, WIDTH))}
+        chunk = Chunk(lambda block, x, side: jnp.tanh(x @ block["w"]), weights, jnp.asarray(0), times)
+        parts = chunk.halves(None, chunk.kept(x, None)[1], x)
+        assert [y.shape for y in parts.shapes] == [y.shape[2:] for y in own]
+        add = lambda sums, i, grads, here: sums + grads["w"]
+        return chunk.backward_of_weights(own, jnp.asarray(0), None, parts, add, jnp.zeros((WIDTH, WIDTH)))
+
+    own = [x[None, None], x[None, None]]
+    compiled = jax.jit(run).lower(jnp.asarray(1), own).compile()
+    assert [float(compiled(jnp.asarray(times), own).sum()) for times in (0, 1)] == [0, ROWS * WIDTH**2]
+    loops, entry = compiled.as_text().split("\nENTRY")
+    assert " dot(" in loops and " dot(" not in entry
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpar import Staged, hint
 from jaxpar.attn.context import split_ways
 from jaxpar.attn.order import permutation
+from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, layer_shapes, remat, rope_table
 from jaxpar.models.losses import linear_cross_entropy
@@ -21,9 +22,28 @@ type Batch = dict[str, jax.Array]
 def staged_next_token_loss(config: LlamaConfig) -> Staged:
     """:func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.Staged`: batches of ``tokens`` and ``targets`` [batch, seq] int.
 
-    Under a pipeline every layer recomputes by ``config.remat``; which layers of a stage do is the pipeline's matter.
+    Every layer recomputes by ``config.remat``.
+
+    Raises:
+      ConfigError: ``config`` asks for what differs from layer to layer, or for weights to be kept, which a pipeline gathers once anyway.
     """
     dtype, recompute = jnp.dtype(config.dtype), Recompute.of(config.remat)
+    asked = (
+        ("remat.layers", list(recompute.layers) or None, "all layers are one program, which recomputes as one"),
+        (
+            "remat.slice_activation",
+            recompute.slice_activation or None,
+            "what goes from layer to layer lies by 'residual_seq'",
+        ),
+        (
+            "regather",
+            None if config.regather is True else config.regather,
+            "weights are gathered once a step, and kept",
+        ),
+    )
+    for key, value, why in asked:
+        if value is not None:
+            raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
 
     def prepare(model: Llama, batch: Batch) -> Batch:
         own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}

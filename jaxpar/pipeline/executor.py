@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.crossing import wide
 from jaxpar.layout import current_layout, hint
 from jaxpar.pipeline.layers import AXIS
-from jaxpar.pipeline.stage import Add, Chunk, Layer, read, write
+from jaxpar.pipeline.stage import Add, Chunk, Layer, held, read, write
 from jaxpar.rules import Axes
 from jaxpar.schedules.schedule import Schedule
 from jaxpar.schedules.table import ALL, FIELDS, Keeps, Table
@@ -169,8 +169,8 @@ class _Tick:
     def _heads(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
         """The loss of a microbatch that has come through all layers, if one has."""
 
-        def one(_: jax.Array, found: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-            more, cotangent = self._head(row, _every(every, "head"), y)
+        def one(run: jax.Array, found: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            more, cotangent = self._head(row, _every(every, "head"), held(y, run))
             return jax.tree.map(jnp.add, found[0], more), cotangent
 
         with self._visits("heads"):
@@ -203,7 +203,8 @@ class _Tick:
             for way in ("down", "up"):
                 if f"cot_{way}" in channels:
                     now["cot"] = _put(now["cot"], _from_neighbour(now["sent"], way), at(f"cot_{way}"))
-            drain = lambda _, x: self._drained(x, now["sent"], row[len(FIELDS)], _every(every, "drain"))
+            before, was = now["sent"], row[len(FIELDS)]
+            drain = lambda run, x: self._drained(x, held(before, run), was, _every(every, "drain"))
             with self._visits("drains"):
                 now["x"] = jax.lax.fori_loop(0, _every(every, "drains"), drain, now["x"])
             now["cot"] = _put(now["cot"], cotangent, at("cot_head"))
@@ -214,7 +215,7 @@ class _Tick:
                 if f"act_{way}" in channels:
                     sent = y if way == "self" else _from_neighbour(y, way)
                     now["act"] = _put(now["act"], sent, at(f"act_{way}"))
-            feed = lambda _, act: _put(act, self._fed(now["x"], _every(every, "feed")), at("act_feed"))
+            feed = lambda run, act: _put(act, self._fed(now["x"], held(_every(every, "feed"), run)), at("act_feed"))
             with self._visits("feeds"):
                 now["act"] = jax.lax.fori_loop(0, _every(every, "feeds"), feed, now["act"])
             return now

@@ -86,8 +86,9 @@ class Chunk:
         """``sums = add(sums, layer, gradients, whether)`` with each layer's gradients, from what :meth:`backward_of_inputs` has kept."""
 
         def one(i: jax.Array, sums: Any) -> Any:
-            grads = halves.weights(self._weights(i), side, read(own, slot, i))
-            return add(sums, i, grads, self._here(i))
+            # Of a single layer nothing here would change from run to run.
+            found = held(read(own, slot, i), i)
+            return add(sums, i, halves.weights(self._weights(i), side, found), self._here(i))
 
         return jax.lax.fori_loop(0, self.times, one, sums)
 
@@ -138,6 +139,14 @@ class Chunk:
             structure, [leaf if is_there else next(rest) for leaf, is_there in zip(leaves, known, strict=True)]
         )
         return pull
+
+
+def held[T](x: T, run: jax.Array) -> T:
+    """``x``, as if it were another in each run of a loop.
+
+    Of what is the same in all of them XLA:CPU does the work once, before the loop: also in ticks where that runs zero times.
+    """
+    return jax.lax.optimization_barrier((x, run))[0]
 
 
 def write(buffer: jax.Array, x: jax.Array, slot: Any, i: Any) -> jax.Array:

@@ -181,6 +181,22 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1.",
         ),
         (
+            {
+                **STAGES,
+                "parallel": {"pipeline": {"microbatches": 8}, "remat": {"policy": "full", "layers": [2, 1, 0, 0]}},
+            },
+            ConfigError,
+            (
+                "pipeline: remat.layers is [2, 1, 0, 0], but under a pipeline all layers are one program, which recomputes as one. Remedy: leave "
+                "remat.layers out."
+            ),
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "regather": False}},
+            ConfigError,
+            "pipeline: regather is False, but under a pipeline weights are gathered once a step, and kept. Remedy: leave regather out.",
+        ),
+        (
             {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "chunks": 2}}},
             ConfigError,
             (

@@ -1,0 +1,207 @@
+"""What pipelines' bubbles are, by formula, simulated and measured: ``uv run python benchmarks/pipeline.py``.
+
+Measured is the step that ``jaxpar.train_step(pipeline=)`` gives, on simulated CPU devices. Its layers sleep (``sleep.cc``, for which a C++ compiler
+is wanted: ``$CXX``, or ``c++``), as long for a forward as for each half of a backward, so that four devices on two cores take the time of four devices:
+what is measured is the executor, its order and what it adds, and nothing of any hardware. F = B = W; a bubble is the part of the time that a stage stands still.
+It wants an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxpar as jp
+from jaxpar.schedules.schedule import Schedule
+from jaxpar.schedules.simulate import simulate
+
+SOURCE = Path(__file__).with_name("sleep.cc")
+ROWS, WIDTH = 2, 8
+GOAL = 0.05
+"""How far a measured time may lie from the simulated one, as a part of it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule of the table.
+
+    Attributes:
+      name: as for :func:`jaxpar.schedule`.
+      formula: the bubble of S stages, M microbatches and V chunks, from the papers.
+      chunks: of the model on each stage.
+      sequence_chunks: an executor takes whole sequences, so more than one is not measured.
+      least: how many microbatches a stage it wants, for its formula to hold.
+    """
+
+    name: str
+    formula: Callable[[int, int, int], float]
+    chunks: int = 1
+    sequence_chunks: int = 1
+    least: float = 1
+
+    def schedule(self, stages: int, microbatches: int) -> Schedule:
+        chunks = None if self.chunks == 1 else self.chunks
+        return jp.schedule(self.name, stages, microbatches, chunks=chunks, sequence_chunks=self.sequence_chunks)
+
+
+def plain(s: int, m: int, v: int) -> float:
+    return (s - 1) / (v * m + s - 1)
+
+
+ROWS_OF_TABLE = (
+    Row("gpipe", plain),
+    Row("1f1b", plain),
+    Row("seq1f1b", lambda s, m, v: plain(s, 4 * m, 1), sequence_chunks=4),
+    Row("interleaved", plain, chunks=2),
+    Row("interleaved", plain, chunks=4),
+    Row("breadth_first", plain, chunks=2),
+    Row("zb_uniform", lambda s, m, v: plain(s, 3 * m, 1)),
+    Row("zb_h1", lambda s, m, v: plain(s, 3 * m, 1)),
+    Row("zb_h2", lambda s, m, v: plain(s, 3 * m, 1)),
+    Row("zb_v", lambda s, m, v: plain(s, 6 * m, 1), chunks=2, least=2),
+    Row("dualpipe_v", lambda s, m, v: plain(s, 6 * m, 1), chunks=2, least=2),
+)
+
+
+def load_kernel(folder: Path) -> None:
+    """Compile ``sleep.cc`` and tell jax of it as ``sleep``."""
+    library = folder / "sleep.so"
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir()]
+    subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True)
+    handler = ctypes.cdll.LoadLibrary(str(library)).SleepHandler
+    jax.ffi.register_ffi_target("sleep", jax.ffi.pycapsule(handler), platform="cpu")
+
+
+def sleep(x: jax.Array, awaited: jax.Array, milliseconds: float) -> jax.Array:
+    """``x``, so much later than both are there."""
+    call = jax.ffi.ffi_call("sleep", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    y: jax.Array = call(x, awaited, milliseconds=float(milliseconds))
+    return y
+
+
+def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.Array]:
+    """A layer ``x * w`` whose forward, backward of ``x`` and backward of ``w`` last so long each, one after the other."""
+
+    @jax.custom_vjp
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return sleep(x * w, x, milliseconds)
+
+    def forward(w: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+        return layer(w, x), (w, x)
+
+    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w, x = kept
+        of_x = sleep(cotangent * w, cotangent, milliseconds)
+        # A core would do one after the other, so the second waits for the first.
+        return jnp.sum(sleep(cotangent * x, of_x, milliseconds), 0), of_x
+
+    layer.defvjp(forward, backward)
+    return lambda block, x, side: layer(block["w"], x)
+
+
+def measured(schedule: Schedule, unit: float, repeats: int) -> float:
+    """Seconds of a step, the least of several, whose stages' layers take ``unit`` milliseconds for F, B and W each."""
+    pieces, stages = schedule.pieces, schedule.stages
+    layout = jp.Layout(
+        jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None, embed=None, layers="pipeline")
+    )
+    loss = jp.Staged(
+        layers="blocks",
+        before=lambda model, batch: batch["x"],
+        layer=sleeping_layer(unit / pieces.chunks),
+        after=lambda model, x, batch: jnp.mean(x),
+    )
+    make = lambda key: {"blocks": {"w": jp.tag(jnp.ones((pieces.count, WIDTH)), "layers", "embed")}}
+    batch = {"x": jnp.ones((ROWS * schedule.microbatches, WIDTH))}
+    with layout:
+        state = jp.init(layout, make, optax.sgd(0.0))
+        step = jp.train_step(layout, loss, pipeline=jp.Pipeline(schedule, keeps="residuals"), donate=False)
+        compiled = step.lower(state, batch).compile()
+    jax.block_until_ready(compiled(state, batch))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(state, batch))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def judged(row: Row, schedule: Schedule, unit: float, repeats: int) -> dict[str, Any]:
+    """The figures of a schedule, and which goals it misses."""
+    microbatches = schedule.microbatches // row.sequence_chunks
+    found = {
+        "formula": row.formula(schedule.stages, microbatches, row.chunks),
+        "ticks": simulate(schedule, how="ticks").bubble,
+        "stages": simulate(schedule, how="stages").bubble,
+    }
+    missed = ["formula"] if abs(found["formula"] - found["stages"]) > 1e-9 else []
+    if unit and row.sequence_chunks == 1:
+        ideal, seconds = simulate(schedule), measured(schedule, unit, repeats)
+        found |= {"seconds": seconds, "measured": 1 - ideal.work * unit / 1e3 / seconds}
+        found["ratio"] = seconds / (ideal.time * unit / 1e3)
+        missed += ["measured"] if abs(found["ratio"] - 1) > GOAL else []
+    return {**found, "missed": missed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--sizes", default="4x8,4x16,2x8", help="stages x microbatches, with commas (default: %(default)s)"
+    )
+    parser.add_argument("--names", help="which schedules, with commas; all by default")
+    parser.add_argument("--unit", type=float, default=40, help="ms of F, of B and of W on a stage; 0 measures nothing")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
+    jp.simulate_devices(max(stages for stages, _ in sizes))
+    names = options.names.split(",") if options.names else [row.name for row in ROWS_OF_TABLE]
+    figures: dict[str, Any] = {}
+    part = functools.partial("{:7.1%}".format)
+    print(
+        f"load of this machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; F, B and W last {options.unit:g} ms each"
+    )
+    print("                 stages  micro-   ---------------- bubble ----------------   measured ÷ simulated")
+    print("                         batches  formula  by stages  by ticks  measured     time, by ticks")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.unit:
+            load_kernel(Path(folder))
+        for stages, microbatches in sizes:
+            for row in ROWS_OF_TABLE:
+                if row.name not in names or microbatches < row.least * stages:
+                    continue
+                name = f"{row.name} {row.chunks}" if row.name in ("interleaved", "breadth_first") else row.name
+                found = judged(row, row.schedule(stages, microbatches), options.unit, options.repeats)
+                figures[f"{name} {stages}x{microbatches}"] = found
+                last = (
+                    f"{part(found['measured'])}  {found['ratio']:13.3f}" if "ratio" in found else f"{'–':>7}  {'–':>13}"
+                )
+                print(
+                    f"{name:15}  {stages:6}  {microbatches:7}  {part(found['formula'])}  {part(found['stages']):>9}  "
+                    f"{part(found['ticks']):>8}  {last}  {'FAIL: ' + ', '.join(found['missed']) if found['missed'] else ''}".rstrip(),
+                    flush=True,
+                )
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    missed = sum(len(found["missed"]) for found in figures.values())
+    print(f"{missed} goals missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
