@@ -70,11 +70,22 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     def give(g: jax.Array, lies: _Lies) -> jax.Array:
         """A stage's gradients [1, 1, chunks, layers, ...], scattered."""
         of_stack, on = lies.parts(axes).dims, AXIS in lies.dims[0]
-        if of_stack[0]:
+        if asked.reduce == "each" and of_stack[0]:
+            raise ConfigError(
+                f"pipeline: reduce is 'each', but gradients are split over {listing(of_stack[0])} layer by layer, of which one alone cannot be. Remedy: "
+                f"reduce='once', or rules that split another dim."
+            )
+        if asked.reduce == "each":
+            g = layers.back(g[0, 0], split=on)
+        elif of_stack[0]:
             g = reduce(layers.back(g[0, 0], split=on), lies.parts(axes), axes, precision)
         else:
             g = layers.back(reduce(g[0, 0], Parts(((), (), *of_stack[1:])), axes, precision), split=on)
         return g if on or stages == 1 else jax.lax.psum(g, AXIS)
+
+    def scattered(g: jax.Array, lies: _Lies) -> jax.Array:
+        """One layer's gradients."""
+        return reduce(g, Parts(lies.parts(axes).dims[1:]), axes, precision)
 
     stages, own = layout.sizes.get(AXIS, 1), PartitionSpec(axes or None)
     spec = lambda lies: PartitionSpec(*(dim or None for dim in lies.dims))
@@ -93,7 +104,10 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     layer = lambda w, x, side: loss_fn.layer(split.block(w), x, side)
     side = lambda piece: loss_fn.side(split.model_of(split.others(split.shapes)), piece)
     head = _head(loss_fn, split, scale)
-    program = Program(schedule, layer, side, head, axes, asked.keeps, layers.counts, loss_fn.dims)
+    each_layer = None
+    if asked.reduce == "each":
+        each_layer = lambda grads: jax.tree.map(scattered, grads, split.stack(wanted))
+    program = Program(schedule, layer, side, head, axes, asked.keeps, each_layer, layers.counts, loss_fn.dims)
     grads, (sums, weight, grads_after), fed = program.run(split.stack(weights), split.others(weights), fed, pieces)
 
     ones = split.apart(

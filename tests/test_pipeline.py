@@ -135,6 +135,13 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 ]
 
 
+def test_gradients_are_scattered_with_every_microbatch_where_that_is_asked_for(one_device: Any) -> None:
+    schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
+    got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce="each"))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, keeps, layers = case
@@ -333,6 +340,11 @@ def test_carried_state_is_named() -> None:
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
         run({"pipeline": 2}, ONE_F_ONE_B, make=make)
+
+
+def test_where_gradients_are_reduced_is_one_of_two_places() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: reduce is 'never', but 'once' or 'each' is wanted\.$"):
+        jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_one_of_two_things() -> None:

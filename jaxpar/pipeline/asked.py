@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.schedules.schedule import Schedule
@@ -18,17 +18,20 @@ class Pipeline:
       schedule: see :func:`jaxpar.schedule`.
       keeps: ``input`` keeps what a stage is given and computes its layers again for the backward; ``residuals`` keeps what the layers'
         own policies of recomputation keep, for every microbatch on its way.
+      reduce: ``once`` sums a device's own gradients over all microbatches and scatters the sums, which lie whole in fp32 till then; ``each``
+        scatters a layer's gradients with every microbatch, which sends that many times as much, and its sums are split as the gradients are.
       layers: how many layers each piece has, in the order of the model; empty for all alike.
     """
 
     schedule: Schedule
     keeps: Keeps = "input"
     layers: tuple[int, ...] = ()
+    reduce: Literal["once", "each"] = "once"
 
     def __post_init__(self) -> None:
-        known = get_args(Keeps)
-        if self.keeps not in known:
-            wanted = " or ".join(map(repr, known))
-            raise ConfigError(
-                f"pipeline: keeps is {self.keeps!r}, but {wanted} is wanted.{did_you_mean(str(self.keeps), known)}"
-            )
+        for name, value, known in (("keeps", self.keeps, get_args(Keeps)), ("reduce", self.reduce, ("once", "each"))):
+            if value not in known:
+                wanted = " or ".join(map(repr, known))
+                raise ConfigError(
+                    f"pipeline: {name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known)}"
+                )

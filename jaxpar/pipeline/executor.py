@@ -40,6 +40,7 @@ class Program:
       head: ``head(weights, microbatch, y) -> (sums, cotangent)``: what one microbatch adds to the sums over all, and the cotangent of ``y``.
       axes: of the batch and the sequence, over which each device has its own rows.
       keeps: of a forward: its input, from which the backward computes it again, or its residuals.
+      reduce: of one layer's gradients, done with every microbatch; ``None`` leaves them each device's own.
       counts: [stages, chunks], how many layers each has; ``None`` where all have as many.
       dims: logical dims of what goes from layer to layer.
     """
@@ -50,6 +51,7 @@ class Program:
     head: Head
     axes: Axes
     keeps: Keeps = "input"
+    reduce: Callable[[Any], Any] | None = None
     counts: np.ndarray | None = None
     dims: tuple[str | None, ...] | None = None
     table: Table = field(init=False)
@@ -130,7 +132,7 @@ class _Tick:
                 "own": [of_layers(table.sizes["own"] + 1, k) for k in own],
                 "sent": jnp.zeros_like(fed),
                 "x": jnp.concatenate([x, jnp.zeros_like(x[:1])]),
-                "grads": jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), weights),
+                "grads": self._empty(weights),
             }
 
         specs = {**dict.fromkeys(("act", "cot", "res", "own", "sent", "grads"), "stage own"), "x": "columns"}
@@ -256,6 +258,8 @@ class _Tick:
         """Adds a layer's gradients to the sums [chunks, layers, ...], in fp32 or wider."""
 
         def add(sums: Any, i: jax.Array, found: Any, here: jax.Array) -> Any:
+            found = self._reduced(found)
+
             def one(total: jax.Array, grad: jax.Array) -> jax.Array:
                 (have,) = read([total], number, i)
                 return write(total, have + jnp.where((on == 1) & here, wide(grad), 0), number, i)
@@ -263,6 +267,16 @@ class _Tick:
             return jax.tree.map(one, sums, found)
 
         return add
+
+    def _reduced(self, grads: Any) -> Any:
+        return grads if self.program.reduce is None else self.program.reduce(grads)
+
+    def _empty(self, weights: Any) -> Any:
+        """Sums of gradients [chunks, layers, ...], in fp32 or wider."""
+        layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
+        found = jax.eval_shape(self._reduced, layer)
+        zeros = lambda w, g: jnp.zeros((*w.shape[:2], *g.shape), wide_dtype(g.dtype))
+        return jax.tree.map(zeros, weights, found)
 
     def finish(self, carry: dict[str, Any], last: int, was_first: jax.Array) -> dict[str, Any]:
         """What the last tick sent out of the pipeline is taken."""

@@ -103,6 +103,7 @@ class PipelineConfig:
     microbatches: int = 1
     chunks: int = 1
     keeps: Literal["input", "residuals"] = "input"
+    reduce: Literal["once", "each"] = "once"
     offset: tuple[int, ...] = ()
 
 

@@ -30,7 +30,7 @@ def make_pipeline(asked: PipelineConfig | None, mesh: Mapping[str, Any], layers:
         )
     try:
         schedule = jp.schedule(asked.schedule, stages=stages, microbatches=asked.microbatches, chunks=asked.chunks)
-        return jp.Pipeline(schedule, asked.keeps, _layers(asked.offset, layers, schedule.pieces.count))
+        return jp.Pipeline(schedule, asked.keeps, _layers(asked.offset, layers, schedule.pieces.count), asked.reduce)
     except ConfigError:
         raise
     except JaxparError as error:
