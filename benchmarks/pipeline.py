@@ -32,6 +32,8 @@ from jaxpar.schedules.simulate import simulate
 
 SOURCE = Path(__file__).with_name("sleep.cc")
 ROWS, WIDTH = 2, 8
+HOW: dict[str, Any] = {"uniform": "ticks", "divergent": "neighbours"}
+"""Lowering → how its stages wait for each other."""
 GOAL = 0.05
 """How far a measured time may lie from the simulated one, as a part of it."""
 
@@ -114,7 +116,7 @@ def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.A
     return lambda block, x, side: layer(block["w"], x)
 
 
-def measured(schedule: Schedule, unit: float, repeats: int) -> float:
+def measured(schedule: Schedule, unit: float, repeats: int, lowering: Any) -> float:
     """Seconds of a step, the least of several, whose stages' layers take ``unit`` milliseconds for F, B and W each."""
     pieces, stages = schedule.pieces, schedule.stages
     layout = jp.Layout(
@@ -130,7 +132,9 @@ def measured(schedule: Schedule, unit: float, repeats: int) -> float:
     batch = {"x": jnp.ones((ROWS * schedule.microbatches, WIDTH))}
     with layout:
         state = jp.init(layout, make, optax.sgd(0.0))
-        step = jp.train_step(layout, loss, pipeline=jp.Pipeline(schedule, keeps="residuals"), donate=False)
+        step = jp.train_step(
+            layout, loss, pipeline=jp.Pipeline(schedule, keeps="residuals", lowering=lowering), donate=False
+        )
         compiled = step.lower(state, batch).compile()
     jax.block_until_ready(compiled(state, batch))
     seconds = []
@@ -141,7 +145,7 @@ def measured(schedule: Schedule, unit: float, repeats: int) -> float:
     return min(seconds)
 
 
-def judged(row: Row, schedule: Schedule, unit: float, repeats: int) -> dict[str, Any]:
+def judged(row: Row, schedule: Schedule, unit: float, repeats: int, lowering: Any) -> dict[str, Any]:
     """The figures of a schedule, and which goals it misses."""
     microbatches = schedule.microbatches // row.sequence_chunks
     found = {
@@ -151,7 +155,8 @@ def judged(row: Row, schedule: Schedule, unit: float, repeats: int) -> dict[str,
     }
     missed = ["formula"] if abs(found["formula"] - found["stages"]) > 1e-9 else []
     if unit and row.sequence_chunks == 1:
-        ideal, seconds = simulate(schedule), measured(schedule, unit, repeats)
+        ideal = simulate(schedule, how=HOW[lowering])
+        seconds = measured(schedule, unit, repeats, lowering)
         found |= {"seconds": seconds, "measured": 1 - ideal.work * unit / 1e3 / seconds}
         found["ratio"] = seconds / (ideal.time * unit / 1e3)
         missed += ["measured"] if abs(found["ratio"] - 1) > GOAL else []
@@ -164,6 +169,7 @@ def main() -> int:
         "--sizes", default="4x8,4x16,2x8", help="stages x microbatches, with commas (default: %(default)s)"
     )
     parser.add_argument("--names", help="which schedules, with commas; all by default")
+    parser.add_argument("--lowering", choices=sorted(HOW), default="uniform", help="(default: %(default)s)")
     parser.add_argument("--unit", type=float, default=40, help="ms of F, of B and of W on a stage; 0 measures nothing")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
@@ -177,7 +183,9 @@ def main() -> int:
         f"load of this machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; F, B and W last {options.unit:g} ms each"
     )
     print("                 stages  micro-   ---------------- bubble ----------------   measured ÷ simulated")
-    print("                         batches  formula  by stages  by ticks  measured     time, by ticks")
+    print(
+        f"                         batches  formula  by stages  by ticks  measured     time, by {HOW[options.lowering]}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         if options.unit:
             load_kernel(Path(folder))
@@ -186,7 +194,7 @@ def main() -> int:
                 if row.name not in names or microbatches < row.least * stages:
                     continue
                 name = f"{row.name} {row.chunks}" if row.name in ("interleaved", "breadth_first") else row.name
-                found = judged(row, row.schedule(stages, microbatches), options.unit, options.repeats)
+                found = judged(row, row.schedule(stages, microbatches), options.unit, options.repeats, options.lowering)
                 figures[f"{name} {stages}x{microbatches}"] = found
                 last = (
                     f"{part(found['measured'])}  {found['ratio']:13.3f}" if "ratio" in found else f"{'–':>7}  {'–':>13}"

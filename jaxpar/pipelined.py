@@ -107,7 +107,18 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     each_layer = None
     if asked.reduce == "each":
         each_layer = lambda grads: jax.tree.map(scattered, grads, split.stack(wanted))
-    program = Program(schedule, layer, side, head, axes, asked.keeps, each_layer, layers.counts, loss_fn.dims)
+    program = Program(
+        schedule,
+        layer,
+        side,
+        head,
+        axes,
+        asked.keeps,
+        asked.lowering == "divergent",
+        each_layer,
+        layers.counts,
+        loss_fn.dims,
+    )
     grads, (sums, weight, grads_after), fed = program.run(split.stack(weights), split.others(weights), fed, pieces)
 
     ones = split.apart(
@@ -144,6 +155,14 @@ def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pip
         raise ConfigError(
             f"pipeline: the schedule {asked.schedule.name!r} cuts each sequence into {asked.schedule.sequence_chunks} chunks, but stages here take "
             f"whole sequences. Remedy: sequence_chunks=1, or context parallelism (seq: context)."
+        )
+    others = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))}
+    if asked.lowering == "divergent" and others:
+        said = ", ".join(f"{axis} {size}" for axis, size in others.items())
+        raise ConfigError(
+            f"pipeline: lowering is 'divergent', in which each stage runs loops of its own length, but the mesh has {said}: collectives over it "
+            f"stand inside of layers, where some stages would wait for others for ever. Remedy: lowering='uniform', or a mesh of pipeline and "
+            f"the axes of the batch alone."
         )
     if how.accumulate != 1:
         raise ConfigError(

@@ -135,6 +135,26 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.parametrize(("name", "keeps"), [("zb_h1", "input"), ("zb_v", "residuals"), ("1f1b", "residuals")])
+def test_stages_that_do_their_own_alone_give_the_same(name: str, keeps: Any, one_device: Any) -> None:
+    schedule = jp.schedule(name, stages=2, microbatches=8, chunks=2 if name == "zb_v" else None, fused=False)
+    got = run({"pipeline": 2, "data": 2}, jp.Pipeline(schedule, keeps=keeps, lowering="divergent"))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+def test_no_collective_stands_where_stages_part() -> None:
+    layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2).build(jax.devices()[:4]), RULES)
+    pipeline = jp.Pipeline(jp.schedule("zb_h1", stages=2, microbatches=4), lowering="divergent")
+    with layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch_of())
+    compiled = step.compile(compiler_options=QUICK)
+    report = jp.audit(compiled, mesh=layout.mesh)
+    assert "own_layers/" in compiled.as_text() and report.select("collective-permute")
+    assert not [c for c in report.collectives if "own_layers/" in c.op_name]
+
+
 def test_gradients_are_scattered_with_every_microbatch_where_that_is_asked_for(one_device: Any) -> None:
     schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
     got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce="each"))
@@ -281,6 +301,15 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"reduce": "each"},
         ConfigError,
         "pipeline: reduce is 'each', but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out.",
+    ),
+    "axes inside of layers": (
+        {"sizes": {"pipeline": 2, "model": 2}, "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},
+        ConfigError,
+        (
+            "pipeline: lowering is 'divergent', in which each stage runs loops of its own length, but the mesh has model 2: collectives over it "
+            "stand inside of layers, where some stages would wait for others for ever. Remedy: lowering='uniform', or a mesh of pipeline and "
+            "the axes of the batch alone."
+        ),
     ),
     "rows": (
         {"pipeline": jp.schedule("1f1b", stages=2, microbatches=5)},

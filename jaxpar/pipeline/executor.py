@@ -1,8 +1,10 @@
 """A schedule's table carried out: every tick each stage does what its row says, and what a row does not say is masked.
 
-All stages run one program, the same for every tick, and there is no conditional in it. A tick whose stages do forwards and backwards has both; where none
+All stages run one program, the same for every tick, and there is no conditional in it, in either of two lowerings.
+**Uniform**: A tick whose stages do forwards and backwards has both; where none
 does either, the loop over layers runs zero times, on all stages alike. A stage that stands still in a tick computes what nobody reads: that
-is the time a bubble takes anyway, and it is safe whatever the other axes of the mesh do.
+is the time a bubble takes anyway, and it is safe whatever the other axes of the mesh do. **Divergent**: each stage's loops run as its own row says, so a
+stage waits for its neighbours only; there must be no collective in a layer.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Program:
       head: ``head(weights, microbatch, y) -> (sums, cotangent)``: what one microbatch adds to the sums over all, and the cotangent of ``y``.
       axes: of the batch and the sequence, over which each device has its own rows.
       keeps: of a forward: its input, from which the backward computes it again, or its residuals.
+      divergent: a stage's loops run as often as its own row says, and not as any stage's does.
       reduce: of one layer's gradients, done with every microbatch; ``None`` leaves them each device's own.
       counts: [stages, chunks], how many layers each has; ``None`` where all have as many.
       dims: logical dims of what goes from layer to layer.
@@ -51,6 +54,7 @@ class Program:
     head: Head
     axes: Axes
     keeps: Keeps = "input"
+    divergent: bool = False
     reduce: Callable[[Any], Any] | None = None
     counts: np.ndarray | None = None
     dims: tuple[str | None, ...] | None = None
@@ -93,7 +97,10 @@ class Program:
         return rows, np.concatenate([self.table.ticks, np.stack(does, 1), works], axis=1).astype(np.int32)
 
     def does(self, name: str) -> tuple[int, int]:
-        """In how many ticks something is done, of how many."""
+        """In how many ticks something is done, of how many; of what stages do by themselves, in the mean of all stages."""
+        if self.divergent and name in ("forward", "backward", "weights"):
+            each = self.table.column(f"{name[0]}_on")
+            return int(each.sum()), each.size
         column = self._rows()[1][:, _EVERY.index(name)]
         return int(column.sum()), len(column)
 
@@ -157,7 +164,7 @@ class _Tick:
         ) -> tuple[Any, Any]:
             at = _reader(row)
             side = self.program.side(_at(pieces, at("f_microbatch")))
-            chunk = self._chunk(weights, at("f_chunk"), _every(every, "forward"))
+            chunk = self._chunk(weights, at("f_chunk"), self._on("forward", at, every))
             with self._visits("forward"):
                 y, kept = chunk.forward(_at(act, at("f_input")), side, res if keeps else [], at("f_residuals"))
             return (kept if keeps else res), self._hinted(y)
@@ -231,7 +238,7 @@ class _Tick:
     ) -> dict[str, Any]:
         """Cotangents of a chunk's input, and sums of gradients with its own: at once, or inputs now and weights later."""
         split = self.program.schedule.split
-        chunk = self._chunk(weights, at("b_chunk"), _every(every, "backward"))
+        chunk = self._chunk(weights, at("b_chunk"), self._on("backward", at, every))
         side = self.program.side(_at(pieces, at("b_microbatch")))
         res, slot = now["res"], at("b_residuals")
         if self.program.keeps == "input":
@@ -246,7 +253,7 @@ class _Tick:
             return {**result, "sent": self._hinted(sent)}
         with self._visits("backward"):
             sent, own = chunk.backward_of_inputs(res, slot, side, cotangent, now["own"], at("b_own"))
-        late = self._chunk(weights, at("w_chunk"), _every(every, "weights"))
+        late = self._chunk(weights, at("w_chunk"), self._on("weights", at, every))
         side = self.program.side(_at(pieces, at("w_microbatch")))
         parts = late.halves(side, [jnp.zeros(k.shape[2:], k.dtype) for k in res], jnp.zeros_like(cotangent))
         add = self._adder(at("w_chunk"), at("w_on"))
@@ -303,11 +310,17 @@ class _Tick:
         layers = jax.tree.leaves(weights)[0].shape[1]
         return Chunk(self.program.layer, weights, number, on * layers, count)
 
+    def _on(self, kind: str, at: Callable[[str], jax.Array], every: jax.Array) -> jax.Array:
+        """Whether loops over layers run in this tick: on this stage, or on all stages alike."""
+        return at(f"{kind[0]}_on") if self.program.divergent else _every(every, kind)
+
     def _visits(self, name: str) -> AbstractContextManager[None]:
         """The scope of loops that run in some ticks only, saying in how many of all."""
         count, ticks = self.program.does(name)
-        layers = jax.tree.leaves(self.weights)[0].shape[2] if name in ("forward", "backward", "weights") else 1
-        return jax.named_scope(f"visits_{count * layers}of{ticks}")
+        if name not in ("forward", "backward", "weights"):
+            return jax.named_scope(f"visits_{count}of{ticks}")
+        layers = jax.tree.leaves(self.weights)[0].shape[2]
+        return jax.named_scope(f"own_layers/visits_{count * layers}of{ticks}")
 
     def _hinted(self, x: jax.Array) -> jax.Array:
         dims = self.program.dims

@@ -104,6 +104,7 @@ class PipelineConfig:
     chunks: int = 1
     keeps: Literal["input", "residuals"] = "input"
     reduce: Literal["once", "each"] = "once"
+    lowering: Literal["uniform", "divergent"] = "uniform"
     offset: tuple[int, ...] = ()
 
 
