@@ -109,6 +109,26 @@ _EVERY = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains")
 """Columns of a tick: microbatches, and whether any stage does something."""
 
 
+_WAYS = ("down", "up")
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What a stage knows in a tick: its row, what all do, weights, its part of the carry, what its forward and the head gave, the batch."""
+
+    row: jax.Array
+    every: jax.Array
+    weights: Any
+    now: dict[str, Any]
+    y: jax.Array
+    cotangent: jax.Array
+    pieces: Any
+
+    def at(self, name: str) -> jax.Array:
+        """A field of the row."""
+        return self.row[FIELDS.index(name)]
+
+
 @dataclass(frozen=True)
 class _Tick:
     """One tick of all stages. Functions named ``local`` are of one device: its own arrays, without the dims that are split."""
@@ -123,6 +143,7 @@ class _Tick:
         """Empty buffers, with the first microbatch where the first tick wants it."""
         table, keeps = self.program.table, self.program.keeps
         slots, first = table.first
+        came = [way for way in _WAYS if self.program.divergent and f"cot_{way}" in table.channels]
 
         def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
             fed, side = self._fed(x, first), self.program.side(_at(pieces, 0))
@@ -138,11 +159,12 @@ class _Tick:
                 "res": [of_layers(table.sizes["res"] + 1 if keeps == "residuals" else 1, k) for k in kept],
                 "own": [of_layers(table.sizes["own"] + 1, k) for k in own],
                 "sent": jnp.zeros_like(fed),
+                "came": {way: jnp.zeros_like(fed) for way in came},
                 "x": jnp.concatenate([x, jnp.zeros_like(x[:1])]),
                 "grads": self._empty(weights),
             }
 
-        specs = {**dict.fromkeys(("act", "cot", "res", "own", "sent", "grads"), "stage own"), "x": "columns"}
+        specs = {**dict.fromkeys(("act", "cot", "res", "own", "sent", "came", "grads"), "stage own"), "x": "columns"}
         call = self._inside(local, ("columns", "stage", "stage", "own"), specs)
         carry = call(x, jnp.asarray(slots), self.weights, self.pieces)
         y = jax.ShapeDtypeStruct((self.program.schedule.stages, x.shape[0], *x.shape[2:]), x.dtype)
@@ -152,9 +174,25 @@ class _Tick:
         return {**carry, "sums": empty(sums), "cotangent": empty(cotangent)}
 
     def __call__(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
+        if not self.program.divergent:
+            carry, y = self._forward(carry, row, every)
+            carry = self._heads(carry, y, row, every)
+            steps = (self._arrived, self._taken, self._gradients, self._sent)
+            return self._each_stage(carry, y, row, every, *steps)
+        # Whatever crosses stages makes all of them wait: it stands together where the tick begins and ends, and not between works.
+        unused = carry["sent"]
+        carry = self._each_stage(carry, unused, row, every, self._arrived)
+        if self.program.schedule.fused:
+            carry, y = self._forward(carry, row, every)
+            carry = self._heads(carry, y, row, every)
+            return self._each_stage(carry, y, row, every, self._taken, self._gradients, self._sent)
+        # A stage has one operation in a tick, so which comes first is all the same.
+        carry = self._each_stage(carry, unused, row, every, self._gradients)
         carry, y = self._forward(carry, row, every)
+        # Behind the backward, too: it needs nothing of it, and would come first.
+        y, carry["sent"], carry["grads"] = jax.lax.optimization_barrier((y, carry["sent"], carry["grads"]))
         carry = self._heads(carry, y, row, every)
-        return self._backward(carry, y, row, every)
+        return self._each_stage(carry, y, row, every, self._taken, self._sent)
 
     def _forward(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         keeps = self.program.keeps == "residuals"
@@ -200,44 +238,61 @@ class _Tick:
         found: tuple[Any, jax.Array] = call(microbatch, self.after, y, self.pieces)
         return found
 
-    def _backward(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
-        """What arrives, backwards, and what is sent."""
-        channels = self.program.table.channels
+    def _each_stage(
+        self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array, *steps: Callable[[_Here], Any]
+    ) -> dict[str, Any]:
+        """These steps of every stage, one after the other."""
         rest = {name: value for name, value in carry.items() if name not in ("sums", "cotangent")}
 
-        def local(
-            row: jax.Array, every: jax.Array, weights: Any, now: Any, y: jax.Array, cotangent: jax.Array, pieces: Any
-        ) -> Any:
-            at, now = _reader(row), dict(now)
-            for way in ("down", "up"):
-                if f"cot_{way}" in channels:
-                    now["cot"] = _put(now["cot"], _from_neighbour(now["sent"], way), at(f"cot_{way}"))
-            before, was = now["sent"], row[len(FIELDS)]
-            drain = lambda run, x: self._drained(x, held(before, run), was, _every(every, "drain"))
-            with self._visits("drains"):
-                now["x"] = jax.lax.fori_loop(0, _every(every, "drains"), drain, now["x"])
-            now["cot"] = _put(now["cot"], cotangent, at("cot_head"))
-            now |= self._gradients(at, every, weights, now, pieces)
-            if "cot_self" in channels:
-                now["cot"] = _put(now["cot"], now["sent"], at("cot_self"))
-            for way in ("down", "up", "self"):
-                if f"act_{way}" in channels:
-                    sent = y if way == "self" else _from_neighbour(y, way)
-                    now["act"] = _put(now["act"], sent, at(f"act_{way}"))
-            feed = lambda run, act: _put(act, self._fed(now["x"], held(_every(every, "feed"), run)), at("act_feed"))
-            with self._visits("feeds"):
-                now["act"] = jax.lax.fori_loop(0, _every(every, "feeds"), feed, now["act"])
+        def local(row: jax.Array, every: jax.Array, weights: Any, now: Any, *more: Any) -> Any:
+            for step in steps:
+                now = {**now, **step(_Here(row, every, weights, now, *more))}
             return now
 
         kinds = {**dict.fromkeys(rest, "stage own"), "x": "columns"}
         call = self._inside(local, ("stage", "all", "stage", kinds, "stage own", "own", "own"), kinds)
         return {**carry, **call(row, every, self.weights, rest, y, carry["cotangent"], self.pieces)}
 
-    def _gradients(
-        self, at: Callable[[str], jax.Array], every: jax.Array, weights: Any, now: dict[str, Any], pieces: Any
-    ) -> dict[str, Any]:
+    def _arrived(self, here: _Here) -> dict[str, Any]:
+        """Cotangents of the tick before: to the stages that want them, and out of the pipeline."""
+        cot, sent, channels = here.now["cot"], here.now["sent"], self.program.table.channels
+        for way in _WAYS:
+            if f"cot_{way}" in channels:
+                comes = here.now["came"][way] if self.program.divergent else _from_neighbour(sent, way)
+                cot = _put(cot, comes, here.at(f"cot_{way}"))
+        was = here.row[len(FIELDS)]
+        drain = lambda run, x: self._drained(x, held(sent, run), was, _every(here.every, "drain"))
+        with self._visits("drains"):
+            x = jax.lax.fori_loop(0, _every(here.every, "drains"), drain, here.now["x"])
+        return {"cot": cot, "x": x}
+
+    def _taken(self, here: _Here) -> dict[str, Any]:
+        """The cotangent of what the last layer gave."""
+        return {"cot": _put(here.now["cot"], here.cotangent, here.at("cot_head"))}
+
+    def _sent(self, here: _Here) -> dict[str, Any]:
+        """What goes to other stages, and what is fed to the first."""
+        at, now, channels = here.at, here.now, self.program.table.channels
+        result: dict[str, Any] = {}
+        y, sent, act = here.y, now["sent"], now["act"]
+        if "cot_self" in channels:
+            result["cot"] = _put(now["cot"], sent, at("cot_self"))
+        if self.program.divergent:
+            # Behind all work of the tick: a stage that waits for it would wait twice.
+            y, sent = jax.lax.optimization_barrier((y, sent))
+            result["came"] = {way: _from_neighbour(sent, way) for way in _WAYS if f"cot_{way}" in channels}
+        for way in (*_WAYS, "self"):
+            if f"act_{way}" in channels:
+                act = _put(act, y if way == "self" else _from_neighbour(y, way), at(f"act_{way}"))
+        feed = lambda run, act: _put(act, self._fed(now["x"], held(_every(here.every, "feed"), run)), at("act_feed"))
+        with self._visits("feeds"):
+            result["act"] = jax.lax.fori_loop(0, _every(here.every, "feeds"), feed, act)
+        return result
+
+    def _gradients(self, here: _Here) -> dict[str, Any]:
         """Cotangents of a chunk's input, and sums of gradients with its own: at once, or inputs now and weights later."""
-        split = self.program.schedule.split
+        split, at, every, weights = self.program.schedule.split, here.at, here.every, here.weights
+        now, pieces = here.now, here.pieces
         chunk = self._chunk(weights, at("b_chunk"), self._on("backward", at, every))
         side = self.program.side(_at(pieces, at("b_microbatch")))
         res, slot = now["res"], at("b_residuals")
