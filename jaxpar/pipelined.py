@@ -7,127 +7,56 @@ after them, for each microbatch on all stages at once, so that rules may split i
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.crossing import Parts, batch_axes, gather, parts_of, reduce, wide
-from jaxpar.errors import ConfigError, LayoutError, ModelError, listing
+from jaxpar.boarding import Boarding, Split, row_axes
+from jaxpar.crossing import batch_axes, wide
+from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import on_host
-from jaxpar.layout import Layout, hint
-from jaxpar.microbatches import Found, How, each_parameter, means_of, pieces_of, resolved_of, scale_of, unscaled
+from jaxpar.layout import Layout
+from jaxpar.microbatches import Found, How, means_of, scale_of, unscaled
 from jaxpar.model import show, to_path
 from jaxpar.objective import unpack
 from jaxpar.pipeline.asked import Pipeline
 from jaxpar.pipeline.executor import Head, Program
-from jaxpar.pipeline.layers import AXIS, Layers
-from jaxpar.rules import Axes
-from jaxpar.staged import Staged, stacked_part
+from jaxpar.pipeline.layers import AXIS
+from jaxpar.staged import Staged
 from jaxpar.state import TrainState
 
 
 def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Pipeline) -> Found:
     """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.gradients.gradients` gives them."""
     _check(layout, loss_fn, state, how, asked)
-    axes = (*batch_axes(layout), *_seq_axes(layout))
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
-    split = _Split(state, loss_fn)
+    split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(state.params), batch)
-    ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
-    _check_rows(batch, schedule.microbatches, ways)
+    _check_rows(batch, schedule.microbatches, math.prod(layout.sizes[axis] for axis in batch_axes(layout)))
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    before = lambda others: _columns(layout, loss_fn, loss_fn.before(split.model_of(others), batch))
+    before = lambda others: _columns(layout, loss_fn.before(split.model_of(others), batch))
     x, pull = jax.vjp(before, others)
 
-    layers = _layers(split, asked)
-    stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
-    scatter = lambda g, lies: reduce(g, lies.parts(axes), axes, precision)
-
-    def enter(params: Any, batch: Any, x: jax.Array) -> Any:
-        weights = split.apart(params, stored, lambda w, lies: gather(w, lies.parts(axes), precision), take)
-        return weights, jax.tree.map(lambda x: x[None], pieces_of((batch, x), schedule.microbatches, 1, 0))
-
-    def take(w: jax.Array, lies: _Lies) -> jax.Array:
-        """A stage's layers, gathered."""
-        w = gather(w, Parts((lies.parts(axes).dims[0],)), precision) if lies.parts(axes).dims[0] else w
-        # Cast before it goes to another stage, too.
-        w = layers.cut(precision.crossing(w))
-        return gather(w, Parts(((), (), *lies.parts(axes).dims[1:])), precision)[None]
-
-    def leave(grads: Any, sums: Any, weight: jax.Array, x: jax.Array) -> Any:
-        sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
-        grads = split.apart(grads, wanted, lambda g, lies: scatter(g[0], lies), give)
-        sums, weight = jax.lax.psum((sums, weight), axes) if axes else (sums, weight)
-        return sums, weight, grads, x.reshape(-1, *x.shape[2:])
-
-    def give(g: jax.Array, lies: _Lies) -> jax.Array:
-        """A stage's gradients [1, 1, chunks, layers, ...], scattered."""
-        of_stack, on = lies.parts(axes).dims, AXIS in lies.dims[0]
-        if asked.reduce == "each" and of_stack[0]:
-            raise ConfigError(
-                f"pipeline: reduce is 'each', but gradients are split over {listing(of_stack[0])} layer by layer, of which one alone cannot be. Remedy: "
-                f"reduce='once', or rules that split another dim."
-            )
-        if asked.reduce == "each":
-            g = layers.back(g[0, 0], split=on)
-        elif of_stack[0]:
-            g = reduce(layers.back(g[0, 0], split=on), lies.parts(axes), axes, precision)
-        else:
-            g = layers.back(reduce(g[0, 0], Parts(((), (), *of_stack[1:])), axes, precision), split=on)
-        return g if on or stages == 1 else jax.lax.psum(g, AXIS)
-
-    def scattered(g: jax.Array, lies: _Lies) -> jax.Array:
-        """One layer's gradients."""
-        return reduce(g, Parts(lies.parts(axes).dims[1:]), axes, precision)
-
-    stages, own = layout.sizes.get(AXIS, 1), PartitionSpec(axes or None)
-    spec = lambda lies: PartitionSpec(*(dim or None for dim in lies.dims))
-    leads = lambda *lead: lambda lies: PartitionSpec(*lead, *(dim or None for dim in lies.parts((AXIS,)).dims))
-    rows = lambda x: PartitionSpec(*_row_axes(layout, x))
-    last = AXIS if x.shape[-1] % stages == 0 else None
-    columns = lambda ndim, lead: PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
-    each = lambda f, g: split.apart(stored, stored, lambda _, lies: f(lies), lambda _, lies: g(lies))
-    alone = {axis for axis, size in layout.sizes.items() if size == 1}
-    inside = functools.partial(jax.shard_map, axis_names={*axes, *alone, AXIS}, check_vma=False)
-    stacked = lambda _: PartitionSpec(AXIS)
-    out = (each(leads(), stacked), (jax.tree.map(lambda _: own, batch), columns(x.ndim + 2, (axes or None,))))
-    into = (jax.tree.map(spec, stored), jax.tree.map(rows, batch), columns(x.ndim, _row_axes(layout, x)))
-    weights, (pieces, fed) = inside(enter, in_specs=into, out_specs=out)(state.params, batch, x)
-
-    layer = lambda w, x, side: loss_fn.layer(split.block(w), x, side)
-    side = lambda piece: loss_fn.side(split.model_of(split.others(split.shapes)), piece)
-    head = _head(loss_fn, split, scale)
-    each_layer = None
-    if asked.reduce == "each":
-        each_layer = lambda grads: jax.tree.map(scattered, grads, split.stack(wanted))
+    board = Boarding.of(layout, split, state, precision, asked)
+    weights, (pieces, fed) = board.enter(state.params, batch, x, schedule.microbatches)
     program = Program(
-        schedule,
-        layer,
-        side,
-        head,
-        axes,
-        asked.keeps,
-        asked.lowering == "divergent",
-        each_layer,
-        layers.counts,
-        loss_fn.dims,
+        schedule=schedule,
+        layer=lambda w, x, side: loss_fn.layer(split.block(w), x, side),
+        side=lambda piece: loss_fn.side(split.model_of(split.others(split.shapes)), piece),
+        head=_head(loss_fn, split, scale),
+        axes=board.axes,
+        keeps=asked.keeps,
+        divergent=asked.lowering == "divergent",
+        reduce=board.of_one_layer if board.each else None,
+        counts=board.layers.counts,
+        dims=loss_fn.dims,
     )
-    grads, (sums, weight, grads_after), fed = program.run(split.stack(weights), split.others(weights), fed, pieces)
-
-    ones = split.apart(
-        wanted, wanted, lambda _, lies: leads(axes or None)(lies), lambda *_: PartitionSpec(AXIS, axes or None)
-    )
-    given = (ones, own, own, columns(x.ndim + 2, (axes or None,)))
-    results = (PartitionSpec(), PartitionSpec(), jax.tree.map(spec, wanted), columns(x.ndim, _row_axes(layout, x)))
-    inside = functools.partial(inside, in_specs=given, out_specs=results)
-    sums, weight, grads, x = inside(leave)(split.join(grads, grads_after), sums, weight, fed)
+    grads, (sums, weight, after), fed = program.run(split.stack(weights), split.others(weights), fed, pieces)
+    sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
     (grads_before,) = pull(x)
     grads = split.add(grads, jax.tree.map(wide, grads_before))
     loss, metrics, grads = means_of((*sums, grads), weight)
@@ -204,113 +133,7 @@ def _check_rows(batch: Any, microbatches: int, ways: int) -> None:
             )
 
 
-class _Split:
-    """A state's parameters as the stack of layers and all others."""
-
-    def __init__(self, state: TrainState, loss_fn: Staged):
-        self.kind, self.path, self.rest = state.static.kind, loss_fn.path, state.rest
-        self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
-        self.model = lambda params: self.kind.merge(params, self.rest)
-        _, self.block = stacked_part(self.model(self.shapes), self.path)
-        self.names = dict(state.static.dims)
-
-    def stack(self, params: Any) -> Any:
-        for name in self.path:
-            params = params[name]
-        return params
-
-    def others(self, params: Any) -> Any:
-        """Without the layers."""
-        return _replaced(params, self.path, None)
-
-    def laid(self, others: Any) -> Any:
-        """Gradients of what is not of the layers, by their rules."""
-
-        def one(keys: Any, grad: jax.Array) -> jax.Array:
-            names = self.names.get(("params", *to_path(keys)))
-            return grad if names is None else hint(grad, *names, role="gradients")
-
-        return jax.tree_util.tree_map_with_path(one, others)
-
-    def join(self, stack: Any, others: Any) -> Any:
-        return _replaced(others, self.path, stack)
-
-    def model_of(self, others: Any) -> Any:
-        """The model, with nothing but shapes for its layers."""
-        return self.model(self.join(self.stack(self.shapes), others))
-
-    def apart(self, tree: Any, beside: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]) -> Any:
-        """``f(x, y)`` of every parameter and what is beside it, ``of_stack(x, y)`` of those of the layers."""
-        others = jax.tree.map(f, self.others(tree), self.others(beside))
-        return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(beside)), others)
-
-    def add(self, grads: Any, others: Any) -> Any:
-        """Gradients with those of what comes before the layers."""
-        summed = jax.tree.map(jnp.add, self.others(grads), others)
-        return self.join(self.stack(grads), summed)
-
-
-def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) -> None:
-    if not layers and total % pieces:
-        low, more = divmod(total, pieces)
-        fits = (*(low + 1,) * more, *(low,) * (pieces - more))
-        raise ConfigError(
-            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number for each piece, or a "
-            f"schedule of as many stages and chunks as divide {total}."
-        )
-    if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
-        raise ConfigError(
-            f"pipeline: layers is {list(layers)}, of {sum(layers)} layers in {len(layers)} pieces, but {where} has {total} layers and the "
-            f"schedule {pieces} pieces, of one layer or more each. Remedy: {pieces} numbers that sum to {total}."
-        )
-
-
-def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
-    if not path:
-        return value
-    inner = tree[path[0]] if tree.get(path[0]) is not None else {}
-    return {**tree, path[0]: _replaced(inner, path[1:], value)}
-
-
-@dataclass(frozen=True)
-class _Lies:
-    """For each dim of a parameter, or of its gradient, the axes of the batch, the sequence and the pipeline that split it. A leaf."""
-
-    dims: tuple[Axes, ...]
-
-    def parts(self, axes: Axes) -> Parts:
-        """Those of these axes."""
-        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims))
-
-
-def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
-    """Where every parameter, or its gradient, lies.
-
-    Raises:
-      LayoutError: a dim is split over ``pipeline`` inside of another axis.
-    """
-
-    def one(path: Any, w: jax.Array) -> _Lies:
-        found = parts_of(resolved_of(layout, state, path, w, role), (*axes, AXIS)).dims
-        for dim, names in enumerate(found):
-            if AXIS in names[1:]:
-                raise LayoutError(
-                    f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages come first. Remedy: a rule with "
-                    f"{AXIS!r} before {names[0]!r}."
-                )
-        return _Lies(found)
-
-    return each_parameter(state, one)
-
-
-def _layers(split: _Split, asked: Pipeline) -> Layers:
-    """How the stack goes over the pieces."""
-    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
-    _check_layers(total, pieces.count, asked.layers, "/".join(split.path))
-    return Layers(total, pieces, asked.layers or (total // pieces.count,) * pieces.count)
-
-
-def _head(loss_fn: Staged, split: _Split, scale: Any) -> Head:
+def _head(loss_fn: Staged, split: Split, scale: Any) -> Head:
     """What comes after the layers, of one microbatch: its share of all sums, and the cotangent of what it is given."""
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
@@ -338,23 +161,10 @@ def _head(loss_fn: Staged, split: _Split, scale: Any) -> Head:
     return head
 
 
-def _columns(layout: Layout, loss_fn: Staged, x: jax.Array) -> jax.Array:
+def _columns(layout: Layout, x: jax.Array) -> jax.Array:
     """What the first layer is given, its last dim over the stages: only the first wants it whole, a microbatch at a time."""
     stages = layout.sizes.get(AXIS, 1)
     if x.shape[-1] % stages:
         return x
-    spec = PartitionSpec(*_row_axes(layout, x), *(None,) * (x.ndim - 1 - len(_row_axes(layout, x))), AXIS)
+    spec = PartitionSpec(*row_axes(layout, x), *(None,) * (x.ndim - 1 - len(row_axes(layout, x))), AXIS)
     return jax.lax.with_sharding_constraint(x, spec)
-
-
-def _seq_axes(layout: Layout) -> Axes:
-    """The axes, larger than 1, that the rules split the dim ``seq`` over; none where no rule names it."""
-    resolved = layout.resolve(("seq",))
-    model = {axis for dim in layout.resolve(("heads",)).dims for axis in dim.axes} if not resolved.problems else set()
-    return () if resolved.problems else tuple(axis for axis in resolved.axes[0] if axis not in model)
-
-
-def _row_axes(layout: Layout, x: Any) -> tuple[Axes, ...]:
-    """The manual axes of an array's first dims, rows and sequence."""
-    seq = _seq_axes(layout)
-    return (batch_axes(layout), seq) if seq and x.ndim > 1 else (batch_axes(layout),)

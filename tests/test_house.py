@@ -40,7 +40,7 @@ FLOORS = (
     ("microbatches", "streaming"),
     ("stored",),
     ("ownsums",),
-    ("pipelined",),
+    ("boarding", "pipelined"),
     ("gradients",),
     ("step",),
     ("disk",),
