@@ -35,7 +35,7 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(state.params), batch)
-    _check_rows(batch, schedule.microbatches, math.prod(layout.sizes[axis] for axis in batch_axes(layout)))
+    _check_rows(layout, batch, schedule.microbatches)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
     before = lambda others: _columns(layout, loss_fn.before(split.model_of(others), batch))
@@ -123,13 +123,22 @@ def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pip
         )
 
 
-def _check_rows(batch: Any, microbatches: int, ways: int) -> None:
+def _check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
+    """Every array has rows for each device's microbatches, and a sequence that its axes divide."""
+    ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
+        what = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
         if x.ndim == 0 or x.shape[0] % (ways * microbatches):
             raise LayoutError(
-                f"{show(('batch', *to_path(keys)))} {list(x.shape)} cannot be cut into the {microbatches} microbatches of the pipeline over "
-                f"{ways} devices: its first dim is no multiple of {ways * microbatches}. Remedy: a batch of a multiple of "
-                f"{ways * microbatches} rows, or a schedule of fewer microbatches."
+                f"{what} cannot be cut into the {microbatches} microbatches of the pipeline over {ways} devices: its first dim is no multiple of "
+                f"{ways * microbatches}. Remedy: a batch of a multiple of {ways * microbatches} rows, or a schedule of fewer microbatches."
+            )
+        _, *seq = row_axes(layout, x)
+        parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
+        if x.ndim > 1 and x.shape[1] % parts:
+            raise LayoutError(
+                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} devices, which do not divide "
+                f"{x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule of 'seq' over those axes."
             )
 
 

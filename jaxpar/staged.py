@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +81,6 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
     Raises:
       ModelError: there is nothing at the path, or the stack carries arrays that are not trained.
     """
-    import sys
-
     nnx = sys.modules.get("flax.nnx")
     tree = model["params"] if isinstance(model, dict) and "params" in model else model
     for at, name in enumerate(path):

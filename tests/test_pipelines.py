@@ -340,6 +340,23 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ModelError,
         "Staged(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; there are 'blocks', 'head', 'words'.",
     ),
+    "sequence": (
+        {"sizes": {"pipeline": 2, "context": 4}},
+        LayoutError,
+        (
+            "batch/targets [16, 6]: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over 4 devices, which do not "
+            "divide 6. Remedy: a sequence of a multiple of 4, or no rule of 'seq' over those axes."
+        ),
+    ),
+    "dtype of layers": (
+        {"loss": replace(LOSS, layer=lambda block, x, side: layer(block, x, side).astype(jnp.bfloat16))},
+        ModelError,
+        (
+            "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what goes from layer to layer "
+            "keeps shape and dtype. Remedy: a Staged(layer=...) that returns what it was given, cast as it was, or a before that gives "
+            "bfloat16[4, 6, 8]."
+        ),
+    ),
     "vector metric": (
         {"loss": replace(LOSS, after=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
         ModelError,

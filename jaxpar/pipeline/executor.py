@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar.crossing import wide
+from jaxpar.errors import ModelError
 from jaxpar.layout import current_layout, hint
 from jaxpar.pipeline.layers import AXIS
 from jaxpar.pipeline.stage import Add, Chunk, Layer, held, read, write
@@ -148,7 +149,9 @@ class _Tick:
         def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
             fed, side = self._fed(x, first), self.program.side(_at(pieces, 0))
             chunk = self._chunk(weights, jnp.asarray(0), jnp.asarray(0))
-            kept = [jnp.zeros(k.shape, k.dtype) for k in jax.eval_shape(chunk.kept, fed, side)[1]]
+            y, residuals = jax.eval_shape(chunk.kept, fed, side)
+            _check_alike(fed, y)
+            kept = [jnp.zeros(k.shape, k.dtype) for k in residuals]
             own = chunk.halves(side, kept, fed).shapes if self.program.schedule.split else []
             layers = jax.tree.leaves(weights)[0].shape[1]
             empty = lambda name, like: jnp.zeros((table.sizes[name] + 1, *like.shape), like.dtype)
@@ -433,6 +436,16 @@ def _pairs(kinds: Any, tree: Any) -> list[tuple[str, Any]]:
 def wide_dtype(dtype: Any) -> Any:
     """fp32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def _check_alike(x: Any, y: Any) -> None:
+    """What goes from stage to stage is of one shape and dtype."""
+    was, now = (f"{a.dtype}{list(a.shape)}" for a in (x, y))
+    if was != now:
+        raise ModelError(
+            f"pipeline: a layer turned {was} into {now} (of one device's microbatch), but what goes from layer to layer keeps shape and dtype. "
+            f"Remedy: a Staged(layer=...) that returns what it was given, cast as it was, or a before that gives {now}."
+        )
 
 
 def _every(every: jax.Array, name: str) -> jax.Array:
