@@ -29,6 +29,7 @@ import optax
 import jaxpar as jp
 from jaxpar.schedules.schedule import Schedule
 from jaxpar.schedules.simulate import simulate
+from jaxpar.schedules.window import ASYNCHRONOUS
 
 SOURCE = Path(__file__).with_name("sleep.cc")
 ROWS, WIDTH = 2, 8
@@ -118,29 +119,50 @@ def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.A
 
 def measured(schedule: Schedule, unit: float, repeats: int, lowering: Any) -> float:
     """Seconds of a step, the least of several, whose stages' layers take ``unit`` milliseconds for F, B and W each."""
-    pieces, stages = schedule.pieces, schedule.stages
-    layout = jp.Layout(
-        jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None, embed=None, layers="pipeline")
-    )
-    loss = jp.Staged(
-        layers="blocks",
-        before=lambda model, batch: batch["x"],
-        layer=sleeping_layer(unit / pieces.chunks),
-        after=lambda model, x, batch: jnp.mean(x),
-    )
-    make = lambda key: {"blocks": {"w": jp.tag(jnp.ones((pieces.count, WIDTH)), "layers", "embed")}}
-    batch = {"x": jnp.ones((ROWS * schedule.microbatches, WIDTH))}
+    layout, loss, make, batch = problem(schedule.stages, schedule.pieces.chunks, schedule.microbatches, unit)
     with layout:
         state = jp.init(layout, make, optax.sgd(0.0))
         step = jp.train_step(
             layout, loss, pipeline=jp.Pipeline(schedule, keeps="residuals", lowering=lowering), donate=False
         )
         compiled = step.lower(state, batch).compile()
-    jax.block_until_ready(compiled(state, batch))
+    return least(lambda: compiled(state, batch), repeats)
+
+
+def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float, repeats: int) -> float:
+    """The same of an asynchronous pipeline, of a call that finds the stages at work."""
+    layout, loss, make, batch = problem(stages, 1, microbatches, unit)
+    step = jp.AsynchronousStep(
+        layout, loss, jp.Asynchronous(name, stages, microbatches, keeps="residuals"), donate=False
+    )
+    state = step.start(jp.init(layout, make, optax.sgd(0.0)), batch)
+    compiled = step.lower(state, batch).compile()
+    state, _ = compiled(state, batch)
+    return least(lambda: compiled(state, batch), repeats)
+
+
+def problem(stages: int, chunks: int, microbatches: int, unit: float) -> tuple[jp.Layout, jp.Staged, Any, Any]:
+    """Layout, loss, model and batch: layers that sleep, one for each chunk of a stage."""
+    layout = jp.Layout(
+        jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None, embed=None, layers="pipeline")
+    )
+    loss = jp.Staged(
+        layers="blocks",
+        before=lambda model, batch: batch["x"],
+        layer=sleeping_layer(unit / chunks),
+        after=lambda model, x, batch: jnp.mean(x),
+    )
+    make = lambda key: {"blocks": {"w": jp.tag(jnp.ones((stages * chunks, WIDTH)), "layers", "embed")}}
+    return layout, loss, make, {"x": jnp.ones((ROWS * microbatches, WIDTH))}
+
+
+def least(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds, the least of several calls."""
+    jax.block_until_ready(call())
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(state, batch))
+        jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -202,6 +224,20 @@ def main() -> int:
                 print(
                     f"{name:15}  {stages:6}  {microbatches:7}  {part(found['formula'])}  {part(found['stages']):>9}  "
                     f"{part(found['ticks']):>8}  {last}  {'FAIL: ' + ', '.join(found['missed']) if found['missed'] else ''}".rstrip(),
+                    flush=True,
+                )
+        for stages, microbatches in sizes if options.unit else ():
+            for name in ASYNCHRONOUS:
+                if options.names and name not in names:
+                    continue
+                seconds = measured_asynchronous(name, stages, microbatches, options.unit, options.repeats)
+                work = microbatches * 3 * options.unit / 1e3
+                found = {"seconds": seconds, "measured": 1 - work / seconds, "ratio": seconds / work, "missed": []}
+                found["missed"] = ["measured"] if found["ratio"] - 1 > GOAL else []
+                figures[f"{name} {stages}x{microbatches}"] = found
+                print(
+                    f"{name:15}  {stages:6}  {microbatches:7}  {part(0)}  {part(0):>9}  {part(0):>8}  {part(found['measured'])}  {found['ratio']:13.3f}  "
+                    f"{'FAIL: measured' if found['missed'] else ''}".rstrip(),
                     flush=True,
                 )
     if options.json:

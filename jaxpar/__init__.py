@@ -18,16 +18,26 @@ if TYPE_CHECKING:
     from jaxpar import errors as errors
     from jaxpar import testing as testing
     from jaxpar.arrays import put as put
+    from jaxpar.asynchronous import AsynchronousStep as AsynchronousStep
     from jaxpar.attn.context import Context as Context
     from jaxpar.attn.dispatch import attention as attention
     from jaxpar.attn.local import attention_local as attention_local
     from jaxpar.attn.masks import Mask as Mask
     from jaxpar.attn.packing import balanced_order as balanced_order
     from jaxpar.attn.work import balance as balance
+    from jaxpar.checkpoint.managing import CheckpointManager as CheckpointManager
+    from jaxpar.checkpoint.reading import restore as restore
+    from jaxpar.checkpoint.writing import save as save
+    from jaxpar.copies import Branch as Branch
+    from jaxpar.copies import in_copies as in_copies
     from jaxpar.disk import DiskStep as DiskStep
     from jaxpar.exchange import exchange_local as exchange_local
     from jaxpar.fusion import Fusion as Fusion
     from jaxpar.host import offload as offload
+    from jaxpar.infer.cached import Cached as Cached
+    from jaxpar.infer.caching import cached_attention as cached_attention
+    from jaxpar.infer.generating import Generator as Generator
+    from jaxpar.infer.sampling import Sampling as Sampling
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
@@ -57,9 +67,15 @@ if TYPE_CHECKING:
     from jaxpar.zero import Zero as Zero
 
 _HOMES = {
+    "Asynchronous": "pipeline.asked",
+    "AsynchronousStep": "asynchronous",
+    "Branch": "copies",
+    "Cached": "infer.cached",
+    "CheckpointManager": "checkpoint.managing",
     "Context": "attn.context",
     "DiskStep": "disk",
     "Fusion": "fusion",
+    "Generator": "infer.generating",
     "Layout": "layout",
     "Mask": "attn.masks",
     "MeshSpec": "mesh",
@@ -67,6 +83,7 @@ _HOMES = {
     "Precision": "precision",
     "Recompute": "recompute",
     "Rules": "rules",
+    "Sampling": "infer.sampling",
     "Staged": "staged",
     "TrainState": "state",
     "Zero": "zero",
@@ -76,6 +93,7 @@ _HOMES = {
     "audit": "inspect.audit",
     "balance": "attn.work",
     "balanced_order": "attn.packing",
+    "cached_attention": "infer.caching",
     "check": "inspect.explain",
     "compile_for": "plan.aot",
     "constrain": "layout",
@@ -88,12 +106,15 @@ _HOMES = {
     "gather_weight": "weights",
     "project": "weights",
     "hint": "layout",
+    "in_copies": "copies",
     "init": "state",
     "offload": "host",
     "one_bit_adam": "onebit",
     "over": "rules",
     "put": "arrays",
+    "restore": "checkpoint.reading",
     "roofline": "plan.roofline",
+    "save": "checkpoint.writing",
     "schedule": "schedules.named",
     "simulate_devices": "simulate",
     "tag": "model",

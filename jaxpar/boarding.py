@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar.crossing import Parts, batch_axes, gather, parts_of, reduce
@@ -15,10 +16,12 @@ from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.layout import Layout, hint
 from jaxpar.microbatches import each_parameter, pieces_of, resolved_of
 from jaxpar.model import show, to_path
-from jaxpar.pipeline.asked import Pipeline
+from jaxpar.pipeline.asked import Asynchronous, Pipeline
+from jaxpar.pipeline.chunks import in_chunks, joined
 from jaxpar.pipeline.layers import AXIS, Layers
 from jaxpar.precision import Precision
 from jaxpar.rules import Axes
+from jaxpar.schedules.kept import Kept, kept_of
 from jaxpar.staged import Staged, stacked_part
 from jaxpar.state import TrainState
 
@@ -33,6 +36,7 @@ class Boarding:
       layers: which stage wants which of them.
       stored, wanted: where parameters, and their gradients, lie: trees of :class:`Lies`.
       each: gradients of layers come already scattered.
+      chunks: of each sequence.
     """
 
     layout: Layout
@@ -43,33 +47,59 @@ class Boarding:
     stored: Any
     wanted: Any
     each: bool
+    chunks: int
 
     @classmethod
-    def of(cls, layout: Layout, split: Split, state: TrainState, precision: Precision, asked: Pipeline) -> Boarding:
+    def of(
+        cls, layout: Layout, split: Split, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
+    ) -> Boarding:
         """That of a state.
 
         Raises:
           ConfigError, LayoutError: layers do not go over the pieces, or parameters lie so that stages cannot have theirs.
         """
-        axes = (*batch_axes(layout), *_seq_axes(layout))
+        axes = (*batch_axes(layout), *seq_axes(layout))
         stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
-        each = asked.reduce == "each"
+        each = asked.reduce != "once"
         for lies in jax.tree.leaves(split.stack(wanted)):
             first = lies.parts(axes).dims[0]
             if each and first:
                 raise ConfigError(
-                    f"pipeline: reduce is 'each', but gradients are split over {listing(first)} layer by layer, of which one alone cannot be. "
+                    f"pipeline: reduce is {asked.reduce!r}, but gradients are split over {listing(first)} layer by layer, of which one alone cannot be. "
                     f"Remedy: reduce='once', or rules that split another dim."
                 )
-        return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each)
+        chunks = asked.schedule.sequence_chunks
+        return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks)
+
+    def kept(self, asked: Pipeline) -> Kept | None:
+        """Slots of layers, where the first of a stage recompute.
+
+        Raises:
+          ConfigError: a stage is to recompute more layers than it has.
+        """
+        pieces, path = self.layers.pieces, "/".join(self.split.path)
+        counts = np.zeros((pieces.stages, pieces.chunks), np.int32)
+        for piece, count in enumerate(self.layers.each):
+            counts[pieces.place(piece)] = count
+        for stage, (wanted, most) in enumerate(zip(asked.recompute, counts.max(axis=1).tolist(), strict=False)):
+            if wanted > most:
+                raise ConfigError(
+                    f"pipeline: recompute is {list(asked.recompute)}, but stage {stage} has {most} of the {self.layers.total} layers of {path} in "
+                    f"a pass. Remedy: a number up to {most} for stage {stage}."
+                )
+        return kept_of(asked.schedule, asked.recompute, counts) if asked.recompute else None
 
     def enter(self, params: Any, batch: Any, x: jax.Array, microbatches: int) -> tuple[Any, tuple[Any, jax.Array]]:
-        """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x`` as [devices, microbatches, rows, ...]."""
+        """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x`` as [devices, microbatches, rows, ...].
+
+        Of sequences in chunks, each chunk of a microbatch comes as one.
+        """
 
         def local(params: Any, batch: Any, x: jax.Array) -> Any:
             whole = lambda w, lies: gather(w, lies.parts(self.axes), self.precision)
             weights = self.split.apart(params, self.stored, whole, self._cut)
-            return weights, jax.tree.map(lambda x: x[None], pieces_of((batch, x), microbatches, 1, 0))
+            pieces = in_chunks(pieces_of((batch, x), microbatches // self.chunks, 1, 0), self.chunks)
+            return weights, jax.tree.map(lambda x: x[None], pieces)
 
         ways, own = self.axes or None, PartitionSpec(self.axes or None)
         of_layers = PartitionSpec(AXIS)
@@ -89,6 +119,7 @@ class Boarding:
             scatter = lambda g, lies: reduce(g[0], lies.parts(self.axes), self.axes, self.precision)
             grads = self.split.apart(grads, self.wanted, scatter, self._back)
             sums, weight = jax.lax.psum((sums, weight), self.axes) if self.axes else (sums, weight)
+            x = joined(x, self.chunks)
             return sums, weight, grads, x.reshape(-1, *x.shape[2:])
 
         ways, own = self.axes or None, PartitionSpec(self.axes or None)
@@ -102,6 +133,13 @@ class Boarding:
         out = PartitionSpec(), PartitionSpec(), wanted, self._columns(like, like.ndim, *row_axes(self.layout, like))
         found: tuple[Any, jax.Array, Any, jax.Array] = self._inside(local, into, out)(grads, sums, weight, x)
         return found
+
+    def summed(self, sums: Any) -> Any:
+        """Each device's own sums [1, ...], of all devices."""
+        if not self.axes:
+            return jax.tree.map(lambda x: x[0], sums)
+        local = lambda sums: jax.lax.psum(jax.tree.map(lambda x: x[0], sums), self.axes)
+        return self._inside(local, (PartitionSpec(self.axes),), PartitionSpec())(sums)
 
     def of_one_layer(self, grads: Any) -> Any:
         """A layer's gradients, summed over devices and scattered."""
@@ -223,7 +261,7 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
     return each_parameter(state, one)
 
 
-def _layers(split: Split, asked: Pipeline) -> Layers:
+def _layers(split: Split, asked: Pipeline | Asynchronous) -> Layers:
     """How the stack goes over the pieces."""
     total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
     _check_layers(total, pieces.count, asked.layers, "/".join(split.path))
@@ -252,7 +290,7 @@ def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
     return {**tree, path[0]: _replaced(inner, path[1:], value)}
 
 
-def _seq_axes(layout: Layout) -> Axes:
+def seq_axes(layout: Layout) -> Axes:
     """The axes, larger than 1, that the rules split the dim ``seq`` over; none where no rule names it."""
     resolved = layout.resolve(("seq",))
     model = {axis for dim in layout.resolve(("heads",)).dims for axis in dim.axes} if not resolved.problems else set()
@@ -261,5 +299,5 @@ def _seq_axes(layout: Layout) -> Axes:
 
 def row_axes(layout: Layout, x: Any) -> tuple[Axes, ...]:
     """The manual axes of an array's first dims, rows and sequence."""
-    seq = _seq_axes(layout)
+    seq = seq_axes(layout)
     return (batch_axes(layout), seq) if seq and x.ndim > 1 else (batch_axes(layout),)

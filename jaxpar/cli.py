@@ -1,4 +1,5 @@
-"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, ``jaxpar plan schedule NAME`` and ``jaxpar doctor``.
+"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, ``jaxpar generate CONFIG --prompt TEXT``,
+``jaxpar convert --verify DIR``, ``jaxpar plan schedule NAME`` and ``jaxpar doctor [--checkpoint DIR]``.
 
 Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
 """
@@ -100,18 +101,89 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """Let a run's model go on with texts, on any mesh: --set mesh.model=4 need not be that of the training."""
+
+    config: Config
+    prompt: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="TEXT", help="what to go on with; may be repeated"),
+    ]
+    set: Settings = ()
+    checkpoint: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="folder of the run's checkpoints, of which the newest good one is taken, or of one of them",
+        ),
+    ] = None
+    max_new: Annotated[int, tyro.conf.arg(help="tokens (bytes) to make of each prompt, at most")] = 128
+    temperature: Annotated[float, tyro.conf.arg(help="0 takes the likeliest token, otherwise one is drawn")] = 0.0
+    top_k: Annotated[int | None, tyro.conf.arg(help="draw from so many of the likeliest")] = None
+    top_p: Annotated[float, tyro.conf.arg(help="draw from the likeliest that have this probability together")] = 1.0
+    seed: Annotated[int, tyro.conf.arg(help="of the first prompt's draws; the others' follow")] = 0
+    cache: Annotated[
+        int | None, tyro.conf.arg(metavar="TOKENS", help="slots of the cache (default: what is needed)")
+    ] = None
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        job = _job(self.config, self.set, run=True)
+        from jaxpar.infer.sampling import Sampling
+        from jaxpar.train.generate import generate
+
+        generate(
+            job,
+            self.prompt,
+            checkpoint=self.checkpoint,
+            most=self.max_new,
+            sampling=Sampling(self.temperature, self.top_k, self.top_p),
+            seed=self.seed,
+            slots=self.cache,
+            out=sys.stdout,
+            console=Console(stderr=True, highlight=False, soft_wrap=True),
+        )
+        return 0
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Look over this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong."""
 
     json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False
     timeout: Annotated[float, tyro.conf.arg(help="seconds to wait for devices")] = 60.0
+    checkpoint: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="DIR", help="look over a run's checkpoints instead, every byte of every step"),
+    ] = None
 
     def run(self) -> int:
         from jaxpar.train import doctor
 
-        checks = doctor.examine(timeout=self.timeout)
+        if self.checkpoint is not None:
+            from jaxpar.train.saved import examine
+
+            checks = examine(self.checkpoint)
+        else:
+            checks = doctor.examine(timeout=self.timeout)
         print(doctor.report(checks, as_json=self.json), end="")
         return 1 if doctor.worst(checks) == "bad" else 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Verify a checkpoint: every byte of every file against its manifest. Needs no devices and no jax. Exit 1 if something is wrong."""
+
+    verify: Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, as runs/one/checkpoints/100")]
+
+    def run(self) -> int:
+        from jaxpar.checkpoint.checking import check
+
+        found = check(self.verify)
+        size = f"{found.bytes / 2**20:.2f} MiB"
+        print(f"{self.verify}: step {found.step}, {len(found.tensors)} tensors, {size}, all as written")
+        return 0
 
 
 @dataclass(frozen=True)
@@ -244,7 +316,7 @@ def _golden(file: Path, found: Any) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
     chosen: Any = tyro.cli(
-        Train | Explain | Check | Verify | Plan | Doctor,
+        Train | Explain | Check | Verify | Generate | Convert | Plan | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",
         args=arguments,

@@ -87,6 +87,14 @@ class DiskError(JaxparError, OSError):
     """An optimizer's state on disk cannot be used or kept: a folder in use, of another run or step, damaged bytes, a full disk."""
 
 
+class CheckpointError(JaxparError, OSError):
+    """A checkpoint cannot be written, or does not fit: no manifest, tensors of another model, a folder in use, a full disk."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was written: a flipped bit, a missing or swapped file, a manifest that contradicts itself."""
+
+
 class VerificationError(JaxparError, AssertionError):
     """A layout does not compute what one device computes."""
 

@@ -33,11 +33,12 @@ from jaxpar.microbatches import (
     value_and_grad,
 )
 from jaxpar.model import to_path
-from jaxpar.objective import loss_of
+from jaxpar.objective import key_of, loss_of
 from jaxpar.ownsums import once, spec_of
 from jaxpar.pipelined import piped
 from jaxpar.precision import FP8, INT8, Precision
 from jaxpar.rules import Resolved
+from jaxpar.staged import Staged
 from jaxpar.state import TrainState
 from jaxpar.waiting import split, waiting
 
@@ -47,6 +48,9 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
     with asking(how.precision):
         if how.pipeline is not None:
             return piped(layout, loss_fn, state, batch, how, how.pipeline)
+        if isinstance(loss_fn, Staged) and loss_fn.keys:
+            # Cut with the batch, so that no row draws otherwise in another microbatch or on another device.
+            batch, loss_fn = (batch, loss_fn.rows(batch, key_of(state))), loss_fn.of_rows
         hosted = _hosted(state, how)
         by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
         if how.reduce == "once" or how.own or by_hand:

@@ -21,7 +21,7 @@ def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Calla
     """``params -> (loss, (aux, carried))``, the form ``jax.value_and_grad`` differentiates."""
     kind = state.static.kind
     wants_key = "key" in inspect.signature(loss_fn).parameters
-    extra = {"key": jax.random.fold_in(state.key, state.step)} if wants_key else {}
+    extra = {"key": key_of(state)} if wants_key else {}
 
     def compute(params: Any) -> tuple[jax.Array, Any]:
         model = kind.merge(waiting(dict(state.static.dims), params), state.rest)
@@ -29,6 +29,11 @@ def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Calla
         return loss, (aux, kind.carried(model, state.rest, updates))
 
     return compute
+
+
+def key_of(state: TrainState) -> jax.Array:
+    """The PRNG key of a step."""
+    return jax.random.fold_in(state.key, state.step)
 
 
 def unpack(value: Any) -> tuple[Any, Metrics, Any]:
@@ -55,9 +60,14 @@ def unpack(value: Any) -> tuple[Any, Metrics, Any]:
             f"Remedy: {remedy}."
         )
     metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
+    check_names(metrics)
+    return loss, metrics, updates
+
+
+def check_names(metrics: Metrics) -> None:
+    """The step's own metrics have their names for themselves."""
     taken = sorted({"loss", "grad_norm", "grads", "skipped", "loss_scale"} & set(metrics))
     if taken:
         raise ModelError(
             f"loss_fn returned metrics named {listing(taken)}, which the step itself reports. Remedy: rename them."
         )
-    return loss, metrics, updates

@@ -7,55 +7,66 @@ after them, for each microbatch on all stages at once, so that rules may split i
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxpar.boarding import Boarding, Split, row_axes
+from jaxpar.boarding import Boarding, Split, seq_axes
 from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import on_host
 from jaxpar.layout import Layout
 from jaxpar.microbatches import Found, How, means_of, scale_of, unscaled
 from jaxpar.model import show, to_path
-from jaxpar.objective import unpack
-from jaxpar.pipeline.asked import Pipeline
-from jaxpar.pipeline.executor import Head, Program
+from jaxpar.objective import check_names, key_of
+from jaxpar.pieces import after_of, before_of, check_rows, columns, layer_of, side_of, weighted
+from jaxpar.pipeline.asked import Asynchronous, Pipeline
+from jaxpar.pipeline.beside import Extras
+from jaxpar.pipeline.chunks import Carry, check_chunks
+from jaxpar.pipeline.executor import run
 from jaxpar.pipeline.layers import AXIS
-from jaxpar.staged import Staged
+from jaxpar.pipeline.program import Head, Program
+from jaxpar.staged import Staged, with_extras
 from jaxpar.state import TrainState
 
 
 def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Pipeline) -> Found:
     """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.gradients.gradients` gives them."""
-    _check(layout, loss_fn, state, how, asked)
+    check_trained(layout, loss_fn, state, how, asked)
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(state.params), batch)
-    _check_rows(layout, batch, schedule.microbatches)
+    check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
+    _check_chunks(layout, loss_fn, batch, asked)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    before = lambda others: _columns(layout, loss_fn.before(split.model_of(others), batch))
+    before = lambda others: columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
     x, pull = jax.vjp(before, others)
+    check_chunks(x, schedule)
 
     board = Boarding.of(layout, split, state, precision, asked)
-    weights, (pieces, fed) = board.enter(state.params, batch, x, schedule.microbatches)
+    given = batch, loss_fn.rows(batch, key_of(state))
+    weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
     program = Program(
         schedule=schedule,
-        layer=lambda w, x, side: loss_fn.layer(split.block(w), x, side),
-        side=lambda piece: loss_fn.side(split.model_of(split.others(split.shapes)), piece),
-        head=_head(loss_fn, split, scale),
+        layer=layer_of(loss_fn, split),
+        side=side_of(layout, loss_fn, split),
+        head=head_of(loss_fn, split, scale),
         axes=board.axes,
         keeps=asked.keeps,
         divergent=asked.lowering == "divergent",
-        reduce=board.of_one_layer if board.each else None,
+        reduce=board.of_one_layer if asked.reduce == "each" else None,
+        turn=board.of_one_layer if asked.reduce == "chunk" else None,
         counts=board.layers.counts,
+        starts=board.layers.starts,
+        join=join,
         dims=loss_fn.dims,
+        kept=board.kept(asked),
+        again=asked.recompute,
+        carry=_carry(loss_fn, split, schedule.sequence_chunks),
     )
-    grads, (sums, weight, after), fed = program.run(split.stack(weights), split.others(weights), fed, pieces)
+    grads, (sums, weight, after), fed = run(program, split.stack(weights), split.others(weights), fed, pieces)
     sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
     (grads_before,) = pull(x)
     grads = split.add(grads, jax.tree.map(wide, grads_before))
@@ -63,27 +74,12 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     return Found(loss, metrics, state.rest, unscaled(state, grads, scale))
 
 
-def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pipeline) -> None:
-    """What a pipeline cannot do."""
-    if not isinstance(loss_fn, Staged):
-        raise ConfigError(
-            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what the layers are. Remedy: "
-            f"jaxpar.Staged(layers=..., before=..., layer=..., after=...), which names the stack and what comes before and after it."
-        )
-    stages = layout.sizes.get(AXIS, 1)
-    if asked.schedule.stages != stages:
-        raise ConfigError(
-            f"pipeline: the schedule {asked.schedule.name!r} has {asked.schedule.stages} stages, but the mesh's axis {AXIS!r} has {stages} "
-            f"devices. Remedy: stages={stages}, or mesh {{{AXIS}: {asked.schedule.stages}}}."
-        )
+def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pipeline | Asynchronous) -> None:
+    """What a pipeline cannot do, or not in training."""
+    check_pipeline(layout, loss_fn, state, asked)
     if asked.schedule.forward_only:
         raise ConfigError(
             f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: '1f1b'."
-        )
-    if asked.schedule.sequence_chunks != 1:
-        raise ConfigError(
-            f"pipeline: the schedule {asked.schedule.name!r} cuts each sequence into {asked.schedule.sequence_chunks} chunks, but stages here take "
-            f"whole sequences. Remedy: sequence_chunks=1, or context parallelism (seq: context)."
         )
     others = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))}
     if asked.lowering == "divergent" and others:
@@ -104,13 +100,27 @@ def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pip
         raise ConfigError(
             f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out."
         )
-    if how.own or any(map(on_host, jax.tree.leaves(state.params))):
-        what = (
-            "an optimizer that reduces gradients itself (one_bit_adam)"
-            if how.own
-            else "parameters in the host's memory"
+    if how.own:
+        raise ConfigError(
+            "pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be. Remedy: leave it out, or the pipeline."
         )
-        raise ConfigError(f"pipeline: {what} cannot be. Remedy: leave it out, or the pipeline.")
+
+
+def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipeline | Asynchronous) -> None:
+    """What no pipeline can do."""
+    if not isinstance(loss_fn, Staged):
+        raise ConfigError(
+            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what the layers are. Remedy: "
+            f"jaxpar.Staged(layers=..., before=..., layer=..., after=...), which names the stack and what comes before and after it."
+        )
+    stages = layout.sizes.get(AXIS, 1)
+    if asked.schedule.stages != stages:
+        raise ConfigError(
+            f"pipeline: the schedule {asked.schedule.name!r} has {asked.schedule.stages} stages, but the mesh's axis {AXIS!r} has {stages} "
+            f"devices. Remedy: stages={stages}, or mesh {{{AXIS}: {asked.schedule.stages}}}."
+        )
+    if any(map(on_host, jax.tree.leaves(state.params))):
+        raise ConfigError("pipeline: parameters in the host's memory cannot be. Remedy: leave it out, or the pipeline.")
     carried = [
         show(("rest", *to_path(keys)))
         for keys, x in jax.tree_util.tree_leaves_with_path(state.rest)
@@ -123,57 +133,80 @@ def _check(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pip
         )
 
 
-def _check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
-    """Every array has rows for each device's microbatches, and a sequence that its axes divide."""
-    ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
+def join(sums: Any, extras: Extras) -> Any:
+    """Sums over microbatches, with those of the layers' own losses and metrics."""
+    (loss, metrics), *others = sums
+    if not extras:
+        return sums
+    loss, metrics = with_extras((loss, metrics), extras)
+    check_names(metrics)
+    return (loss, metrics), *others
+
+
+def _check_chunks(layout: Layout, loss_fn: Staged, batch: Any, asked: Pipeline) -> None:
+    """A sequence that goes in chunks is whole on its device, and divides; its layers can take it so."""
+    schedule = asked.schedule
+    if schedule.sequence_chunks == 1:
+        return
+    cuts = f"pipeline: the schedule {schedule.name!r} cuts each sequence into {schedule.sequence_chunks} chunks"
+    if loss_fn.carried_layer is None:
+        raise ConfigError(
+            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: Staged(carried_layer=..., carry=...), or "
+            f"sequence_chunks=1."
+        )
+    if loss_fn.keys:
+        raise ConfigError(
+            f"{cuts}, but layers draw random numbers (keys=True), a key for each row, and each of its chunks would draw the same. Remedy: "
+            f"sequence_chunks=1, or layers that draw none."
+        )
+    if asked.recompute:
+        raise ConfigError(
+            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. Remedy: keeps='input', or "
+            f"sequence_chunks=1."
+        )
+    if schedule.split:
+        raise ConfigError(
+            f"{cuts} and backwards in two, but the gradients of what chunks carry come whole. Remedy: an order without W."
+        )
+    if axes := seq_axes(layout):
+        raise ConfigError(
+            f"{cuts}, but the rule of 'seq' splits it over {', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}: a chunk would be some "
+            f"devices' alone. Remedy: sequence_chunks=1, or no rule of 'seq' over them."
+        )
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
-        what = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
-        if x.ndim == 0 or x.shape[0] % (ways * microbatches):
+        if x.ndim > 1 and x.shape[1] % schedule.sequence_chunks:
             raise LayoutError(
-                f"{what} cannot be cut into the {microbatches} microbatches of the pipeline over {ways} devices: its first dim is no multiple of "
-                f"{ways * microbatches}. Remedy: a batch of a multiple of {ways * microbatches} rows, or a schedule of fewer microbatches."
-            )
-        _, *seq = row_axes(layout, x)
-        parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
-        if x.ndim > 1 and x.shape[1] % parts:
-            raise LayoutError(
-                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} devices, which do not divide "
-                f"{x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule of 'seq' over those axes."
+                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} cuts the second dim of the batch's arrays into "
+                f"{schedule.sequence_chunks} chunks, which do not divide {x.shape[1]}. Remedy: a sequence of a multiple of "
+                f"{schedule.sequence_chunks}, or another sequence_chunks."
             )
 
 
-def _head(loss_fn: Staged, split: Split, scale: Any) -> Head:
+def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
+    """How layers take sequences in chunks."""
+    layer = loss_fn.carried_layer
+    if chunks == 1 or layer is None:
+        return None
+    return Carry(
+        layer=lambda w, x, side, carry, chunk: layer(split.block(w), x, side.given, carry, chunk),
+        empty=lambda piece: loss_fn.carry(split.model_of(split.others(split.shapes)), piece[0]),
+        chunks=chunks,
+    )
+
+
+def head_of(loss_fn: Staged, split: Split, scale: Any) -> Head:
     """What comes after the layers, of one microbatch: its share of all sums, and the cotangent of what it is given."""
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
-        loss, metrics, updates = unpack(loss_fn.after(split.model_of(after), y, piece))
-        if updates is not None:
-            raise ModelError(
-                "Staged(after=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
-            )
-        for name, value in metrics.items():
-            if jnp.shape(value):
-                raise ModelError(
-                    f"Staged(after=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars are "
-                    f"wanted. Remedy: return its mean."
-                )
-        weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
+        loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
         scaled = wide(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 
-    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, jax.Array]:
+    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
         grad = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
         (grads, cotangent), (loss, metrics, weight) = grad(after, y, piece)
-        sums = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), (loss, metrics))
-        return (sums, weight, split.laid(jax.tree.map(wide, grads))), cotangent
+        counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
+        sums = weighted((loss, metrics), weight)
+        return (sums, weight, split.laid(jax.tree.map(wide, grads))), (cotangent, counts)
 
     return head
-
-
-def _columns(layout: Layout, x: jax.Array) -> jax.Array:
-    """What the first layer is given, its last dim over the stages: only the first wants it whole, a microbatch at a time."""
-    stages = layout.sizes.get(AXIS, 1)
-    if x.shape[-1] % stages:
-        return x
-    spec = PartitionSpec(*row_axes(layout, x), *(None,) * (x.ndim - 1 - len(row_axes(layout, x))), AXIS)
-    return jax.lax.with_sharding_constraint(x, spec)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxpar.crossing import wide
 from jaxpar.errors import ModelError, listing
+
+ADDED = "loss"
+"""Under this name a layer gives what is added to the loss."""
+REPORTED = "aux_loss"
+"""Under this name it is a metric."""
 
 
 def _as_it_is(model: Any, batch: Any) -> Any:
@@ -29,12 +36,24 @@ class Staged:
         first dim with the logical name ``layers``.
       before: ``before(model, batch) -> x``, what the first layer is given: [rows, ...], with the sequence second if there is one.
       layer: ``layer(block, x, side) -> x`` of one layer; the same shape and dtype come out. A policy of recomputation is its own matter
-        (``jax.checkpoint`` around what it does): what it keeps is what its backward pass is given.
+        (``jax.checkpoint`` around what it does): what it keeps is what its backward pass is given. It may return ``(x, aux)``: a scalar is
+        added to the loss, its weight already applied, and is the metric ``aux_loss``; of a dict of scalars ``loss`` is, and all others are
+        metrics. They are summed over layers, and over microbatches averaged as the loss is.
       after: ``after(model, x, batch) -> loss`` or ``(loss, aux)``, the mean over the rows that it is given. A metric ``weight`` in ``aux`` says how
         much these count, 1 without.
       prepare: ``prepare(model, batch) -> batch``, once for the whole batch: the order of tokens, positions. Arrays [rows, seq, ...].
       side: ``side(model, batch) -> anything`` that layers want to know of a batch beside ``x``. It has no gradient.
       dims: the logical dims of ``x``.
+      keys: layers draw random numbers: ``layer(block, x, side, keys)``, with a PRNG key for each row of ``x``, [rows]. A key is of the step, the
+        row's place in the whole batch and the layer's in the model, so that microbatches, stages and devices change nothing of what is drawn
+        (but where a sequence is split: then each part draws its own). It costs a hash a row and layer, and one a row. Keys of jax's kind
+        ``rbg`` draw otherwise in another batch: with them results depend on microbatches and devices.
+      carried_layer: for schedules that cut sequences into chunks: ``carried_layer(block, x, side, carry, chunk) -> (x, carry)``, a layer of one chunk of
+        a microbatch, whose number ``chunk`` is traced; ``x`` and ``side`` are of the chunk. ``carry`` is what its chunks so far have left, as keys and
+        values: it returns it with its own part written, from ``chunk * x.shape[1]`` on. Neither its result nor any gradient may depend on what
+        stands in the carry behind that part (that of another microbatch, or of later chunks), nor on what stood in it.
+      carry: ``carry(model, batch)``: the carry of a layer for all of a microbatch, arrays [rows, seq, ...] or their shapes. Integers have no
+        gradient.
 
     ``model`` is what ``make_model`` returned, for ``loss_fn``; under a pipeline without its layers. ``block`` is one layer: an NNX module
     (the stack's, with one layer's arrays) or the stack's subtree of one layer's arrays.
@@ -53,26 +72,101 @@ class Staged:
 
     layers: str
     before: Callable[[Any, Any], jax.Array]
-    layer: Callable[[Any, jax.Array, Any], jax.Array]
+    layer: Callable[..., Any]
     after: Callable[[Any, jax.Array, Any], Any]
     prepare: Callable[[Any, Any], Any] = _as_it_is
     side: Callable[[Any, Any], Any] = _nothing
     dims: tuple[str | None, ...] | None = None
+    keys: bool = False
+    carried_layer: Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]] | None = None
+    carry: Callable[[Any, Any], Any] = _nothing
 
     @property
     def path(self) -> tuple[str, ...]:
         return tuple(self.layers.split("/"))
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, batch: Any, key: Any = None) -> Any:
+        """What ``after`` returns, with what layers add.
+
+        Raises:
+          ModelError: layers draw random numbers, but there is no ``key``; or they return what cannot be.
+        """
+        return self.of_rows(model, (batch, self.rows(batch, key)))
+
+    def rows(self, batch: Any, key: Any) -> Any:
+        """A key for each row of a whole batch; ``None`` where none are drawn from."""
+        if not self.keys:
+            return None
+        if key is None:
+            raise ModelError(
+                "Staged(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
+            )
+        count = jax.tree.leaves(batch)[0].shape[0]
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+
+    def of_rows(self, model: Any, given: tuple[Any, Any]) -> Any:
+        """As when called, of a batch and the keys of its rows, which may be a part of the whole."""
+        batch, keys = given
         batch = self.prepare(model, batch)
         side = self.side(model, batch)
         leaves, block = stacked_part(model, self.path)
 
-        def one(x: jax.Array, leaves: Any) -> tuple[jax.Array, None]:
-            return self.layer(block(leaves), x, side), None
+        def one(x: jax.Array, at: Any) -> tuple[jax.Array, Any]:
+            number, leaves = at
+            return self.one(block(leaves), x, side, of_layer(keys, number))
 
-        x, _ = jax.lax.scan(one, self.before(model, batch), leaves)
-        return self.after(model, x, batch)
+        numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0])
+        x, extras = jax.lax.scan(one, self.before(model, batch), (numbers, leaves))
+        return with_extras(self.after(model, x, batch), jax.tree.map(lambda each: each.sum(0), extras))
+
+    def one(self, block: Any, x: jax.Array, side: Any, keys: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """One layer: ``x``, and the scalars beside it, in fp32 or wider."""
+        found = self.layer(block, x, side, keys) if self.keys else self.layer(block, x, side)
+        if not isinstance(found, tuple):
+            return found, {}
+        if len(found) != 2:
+            raise ModelError(
+                f"Staged(layer=...) returned a tuple of {len(found)}, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. "
+                f"Remedy: return one of these; a layer carries no variables."
+            )
+        x, aux = found
+        extras = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {ADDED: aux}
+        for name, value in extras.items():
+            if jnp.shape(value):
+                raise ModelError(
+                    f"Staged(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are summed and microbatches averaged, "
+                    f"so scalars are wanted. Remedy: return its mean."
+                )
+        return x, {name: wide(value) for name, value in extras.items()}
+
+
+def of_layer(keys: Any, number: Any) -> Any:
+    """The keys of rows, of one layer."""
+    return None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
+def with_extras(value: Any, extras: Mapping[str, jax.Array]) -> Any:
+    """What ``after`` returned, with what layers add to its loss and to its metrics."""
+    if not extras:
+        return value
+    loss, aux, *updates = value if isinstance(value, tuple) else (value, None)
+    metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
+    return (loss + extras.get(ADDED, 0), joined(metrics, extras), *updates)
+
+
+def joined(metrics: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of ``after`` and those of the layers.
+
+    Raises:
+      ModelError: a name is in both.
+    """
+    named = {REPORTED if name == ADDED else name: value for name, value in extras.items()}
+    both = sorted({*metrics, "weight"} & set(named))
+    if both:
+        raise ModelError(
+            f"Staged(layer=...) returned metrics named {listing(both)}, which after returns or weighs by. Remedy: rename them."
+        )
+    return {**metrics, **named}
 
 
 def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any], Any]]:
@@ -99,7 +193,7 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         paths = ["/".join((*path, *map(str, keys))) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
             f"Staged(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which no pipeline can: each stage sees its own microbatch. "
-            f"Remedy: keep counters, keys and statistics out of the stack."
+            f"Remedy: keep counters and statistics out of the stack; for random numbers Staged(keys=True) in the place of keys."
         )
     structure = jax.tree.structure(params)
     return jax.tree.leaves(params), lambda leaves: nnx.merge(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxpar import onebit
 from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
+from jaxpar.evaluated import evaluated
 from jaxpar.fusion import Fusion
 from jaxpar.gradients import gradients
 from jaxpar.host import on_host
@@ -22,7 +23,7 @@ from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.microbatches import Found, Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
-from jaxpar.pipeline.asked import Pipeline
+from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.precision import Asked, Precision
 from jaxpar.schedules.schedule import Schedule
 from jaxpar.state import TrainState, place
@@ -85,6 +86,11 @@ def train_step(
         with it.
     """
     how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    if isinstance(pipeline, Asynchronous):
+        raise ConfigError(
+            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: jp.AsynchronousStep, or "
+            f"jp.schedule('1f1b')."
+        )
     how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
     options = how.fusion.compiler_options(layout)
 
@@ -120,14 +126,19 @@ def measure(
 ) -> tuple[Found, Any, jax.Array, jax.Array]:
     """What a batch gave, its gradients after clipping, their norm before (L2, fp32), and whether it and the loss are finite."""
     found = gradients(layout, loss_fn, state, batch, how)
-    grads = found.grads
+    grads, norm = clipped(found.grads, clip_norm, own=how.own)
+    return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
+
+
+def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[Any, jax.Array]:
+    """Gradients, scaled down to a norm where one is given, and their norm before (L2, fp32)."""
     norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
-    if how.own:  # the root mean square of the norms of the devices' own
+    if own:  # the root mean square of the norms of the devices' own
         norm = norm / jnp.sqrt(jax.tree.leaves(grads)[0].shape[0]).astype(norm.dtype)
     if clip_norm is not None:
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
         grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-    return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
+    return grads, norm
 
 
 def how_of(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
@@ -162,12 +173,27 @@ def _refuse(how: How, clip_norm: float | None) -> None:
     )
 
 
-def eval_step(layout: Layout, loss_fn: Callable[..., Any], *, precision: Asked = None) -> jax.stages.Wrapped:
-    """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated."""
-    how = Precision.of(precision)
+def eval_step(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    *,
+    precision: Asked = None,
+    pipeline: Pipeline | Schedule | None = None,
+) -> jax.stages.Wrapped:
+    """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated.
+
+    Args:
+      pipeline: as for :func:`train_step`, of which the forwards alone are done, as many microbatches; or a schedule of forwards (``circular``).
+
+    Raises (when traced):
+      LayoutError: the batch's rows do not make that many microbatches.
+    """
+    how, asked = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         with tracing_under(layout), asking(how):
+            if asked is not None:
+                return evaluated(layout, loss_fn, state, batch, how, asked)
             loss, (aux, _) = loss_of(loss_fn, state, batch)(jax.tree.map(how.computing, state.params))
             return {"loss": loss, **aux}
 

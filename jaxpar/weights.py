@@ -91,6 +91,10 @@ def project(
                 f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
                 f"Remedy: transpose the weight, or pass what it belongs to."
             )
+    if len(weights) > 1 and x.ndim > 2 and x.shape[1] == 1:
+        # A token a row, as in decoding: to be put side by side, weights would be read and written once more than for their product.
+        apart = [project(x, one, dtype=dtype, summed=summed, regather=regather) for one in weights]
+        return tuple(y for (y,) in apart)
     brought = [fetch(w) for w, _ in weights]
     ws = [w if dtype is None else w.astype(dtype) for w in brought]
     # A matrix alone lies well as it is stored.
@@ -132,6 +136,7 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 _OF_GATHER = {
+    "all_gather",
     "device_put",
     "convert_element_type",
     "sharding_constraint",

@@ -155,9 +155,12 @@ def test_no_collective_stands_where_stages_part() -> None:
     assert not [c for c in report.collectives if "own_layers/" in c.op_name]
 
 
-def test_gradients_are_scattered_with_every_microbatch_where_that_is_asked_for(one_device: Any) -> None:
+@pytest.mark.parametrize(("reduce", "layers"), [("each", ()), ("chunk", (3, 2, 1, 2))])
+def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
+    reduce: Any, layers: tuple[int, ...], one_device: Any
+) -> None:
     schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
-    got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce="each"))
+    got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce=reduce, layers=layers))
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
@@ -215,8 +218,10 @@ def test_what_some_ticks_do_is_not_done_in_all() -> None:
         state = jp.init(layout, make_model, optax.sgd(0.1))
         step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
     report = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
-    counts = {name: {c.count for c in report.collectives if name in c.source} for name in ("after", "_sum", "_fed")}
-    assert counts == {"after": {8}, "_sum": {1, 7, 8}, "_fed": {1, 7}}
+    counts = {
+        name: {c.count for c in report.collectives if name in c.source} for name in ("after", "over_stages", "_fed")
+    }
+    assert counts == {"after": {8}, "over_stages": {1, 7, 8}, "_fed": {1, 7}}
     assert {c.count for c in report.select("collective-permute")} == {len(schedule.ticks.rows)}
 
 
@@ -283,14 +288,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.schedule("circular", stages=2, microbatches=4)},
         ConfigError,
         "pipeline: the schedule 'circular' has no backwards, so nothing can be trained. Remedy: '1f1b'.",
-    ),
-    "sequence chunks": (
-        {"pipeline": jp.schedule("seq1f1b", stages=2, microbatches=4, sequence_chunks=2)},
-        ConfigError,
-        (
-            "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but stages here take whole sequences. Remedy: "
-            "sequence_chunks=1, or context parallelism (seq: context)."
-        ),
     ),
     "accumulate": (
         {"accumulate": 2},
@@ -388,8 +385,8 @@ def test_carried_state_is_named() -> None:
         run({"pipeline": 2}, ONE_F_ONE_B, make=make)
 
 
-def test_where_gradients_are_reduced_is_one_of_two_places() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline: reduce is 'never', but 'once' or 'each' is wanted\.$"):
+def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: reduce is 'never', but 'once', 'chunk' or 'each' is wanted\.$"):
         jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
 
 

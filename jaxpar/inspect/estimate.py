@@ -129,6 +129,9 @@ class Walk:
             source = self._parts(op.reads[n if op.name == "optimization_barrier" else 0])
             if source:
                 return source
+        if op.name == "reshape" and _bare(op.reads[0].shape) == _bare(value.shape):
+            # A stage's own, without the leading dims of 1 that a mesh axis has left.
+            return self._parts(op.reads[0])
         # A constant is made where it is read.
         if _solid(op) or (wanted and value.spec is not None):
             return frozenset((value,))
@@ -187,6 +190,12 @@ class Walk:
             for v in op.makes
             if not _solid(op) and op.reads and self._parts(v) == {v} and not any(self._parts(r) for r in op.reads)
         )
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without leading dims of 1."""
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
 
 
 def _carried(op: Op) -> slice | None:

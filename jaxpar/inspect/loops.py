@@ -23,7 +23,7 @@ def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | Fract
     counter that each run of the body moves by the same step (a body unrolled by two moves it by two) with a bound that the
     body leaves alone; both the counter's start and the bound must be constants, here or outside enclosing loops. Of a loop whose
     length depends on the device, what its scope's name states counts: ``visits_12`` (see :mod:`jaxpar.attn.blockwise`),
-    or in the mean of an enclosing loop's rounds: ``visits_44of14`` (see :mod:`jaxpar.pipeline.executor`).
+    or in the mean of an enclosing loop's rounds: ``visits_44of14`` (see :mod:`jaxpar.pipeline.program`).
     """
     counted = _counted(loop, where, flow)
     stated = re.findall(r"\bvisits_(\d+)(?:of(\d+))?/", loop.op_name)

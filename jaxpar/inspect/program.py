@@ -37,12 +37,16 @@ SMALL = 2**20
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant)."""
+    """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant).
+
+    ``open`` says so of a constant that came out of a ``shard_map``: but for the axes that are manual there, anything would do.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
     spec: Spec | None
     sizes: Mapping[str, int]
+    open: bool = False
 
     @property
     def bytes(self) -> int:
@@ -83,9 +87,11 @@ class Reader:
         self.sizes = dict(sizes)
         self.unknown: set[str] = set()
 
-    def read(self, jaxpr: Any, specs: Iterable[Spec | None]) -> Program:
-        """The program of a jaxpr whose arguments are divided as ``specs`` say."""
+    def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> Program:
+        """The program of a jaxpr whose arguments are divided as ``specs`` say, those at the places ``opened`` but for what they leave open."""
         inputs = [self._value(var.aval, spec) for var, spec in zip(jaxpr.invars, specs, strict=True)]
+        for i in opened:
+            inputs[i].open = True
         ops: list[Op] = []
         results = self._open(jaxpr, inputs, ops)
         return Program(inputs, ops, results)
@@ -141,7 +147,7 @@ class Reader:
         inputs = []
         for value, spec, var in zip(reads, eqn.params["in_specs"], inner.invars, strict=True):
             wanted = full(spec, len(value.shape))
-            rest = without(value.spec, manual)
+            rest = None if value.open else without(value.spec, manual)
             local = self._value(var.aval, rest)
             moved = value.spec is not None and wanted != tuple(
                 tuple(axis for axis in axes if axis in manual) for axes in value.spec
@@ -154,6 +160,7 @@ class Reader:
             rest = without(value.spec, manual) or ((),) * len(value.shape)
             joined = tuple((*axes, *more) for axes, more in zip(full(spec, len(rest)), rest, strict=True))
             outer.append(self._value(var.aval, joined))
+            outer[-1].open = value.spec is None and value.bytes > SMALL
             ops.append(Op("local", [value], [outer[-1]]))
         return outer
 
@@ -162,15 +169,23 @@ class Reader:
         consts, carries = _scan_counts(eqn, inner)
         specs = [v.spec for v in reads[: consts + carries]]
         specs += [None if v.spec is None else v.spec[1:] for v in reads[consts + carries :]]
-        body = self.read(inner, specs)
+        opened = [i for i in range(consts, consts + carries) if reads[i].open]
+        body = self.read(inner, specs, opened)
         for _ in range(2):
             # What is carried lies as the body leaves it, where nothing says how it comes in.
-            found = [result.spec for result in body.results[:carries]]
-            merged = [new if old is None else old for old, new in zip(specs[consts:], found, strict=False)]
+            left = body.results[:carries]
+            merged = [
+                result.spec if old is None or (consts + i in opened and not result.open) else old
+                for i, (old, result) in enumerate(zip(specs[consts : consts + carries], left, strict=True))
+            ]
             if merged == specs[consts : consts + carries]:
                 break
             specs[consts : consts + carries] = merged
-            body = self.read(inner, specs)
+            opened = [i for i in opened if left[i - consts].open]
+            body = self.read(inner, specs, opened)
+        for value, spec in zip(reads[consts : consts + carries], specs[consts:], strict=False):
+            if value.open:  # a compiler makes it as the loop wants it
+                value.spec = spec
         makes = []
         for i, (result, var) in enumerate(zip(body.results, eqn.outvars, strict=True)):
             spec = specs[consts + i] if i < carries else None if result.spec is None else ((), *result.spec)
@@ -209,8 +224,18 @@ class Reader:
             return makes
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         inside = reads[skip:]
-        body = self.read(params["body_jaxpr"].jaxpr, [v.spec for v in inside])
-        makes = [self._value(var.aval, v.spec) for var, v in zip(eqn.outvars, inside[consts:], strict=True)]
+        specs = [v.spec for v in inside]
+        body = self.read(params["body_jaxpr"].jaxpr, specs)
+        for _ in range(2):
+            # As of a scan: sums that begin with zeros lie as the body leaves them.
+            found = [
+                result.spec if spec is None else spec for spec, result in zip(specs[consts:], body.results, strict=True)
+            ]
+            if found == specs[consts:]:
+                break
+            specs[consts:] = found
+            body = self.read(params["body_jaxpr"].jaxpr, specs)
+        makes = [self._value(var.aval, spec) for var, spec in zip(eqn.outvars, specs[consts:], strict=True)]
         ops.append(Op("while", inside, makes, [body], consts, len(makes)))
         return makes
 

@@ -3,6 +3,7 @@
 Two ways lead from a table split for storage to rows split over the batch. One gathers the table, and reduces its whole
 gradient; the other sends each device all tokens, lets it look up its part of every row, and exchanges the parts. The second
 moves a row per token, the first a row per word: whichever is less is taken. The tokens may be split over the batch or along the sequence.
+A pipeline wants rows by columns, of which each stage looks up its own.
 
 Shape suffixes: V vocabulary, E embed, B batch, S sequence.
 """
@@ -21,12 +22,15 @@ from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes
 
 _ADDED = 4096
+STAGES = "pipeline"
+"""The axis of a pipeline's stages."""
 
 
-def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
+def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bool = False) -> jax.Array:
     """Rows of a table with the dims ``vocab`` and ``embed``, in ``dtype``: [batch, residual_seq, embed].
 
-    Tokens outside of the vocabulary take its first or last row.
+    Tokens outside of the vocabulary take its first or last row. With ``by_hand`` a table that is gathered is so here where it can be, and
+    not by the partitioner: a gradient is then summed some thousand rows at a time, and no long sort is compiled.
 
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
@@ -36,23 +40,30 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
     spread = tuple(axis for axis in stored[1] if axis not in used[1])
     layout = current_layout()
     ways = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
+    if _by_columns(table_VE, tokens_BS, stored, ways):
+        return _columns(table_VE.astype(dtype), tokens_BS, stored)
     words = table_VE.shape[0] // math.prod(layout.sizes[axis] for axis in stored[0])
-    exchanges = spread and spread == stored[1] and stored[0] == used[0] and set(spread) <= {*tokens[0], *tokens[1]}
-    if not exchanges or jax.sharding.get_abstract_mesh().manual_axes or tokens_BS.size // ways > words:
+    fits = spread == stored[1] and stored[0] == used[0] and set(spread) <= {*tokens[0], *tokens[1]}
+    fits = fits and not jax.sharding.get_abstract_mesh().manual_axes
+    fewer = bool(spread) and tokens_BS.size // ways <= words
+    if not fits or not (fewer or by_hand):
         # A plain hint, whose transpose holds the gradient whole: told to split it, the compiler replicates the tokens.
         table_VE = hint(table_VE.astype(dtype), "vocab", "embed")
         x_BSE = hint(jnp.take(table_VE, tokens_BS, axis=0, mode="clip"), "batch", "seq", "embed")
         # A second step: asked for a split sequence at once, the compiler gathers the whole table instead.
         return hint(x_BSE, "batch", "residual_seq", "embed")
-    return _exchange(table_VE.astype(dtype), tokens_BS, spread)
+    return _exchange(table_VE.astype(dtype), tokens_BS, spread, whole=not fewer)
 
 
 def _axes(x: jax.Array, *dims: str, role: str = "activations") -> tuple[Axes, ...]:
     return current_layout().resolve(dims, x.shape, role=role, dtype=x.dtype).axes
 
 
-def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Array:
-    """Each device looks up its columns for the tokens of all that share its rows, then sends each what is its own."""
+def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, *, whole: bool = False) -> jax.Array:
+    """Each device looks up its columns for the tokens of all that share its rows, then sends each what is its own.
+
+    Or, with ``whole``, all columns for its own tokens.
+    """
     batch, seq = _axes(tokens_BS, "batch", "seq")
     split = _axes(table_VE, "vocab", "embed", role="params")
     residual = current_layout().resolve(("residual_seq",), tokens_BS.shape[1:]).axes[0]
@@ -60,7 +71,10 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
     scattered = split[0] != () and residual == (*seq, *split[0])
 
     def local(table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        ids_BS = gather_local(tokens_BS, spread, dim=0)
+        if whole and spread:
+            # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
+            table_VE = gather_local(jax.lax.optimization_barrier(table_VE), spread, dim=1)
+        ids_BS = tokens_BS if whole else gather_local(tokens_BS, spread, dim=0)
         if split[0]:
             ids_BS -= jax.lax.axis_index(split[0]) * table_VE.shape[0]
         rows_BSE = _rows(jax.lax.pcast(table_VE, others, to="varying"), ids_BS)
@@ -71,7 +85,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
             rows_BSE = jax.lax.psum_scatter(rows_BSE, split[0], scatter_dimension=1, tiled=True)
         elif split[0]:
             rows_BSE = jax.lax.psum(rows_BSE, split[0])
-        return exchange_local(rows_BSE, spread, split_dim=0, concat_dim=2)
+        return rows_BSE if whole else exchange_local(rows_BSE, spread, split_dim=0, concat_dim=2)
 
     words = table_VE.shape[0]
     x_BSE = jax.shard_map(
@@ -80,6 +94,42 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes) -> jax.Ar
         out_specs=PartitionSpec(batch, residual if scattered else seq, None),
     )(table_VE, jnp.clip(tokens_BS, 0, words - 1))
     return hint(x_BSE, "batch", "residual_seq", "embed")
+
+
+def _by_columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], ways: int) -> bool:
+    """Whether a table split over the words by a pipeline's stages is better split over columns: it has fewer words than there are tokens."""
+    if stored[0][:1] != (STAGES,) or jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    stages, (words, embed) = current_layout().sizes[STAGES], table_VE.shape
+    tokens = {axis for axes in _axes(tokens_BS, "batch", "residual_seq") for axis in axes}
+    # What else splits the table has to split the tokens, or several devices would look up the same.
+    fits = {*stored[0][1:], *stored[1]} <= tokens and STAGES not in tokens and embed % stages == 0
+    # Words by columns are as much as the words of a stage, and their gradients are in fp32; rows are whole before they are split.
+    return fits and tokens_BS.size // ways > words
+
+
+def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]) -> jax.Array:
+    """Each stage gets its columns of all words, and looks them up for tokens split over all other axes: [batch, residual_seq, columns]."""
+    sizes, rest = current_layout().sizes, stored[0][1:]
+    batch, residual = _axes(tokens_BS, "batch", "residual_seq")
+    others = tuple(axis for axis in (*batch, *residual) if axis not in (*stored[0], *stored[1]))
+    stages, parts = sizes[STAGES], math.prod(sizes[axis] for axis in rest)
+
+    def local(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
+        words = table_VE.shape[0]
+        table_VE = gather_local(table_VE, stored[1], dim=1) if stored[1] else table_VE
+        table_VE = exchange_local(table_VE, (STAGES,), split_dim=1, concat_dim=0)
+        table_VE = gather_local(table_VE, rest, dim=0) if rest else table_VE
+        # Words came stage by stage, now they lie part by part.
+        part, stage = ids_BS // words % parts, ids_BS // words // parts
+        ids_BS = (part * stages + stage) * words + ids_BS % words
+        return _rows(jax.lax.pcast(table_VE, others, to="varying"), ids_BS)
+
+    return jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(*stored), PartitionSpec(batch, residual)),
+        out_specs=PartitionSpec(batch, residual, STAGES),
+    )(table_VE, jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1))
 
 
 @jax.custom_vjp

@@ -23,6 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar import hint
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.context import AUTO, Context, Laid
+from jaxpar.copies import Branch, check_count, in_copies
+from jaxpar.copies import cut as cut_rows
+from jaxpar.copies import join as join_rows
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.host import on_host
 from jaxpar.models.embedding import lookup
@@ -35,6 +38,7 @@ NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
 """What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
 
 type Rope = tuple[jax.Array, jax.Array]
+type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
     ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.Recompute`; ``regather`` gathers sharded
-    weights anew for it, from all or within groups of so many devices. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.in_copies`). ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
@@ -65,6 +69,7 @@ class LlamaConfig:
     remat: str | Recompute = "none"
     regather: bool | int = True
     context: Context = AUTO
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -77,6 +82,12 @@ class LlamaConfig:
                 f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
             )
         Recompute.of(self.remat).segments(self.layers)
+        check_count(self.copies)
+        if self.copies > 1 and not isinstance(self.regather, bool):
+            raise ConfigError(
+                f"interleave_copies is {self.copies}, but regather is {self.regather}: the copies gather a layer's weights once for both, from all devices. "
+                f"Remedy: regather: true or false, or interleave_copies: 1."
+            )
 
     @property
     def matmul_params(self) -> int:
@@ -190,14 +201,31 @@ class Attention(nnx.Module):
         self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
         self.context = c.context
 
-    def __call__(self, x_BSE: jax.Array, rope: Rope, order: Laid, documents_BS: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BSE: jax.Array,
+        rope: Rope,
+        order: Laid,
+        documents_BS: jax.Array | None,
+        attend: Attend | None = None,
+        *,
+        half: bool = False,
+    ) -> jax.Array:
+        """[batch, seq, embed]; or only the first ``half`` of the work, what each head makes of the tokens: [batch, seq, heads, head_dim]."""
         kv_dims = ("embed", "kv_heads", "head_dim")
         # One by one: gathered together they come too late to hide behind the matmul before.
         (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
         (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
         (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
-        o_BSHD = self.context(q, k, v, order, documents_BS)
+        o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
+        if half:
+            return o_BSHD
+        (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        return y_BSE
+
+    def output(self, o_BSHD: jax.Array) -> jax.Array:
+        """The other half."""
         (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
         return y_BSE
 
@@ -212,17 +240,25 @@ class SwiGLU(nnx.Module):
         self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
         self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
 
-    def __call__(self, x_BSE: jax.Array) -> jax.Array:
+    def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
+        """[batch, seq, embed]; or only the first ``half`` of the work, the gated units: [batch, seq, mlp]."""
         dims = ("embed", "mlp")
         gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
+        if half:
+            return hidden
         (y_BSE,) = project(hidden, (self.down[...], ("mlp", "embed")), **self.how)
+        return y_BSE
+
+    def output(self, hidden_BSF: jax.Array) -> jax.Array:
+        """The other half."""
+        (y_BSE,) = project(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.how)
         return y_BSE
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each on the normed residual stream."""
+    """One layer: attention and MLP, each on the normed residual stream; ``attend(q, k, v)`` in the place of its own, if given."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config)
@@ -231,13 +267,50 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config, rngs)
 
     def __call__(
-        self, x_BSE: jax.Array, rope: Rope, order: Laid = None, documents_BS: jax.Array | None = None
+        self,
+        x_BSE: jax.Array,
+        rope: Rope,
+        order: Laid = None,
+        documents_BS: jax.Array | None = None,
+        attend: Attend | None = None,
     ) -> jax.Array:
         residual = ("batch", "residual_seq", "embed")
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order, documents_BS), *residual), OUTPUT)
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order, documents_BS, attend), *residual), OUTPUT)
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
         return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
+
+
+def block_in_copies(count: int, rope: Rope, order: Laid, documents_BS: jax.Array | None) -> Callable[[Block, Any], Any]:
+    """A block on so many parts of each device's rows.
+
+    Raises:
+      ConfigError: the batch brings an order of its own.
+    """
+    if order is not None and not isinstance(order, str):
+        raise ConfigError(
+            f"interleave_copies is {count}, but parallel.context's order is 'balanced', which copies cannot take. Remedy: order: zigzag, or "
+            f"interleave_copies: 1."
+        )
+
+    def mixed(block: Block, h_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
+        rope, documents_BS = side
+        return block.attention(h_BSE, rope, order, documents_BS, half=True)
+
+    attention = Branch(
+        before=lambda block, x_BSE: block.attention_norm(x_BSE),
+        first=mixed,
+        second=lambda block, o_BSHD: block.attention.output(o_BSHD),
+        name=OUTPUT,
+    )
+    mlp = Branch(
+        before=lambda block, x_BSE: block.mlp_norm(x_BSE),
+        first=lambda block, h_BSE, side: block.mlp(h_BSE, half=True),
+        second=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
+        name=OUTPUT,
+    )
+    run = in_copies((attention, mlp), count)
+    return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
 
 
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -298,12 +371,14 @@ class Llama(nnx.Module):
         if positions_BS is None:
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
         rope = rope_table(positions_BS, config)
-        x_BSE = lookup(self.embedding[...], tokens_BS, dtype)
+        x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
 
         blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
+        x_BSE = cut_rows(x_BSE, config.copies) if config.copies > 1 else x_BSE
         for first, last, again in recompute.segments(config.layers):
             layers = _stacked(recompute if again else Recompute("none"), config, rope, order, documents_BS)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
+        x_BSE = join_rows(x_BSE) if config.copies > 1 else x_BSE
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
     def unembedding(self) -> jax.Array:
@@ -317,28 +392,30 @@ def _stacked(
 ) -> Callable[[Block, jax.Array], jax.Array]:
     """A stack of layers, one after the other."""
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
+    laid = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
     @remat(recompute, config.regather)
-    def layer(block: Block, x_BSE: jax.Array) -> jax.Array:
-        return block(
-            hint(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE,
-            rope,
-            order,
-            documents_BS,
-        )
+    def layer(block: Block, x_BSE: Any) -> Any:
+        x_BSE = laid(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
+        if config.copies > 1:
+            return block_in_copies(config.copies, rope, order, documents_BS)(block, x_BSE)
+        return block(x_BSE, rope, order, documents_BS)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
-    def layers(block: Block, x_BSE: jax.Array) -> jax.Array:
+    def layers(block: Block, x_BSE: Any) -> Any:
         # Before the layer too: it is what the layer is given that is kept.
-        return hint(layer(block, hint(x_BSE, *kept)), *kept) if recompute.slice_activation else layer(block, x_BSE)
+        return laid(layer(block, laid(x_BSE, *kept)), *kept) if recompute.slice_activation else layer(block, x_BSE)
 
     return layers
 
 
-def remat(recompute: Recompute, regather: bool | int) -> Callable[[Any], Any]:
+def remat(
+    recompute: Recompute, regather: bool | int, but: Callable[[Any], Any] = lambda policy: policy
+) -> Callable[[Any], Any]:
+    """Recomputation of a layer by a policy, or by what ``but`` makes of it."""
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
-    policy = recompute.rule(NAMES, regather=regather is True)
+    policy = but(recompute.rule(NAMES, regather=regather is True))
     # prevent_cse guards against a merge with the forward pass that a scan already rules out.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
 

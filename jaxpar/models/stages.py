@@ -11,8 +11,9 @@ from jaxpar import Staged, hint
 from jaxpar.attn.context import split_ways
 from jaxpar.attn.order import permutation
 from jaxpar.errors import ConfigError
+from jaxpar.models.chunked import Carry, carried_block, empty_carry
 from jaxpar.models.embedding import lookup
-from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, layer_shapes, remat, rope_table
+from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, block_in_copies, layer_shapes, remat, rope_table
 from jaxpar.models.losses import linear_cross_entropy
 from jaxpar.recompute import Recompute
 
@@ -57,7 +58,7 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         return {**own, "positions": jnp.broadcast_to(at[None], shape)}
 
     def before(model: Llama, batch: Batch) -> jax.Array:
-        return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype)
+        return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
 
     def side(model: Llama, batch: Batch) -> tuple[Rope, jax.Array | None]:
         return rope_table(batch["positions"], config), batch.get("segment_ids")
@@ -67,9 +68,22 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         # A pipeline has split the sequence; alone, the layers find it whole.
         ways = split_ways()
         order = config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), ways)
-        run = remat(recompute, config.regather)(lambda block, x_BSE: block(x_BSE, rope, order, documents_BS))
+        one = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
+        if config.copies > 1:
+            one = block_in_copies(config.copies, rope, order, documents_BS)
+        run = remat(recompute, config.regather)(one)
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE
+
+    def carried_layer(
+        block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None], carry: Carry, chunk: jax.Array
+    ) -> tuple[jax.Array, Carry]:
+        if config.copies > 1:
+            raise ConfigError(
+                f"interleave_copies is {config.copies}, but the schedule cuts sequences into chunks, each of which carries keys and values of all rows to the "
+                f"next. Remedy: sequence_chunks: 1, or interleave_copies: 1."
+            )
+        return carried_block(config, recompute)(block, x_BSE, *side, carry, chunk)
 
     def after(model: Llama, x_BSE: jax.Array, batch: Batch) -> jax.Array:
         h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
@@ -83,4 +97,6 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         prepare=prepare,
         side=side,
         dims=("batch", "residual_seq", "embed"),
+        carried_layer=carried_layer,
+        carry=lambda model, batch: empty_carry(config, batch),
     )

@@ -49,6 +49,14 @@ class Layers:
             counts[self.pieces.place(piece)] = count
         return counts
 
+    @property
+    def starts(self) -> np.ndarray:
+        """[stages, chunks], the number in the model of the first layer of each."""
+        starts = np.zeros((self.pieces.stages, self.pieces.chunks), np.int32)
+        for piece in range(len(self.each)):
+            starts[self.pieces.place(piece)] = sum(self.each[:piece])
+        return starts
+
     def cut(self, w: jax.Array) -> jax.Array:
         """A stage's part [layers, ...] of a stack as its [chunks, layers, ...]; or the whole stack, where it is not split over stages."""
         chunks, shape = self.pieces.chunks, w.shape[1:]

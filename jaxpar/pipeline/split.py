@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpar.pipeline.beside import bits, keys_again
+
 _OPENED = frozenset(("remat2", "checkpoint", "pjit", "jit", "closed_call", "core_call", "custom_jvp_call"))
 """Equations that only hold others, and are looked into."""
 
@@ -32,7 +34,7 @@ class Halves:
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of what is kept between them."""
         avals: list[Any] = [v.aval for v in self.between]
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return [jax.eval_shape(bits, jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in avals]
 
     def inputs(
         self, weights: Any, kept: Sequence[Any], side: Any, cotangent: jax.Array
@@ -44,7 +46,7 @@ class Halves:
             zip(jaxpr.invars, [*jax.tree.leaves(weights), *kept, *jax.tree.leaves(side), cotangent], strict=True)
         )
         _run(self.first, env)
-        return _value(jaxpr.outvars[-1], env), [env[v] for v in self.between]
+        return _value(jaxpr.outvars[-1], env), [bits(env[v]) for v in self.between]
 
     def weights(self, weights: Any, side: Any, found: Sequence[jax.Array]) -> Any:
         """The gradients."""
@@ -52,7 +54,7 @@ class Halves:
         env = self._constants()
         env.update(zip(jaxpr.invars[:some], jax.tree.leaves(weights), strict=True))
         env.update(zip(jaxpr.invars[some + kept : some + kept + beside], jax.tree.leaves(side), strict=True))
-        env.update(zip(self.between, found, strict=True))
+        env.update({v: keys_again(x, v.aval) for v, x in zip(self.between, found, strict=True)})
         _run(self.second, env)
         return jax.tree.unflatten(self.structure, [_value(v, env) for v in jaxpr.outvars[:-1]])
 

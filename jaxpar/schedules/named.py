@@ -20,6 +20,7 @@ from jaxpar.schedules.orders import (
     parse,
 )
 from jaxpar.schedules.schedule import Schedule
+from jaxpar.schedules.window import ASYNCHRONOUS
 
 
 def schedule(
@@ -58,6 +59,11 @@ def schedule(
     (1, 1)
     """
     named = NAMES[name] if isinstance(name, str) and name in NAMES else None
+    if isinstance(name, str) and name in ASYNCHRONOUS:
+        raise ScheduleError(
+            f"schedule {name!r} is asynchronous: what it begins in a step it ends in the next, so it is no schedule of one. Remedy: "
+            f"jp.AsynchronousStep(..., pipeline=jp.Asynchronous({name!r}, stages={stages}, microbatches={microbatches}))."
+        )
     if named is None and isinstance(name, str):
         raise ScheduleError(f"unknown schedule {name!r}.{did_you_mean(name, NAMES)} Schedules: {', '.join(NAMES)}.")
     told = name if isinstance(name, str) else "own"

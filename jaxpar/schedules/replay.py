@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Label(NamedTuple):
-    """What a tensor is: the input, residuals, cotangent or own things of a microbatch at a piece."""
+    """What a tensor is: the input, residuals, cotangent or own things of a microbatch at a piece; of a sequence in chunks, what they
+    carry up to this one, or its cotangent down to this one."""
 
     what: str
     microbatch: int
@@ -104,6 +105,7 @@ class _Replay:
             if self.keeps == "residuals" and not self.schedule.forward_only:
                 residuals = Label("residuals", m, piece)
             result = Label("input", m, piece + 1)
+            self.carried("carry", stage, fields["f_carry"], m, piece, forward=True)
         self.write("res", stage, fields["f_residuals"], residuals)
         return result
 
@@ -127,8 +129,28 @@ class _Replay:
                 self.fail(f"stage {stage}: b_first is {fields['b_first']} at piece {piece}")
             own = Label("own", m, piece) if self.schedule.split else None
             result = Label("cotangent", m, piece - 1)
+            self.whole(stage, fields["b_carry"], m, piece)
+            self.carried("back", stage, fields["b_back"], m, piece, forward=False)
         self.write("own", stage, fields["b_own"], own)
         return result
+
+    def carried(self, buffer: str, stage: int, slot: int, m: int, piece: int, *, forward: bool) -> None:
+        """A chunk of a sequence reads what the chunk before it (backward: after it) carries, and leaves its own, but for the last of them."""
+        parts = self.schedule.sequence_chunks
+        at = m % parts if forward else parts - 1 - m % parts
+        if parts == 1:
+            return
+        if at:
+            self.read(buffer, stage, slot, Label(buffer, m - 1 if forward else m + 1, piece), True)
+        kept = not self.schedule.forward_only if forward else False
+        if at + 1 < parts or kept:
+            self.write(buffer, stage, slot, Label(buffer, m, piece))
+
+    def whole(self, stage: int, slot: int, m: int, piece: int) -> None:
+        """A backward reads what all chunks of its sequence have carried."""
+        parts = self.schedule.sequence_chunks
+        if parts > 1:
+            self.read("carry", stage, slot, Label("carry", m - m % parts + parts - 1, piece), m % parts == 0)
 
     def weights(self, stage: int, fields: dict[str, int]) -> None:
         if fields["w_on"]:

@@ -1,8 +1,9 @@
 """A schedule as numbers: what each stage does in each tick, from which slot of which buffer it reads, and where it writes.
 
 Buffers of a stage: ``act`` has what came for a forward (kept until the backward, if that computes the forward again), ``cot`` what came for
-a backward (cotangents), ``res`` what a forward keeps for its backward, ``own`` what a split backward keeps for its W. One slot more than a buffer
-has is where everything goes that nobody reads.
+a backward (cotangents), ``res`` what a forward keeps for its backward, ``own`` what a split backward keeps for its W. Where sequences go in
+chunks, ``carry`` has what the chunks of a microbatch leave for those after them, and ``back`` its cotangent. One slot more than a buffer has is
+where everything goes that nobody reads.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ FIELDS = (
     # Where what arrives goes: of forwards, at the end of the tick; of the backwards of the tick before, in its middle.
     "act_down", "act_up", "act_self", "act_feed",
     "cot_down", "cot_up", "cot_self", "cot_head",
+    # Of sequences in chunks, a slot for all of a microbatch.
+    "f_carry", "b_carry", "b_back",
 )  # fmt: skip
 """Columns of a stage. ``down`` comes from the stage before, ``up`` from the one after, ``self`` from the stage's own other chunk,
 ``feed`` from before the pipeline, ``head`` from behind it."""
@@ -35,7 +38,7 @@ ALL = ("feed", "head", "drain")
 """Columns of a tick: the microbatch that is fed for the next tick, the one whose loss is made, the one whose input's cotangent comes out;
 each the number of microbatches where there is none."""
 
-_BUFFERS = {"input": "act", "cotangent": "cot", "residuals": "res", "own": "own"}
+_BUFFERS = {"input": "act", "cotangent": "cot", "residuals": "res", "own": "own", "carry": "carry", "back": "back"}
 CHANNELS = ("act_down", "act_up", "act_self", "cot_down", "cot_up", "cot_self")
 
 
@@ -95,7 +98,7 @@ class _Writer:
     def _allocate(self) -> None:
         schedule, forward_only = self.schedule, self.schedule.forward_only
         lives: dict[str, list[list[Live]]] = {
-            name: [[] for _ in range(self.pieces.stages)] for name in ("act", "cot", "res", "own")
+            name: [[] for _ in range(self.pieces.stages)] for name in ("act", "cot", "res", "own", "carry", "back")
         }
         for microbatch in range(schedule.microbatches):
             for piece in range(self.pieces.count):
@@ -118,10 +121,28 @@ class _Writer:
                 if schedule.split:
                     done = time(self._tick("W", microbatch, piece), END)
                     lives["own"][stage].append(Live(time(backward, BACKWARD), done, key))
+        if schedule.sequence_chunks > 1:
+            self._carries(lives)
         for name, stages in lives.items():
             found = [allocate(stage) for stage in stages]
             self.slots[name] = [slots for _, slots in found]
             self.sizes[name] = max(count for count, _ in found)
+
+    def _carries(self, lives: dict[str, list[list[Live]]]) -> None:
+        """From a microbatch's first forward to the backward of the same chunk, which is its last; the cotangent from its first backward."""
+        parts = self.schedule.sequence_chunks
+        for first in range(0, self.schedule.microbatches, parts):
+            for piece in range(self.pieces.count):
+                stage, chunk = self.pieces.place(piece)
+                begin, key = time(self._tick("F", first, piece), FORWARD), (first // parts, chunk)
+                if self.schedule.forward_only:
+                    end = time(self._tick("F", first + parts - 1, piece), FORWARD)
+                    lives["carry"][stage].append(Live(begin, end, key))
+                    continue
+                end = time(self._tick("B", first, piece), BACKWARD)
+                lives["carry"][stage].append(Live(begin, end, key))
+                last = time(self._tick("B", first + parts - 1, piece), BACKWARD)
+                lives["back"][stage].append(Live(last, end, key))
 
     def table(self) -> Table:
         stages = np.zeros((self.length, self.pieces.stages, len(FIELDS)), np.int32)
@@ -149,11 +170,17 @@ class _Writer:
     def _slot(self, buffer: str, stage: int, microbatch: int, chunk: int) -> int:
         return int(self.slots[buffer][stage].get((microbatch, chunk), self.sizes[buffer]))
 
+    def _of_sequence(self, stage: int, m: int, chunk: int, *names: str) -> dict[str, int]:
+        """The slots of the whole microbatch that a chunk of its sequence is of."""
+        whole = m // self.schedule.sequence_chunks
+        return {name: self._slot(name[2:], stage, whole, chunk) for name in names}
+
     def _f(self, tick: int, stage: int, m: int, chunk: int) -> None:
         piece = self.pieces.piece(stage, chunk)
         slot, last = self._slot("act", stage, m, chunk), piece + 1 == self.pieces.count
         residuals = self._slot("res", stage, m, chunk)
         self._set(tick, stage, f_on=1, f_microbatch=m, f_chunk=chunk, f_input=slot, f_residuals=residuals, f_last=last)
+        self._set(tick, stage, **self._of_sequence(stage, m, chunk, "f_carry"))
         if piece == 0 and tick == 0:
             self.first[0][stage] = slot
             self.first = self.first[0], m
@@ -181,6 +208,7 @@ class _Writer:
             b_cotangent=cotangent,
             b_residuals=residuals,
             b_own=own,
+            **self._of_sequence(stage, m, chunk, "b_carry", "b_back"),
         )
         if piece == 0:
             self._set(tick, stage, b_first=1)

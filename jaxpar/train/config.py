@@ -96,16 +96,20 @@ class ContextConfig:
 class PipelineConfig:
     """How layers go over the stages of the mesh's axis ``pipeline``; see :func:`jaxpar.schedule` and :class:`jaxpar.Pipeline`.
 
-    ``offset`` says by how many layers each piece (stage by stage, then chunk by chunk) has more or fewer than its equal share.
+    ``schedule: pipedream_2bw`` and ``pipedream`` are not emptied between steps; see :class:`jaxpar.AsynchronousStep`.
+    ``offset`` says by how many layers each piece (stage by stage, then chunk by chunk) has more or fewer than its equal share,
+    ``recompute`` how many of the first layers of each stage keep their input alone, where it keeps residuals. ``sequence_chunks`` is for ``seq1f1b``.
     """
 
     schedule: str = "1f1b"
     microbatches: int = 1
     chunks: int = 1
+    sequence_chunks: int = 1
     keeps: Literal["input", "residuals"] = "input"
-    reduce: Literal["once", "each"] = "once"
+    reduce: Literal["once", "chunk", "each"] = "once"
     lowering: Literal["uniform", "divergent"] = "uniform"
     offset: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ class ParallelConfig:
         ``{optimizer: disk, path: DIR}``, relative to where the command runs.
       context: how attention goes over a split sequence: ``{impl: ring}``.
       pipeline: how layers go over stages: ``{schedule: 1f1b, microbatches: 8}``.
+      interleave_copies: 2 runs the layers on two halves of each device's rows, one sending while the other computes; see
+        :func:`jaxpar.in_copies`.
     """
 
     optimizer: ZeroConfig | None = None
@@ -132,6 +138,7 @@ class ParallelConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     context: ContextConfig | None = None
     pipeline: PipelineConfig | None = None
+    interleave_copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run keeps of itself, and whether it goes on from that; see :class:`jaxpar.CheckpointManager`.
+
+    Attributes:
+      directory: of the checkpoints, relative to where the command runs; ``checkpoints`` in the run's output if not given.
+      every, minutes: save after so many steps, or so many minutes; the last step is saved in any case.
+      keep: how many of the newest.
+      resume: ``auto`` goes on from the newest good step if there is one, ``must`` wants one, ``never`` begins anew.
+    """
+
+    directory: str | None = None
+    every: int | None = None
+    minutes: float | None = None
+    keep: int = 3
+    resume: Literal["auto", "never", "must"] = "auto"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A run, as a YAML file describes it.
 
@@ -175,6 +200,7 @@ class RunConfig:
       simulate: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
       compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
         are left alone.
+      checkpoint: what to keep of the run, and whether to go on from that: ``{every: 100}``.
       output: folder for metrics, curve and summary, relative to where the command runs.
     """
 
@@ -189,6 +215,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compiler: dict[Platform, dict[str, CompilerOption]] = field(default_factory=dict)
+    checkpoint: CheckpointConfig | None = None
     output: str = "runs/default"
 
 

@@ -23,7 +23,7 @@ from jaxpar.models.stages import staged_next_token_loss
 from jaxpar.onebit import NAME as ONE_BIT
 from jaxpar.recompute import SAVED_EMBED
 from jaxpar.train.config import ContextConfig, Loaded, OptimizerConfig, PrecisionConfig, RunConfig
-from jaxpar.train.pipes import make_pipeline
+from jaxpar.train.pipes import check_recompute, make_pipeline
 
 BATCH_DIMS = ("batch", "seq")
 FAMILIES = ("llama",)
@@ -43,7 +43,7 @@ class Job:
     zero: jp.Zero
     precision: jp.Precision
     fusion: jp.Fusion
-    pipeline: jp.Pipeline | None = None
+    pipeline: jp.Pipeline | jp.Asynchronous | None = None
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
         """The layout on these devices (default: all), optimizer parallelism included; an integer gives an abstract mesh.
@@ -79,6 +79,15 @@ class Job:
             **({} if self.pipeline is None else {"pipeline": self.pipeline}),
             **self.zero.step,
         }
+
+    def eval_options(self) -> dict[str, Any]:
+        """What the run asks of :func:`jaxpar.eval_step`."""
+        if self.pipeline is None:
+            return {"precision": self.precision}
+        if isinstance(self.pipeline, jp.Asynchronous):
+            one = jp.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
+            return {"precision": self.precision, "pipeline": jp.Pipeline(one, layers=self.pipeline.layers)}
+        return {name: self.step_options()[name] for name in ("precision", "pipeline")}
 
     def batch_names(self) -> tuple[str, ...]:
         """What a batch brings, each [batch, seq]."""
@@ -145,17 +154,33 @@ def make_job(loaded: Loaded) -> Job:
         model = replace(model, context=_context(config.parallel.context, packed=config.data.pack))
     if config.parallel.regather is not True:
         model = replace(model, regather=config.parallel.regather)
+    model = _copies(config, model)
     fusion = _fusion(config)
     if config.optimizer.name == ONE_BIT:
         _check_one_bit(config, precision, zero, fusion)
     tx = make_optimizer(config.optimizer, config.train.steps)
     tx = _offload(config, model, tx)
     pipeline = make_pipeline(config.parallel.pipeline, loaded.layout["mesh"] or {}, model.layers)
+    check_recompute(pipeline, model.remat)
     make_model, loss = llama.make_llama(model), _loss(model, pipeline)
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
-def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | None) -> Callable[..., Any]:
+def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
+    """The model with as many copies of its layers' rows as are asked for."""
+    asked = config.parallel
+    if asked.interleave_copies != 1 and asked.offload.parameters is not None:
+        raise ConfigError(
+            f"parallel.interleave_copies is {asked.interleave_copies}, but parallel.offload.parameters is {asked.offload.parameters}: weights that wait in "
+            f"the host's memory would be brought once for each copy. Remedy: leave one of them out."
+        )
+    try:
+        return replace(model, copies=asked.interleave_copies) if asked.interleave_copies != 1 else model
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
+
+
+def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.Asynchronous | None) -> Callable[..., Any]:
     return next_token_loss if pipeline is None else staged_next_token_loss(model)
 
 

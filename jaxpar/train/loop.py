@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 import jaxpar as jp
+from jaxpar.checkpoint.managing import Restored
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
 from jaxpar.errors import ConfigError, DivergedError
 from jaxpar.inspect.compare import first_nonfinite
@@ -25,6 +26,7 @@ from jaxpar.topology import platform_of
 from jaxpar.train.job import BATCH_DIMS, Job
 from jaxpar.train.metrics import MetricsWriter, draw_loss, peak_flops
 from jaxpar.train.progress import StepLine
+from jaxpar.train.saving import Saver, here
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Summary:
 
 
 def train(job: Job, console: Console) -> Summary:
-    """Run a job: print the layout, train, evaluate on held-out text, write metrics and ``loss.png``.
+    """Run a job: print the layout, train, evaluate on held-out text, write metrics, checkpoints and ``loss.png``.
 
     Args:
       job: what to run, on all devices that jax sees.
@@ -64,6 +66,7 @@ def train(job: Job, console: Console) -> Summary:
       LayoutError: the layout does not fit; raised before anything is compiled.
       ConfigError, DataError: the run's data cannot feed its model.
       DivergedError: too many steps in a row were not finite.
+      CheckpointError: the run was to go on from a checkpoint, and cannot.
     """
     began = time.perf_counter()
     config, layout, text = job.config, job.layout(), load_text(job.config.data.source)
@@ -77,11 +80,14 @@ def train(job: Job, console: Console) -> Summary:
     _introduce(job, layout, text, console)
     summary = Summary(bigram=bigram_entropy(text.heldout))
     folder = Path(config.output)
-    with _stop_on_interrupt() as stopped, MetricsWriter(folder) as writer, ExitStack() as opened:
-        _run(job, layout, text, held, summary, writer, console, stopped, opened)
+    with _stop_on_interrupt() as stopped, Saver(job, layout, console) as saver, ExitStack() as opened:
+        flight = _flight(job, layout)
+        found = saver.restore(None if flight is None else flight.state)
+        writer = opened.enter_context(MetricsWriter(folder, None if found is None else found.step))
+        _run(job, layout, text, held, summary, writer, console, stopped, opened, saver, found, flight)
     summary.interrupted = stopped()
     summary.seconds = time.perf_counter() - began
-    _conclude(summary, folder, console)
+    _conclude(summary, folder, console, saver)
     return summary
 
 
@@ -95,20 +101,25 @@ def _run(
     console: Console,
     stopped: Callable[[], bool],
     opened: ExitStack,
+    saver: Saver,
+    found: Restored | None,
+    flight: _Flight | None,
 ) -> None:
-    """Initialise, compile and step, filling ``summary`` as it goes."""
+    """Initialise or go on, compile and step, filling ``summary`` as it goes."""
     config, tokens_a_step = job.config, job.config.data.batch * job.config.data.seq
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
     flops_a_step = job.model.flops_per_token(config.data.seq) * tokens_a_step
     stream = batches(text.train, seed=config.data.seed, **_cut(job, layout))
+    first = 0 if found is None else _go_on(found, stream, writer, summary)
     heldout = [_put(layout, batch) for batch in held]
+    position = stream.get_state() if saver.active else {}
     batch = _put(layout, next(stream))
     with console.status("compiling the step ..."):
         started = time.perf_counter()
-        state = jp.init(layout, job.make_model, job.tx, seed=config.train.seed, precision=job.precision)
-        step = opened.enter_context(_step_of(job, layout, state, batch))
-        evaluate = jp.eval_step(layout, job.loss_fn, precision=job.precision).lower(state, heldout[0]).compile()
+        state = _first_state(job, layout, found, flight)
+        step = opened.enter_context(_step_of(job, layout, state, batch, flight, saver.disk(found)))
+        evaluate = jp.eval_step(layout, job.loss_fn, **job.eval_options()).lower(state, heldout[0]).compile()
         summary.compile_seconds = time.perf_counter() - started
     console.print(f"compiled in {summary.compile_seconds:.1f} s")
 
@@ -118,21 +129,19 @@ def _run(
         writer.write(number, heldout_loss=loss)
 
     with StepLine(console, config.train.steps) as line:
-        look(0)
-        for number in range(1, config.train.steps + 1):
+        if not summary.evals:
+            look(first)
+        for number in range(first + 1, config.train.steps + 1):
             started = time.perf_counter()
             given = batch
             state, metrics = step(state, batch)
+            if saver.active:
+                position = stream.get_state()  # before the batch of the next step is taken
             if number < config.train.steps:
                 batch = _put(layout, next(stream))  # made while the device works
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
             seconds = time.perf_counter() - started
-            skipped = bool(metrics.get("skipped", False))
-            scale, floor = float(metrics.get("loss_scale", 0.0)), job.precision.scale
-            if skipped and floor is not None and scale > floor.minimum:
-                # Part of finding the scale; below its minimum it would be the run's own fault.
-                console.print(f"[bold]step {number} skipped[/]: not finite under a loss scale of {scale:g}")
-                skipped = False
+            skipped = _was_skipped(job, metrics, number, console)
             summary.skipped = summary.skipped + 1 if skipped else 0
             if skipped:
                 _report_skipped(job, layout, state, given, number, summary.skipped, console)
@@ -144,25 +153,91 @@ def _run(
             writer.write(
                 number, loss=loss, grad_norm=norm, step_seconds=seconds, tokens_per_second=rate, **_maybe("mfu", mfu)
             )
-            if number % config.train.eval_every == 0 or number == config.train.steps or stopped():
+            done, ends = number == config.train.steps, number == config.train.steps or stopped()
+            if done and flight is not None:
+                state, _ = flight.step.flush(state)  # the last updates, of what is still on its way
+            if ends or number % config.train.eval_every == 0:
                 look(number)
             line.update(number, loss, summary.heldout, rate, seconds, mfu)
-            if stopped():
+            about = {"position": position, "skipped": summary.skipped} if saver.active else {}
+            saver.after(number, state, about, step, last=ends)
+            if ends:
                 break
     stream.close()
+    if not summary.step_times:
+        return  # the run had come to its end before
     typical = statistics.median(summary.step_times)
     summary.tokens_per_second = tokens_a_step / typical
     summary.mfu = flops_a_step / typical / (peak * layout.mesh.size) if peak else None
 
 
+def _first_state(job: Job, layout: jp.Layout, found: Restored | None, flight: _Flight | None) -> Any:
+    """Of a checkpoint, of a pipeline that is not emptied, or the initial one."""
+    if found is not None:
+        return found.state
+    if flight is not None:
+        return flight.state
+    return jp.init(layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
+
+
+def _was_skipped(job: Job, metrics: dict[str, Any], number: int, console: Console) -> bool:
+    """Whether a step was skipped that counts against the run."""
+    skipped = bool(metrics.get("skipped", False))
+    scale, floor = float(metrics.get("loss_scale", 0.0)), job.precision.scale
+    if skipped and floor is not None and scale > floor.minimum:
+        # Part of finding the scale; below its minimum it would be the run's own fault.
+        console.print(f"[bold]step {number} skipped[/]: not finite under a loss scale of {scale:g}")
+        return False
+    return skipped
+
+
+def _go_on(found: Restored, stream: Any, writer: MetricsWriter, summary: Summary) -> int:
+    """Take up a run where a checkpoint left it: data, records, steps skipped in a row; returns the step it is at."""
+    about = found.manifest.about
+    stream.set_state(here(about.get("position", {})))
+    losses = {record["step"]: float(record["loss"]) for record in writer.before if "loss" in record}
+    summary.steps, summary.losses = found.step, [losses.get(i, math.nan) for i in range(1, found.step + 1)]
+    summary.evals = [(r["step"], float(r["heldout_loss"])) for r in writer.before if "heldout_loss" in r]
+    summary.skipped = int(about.get("skipped", 0))
+    return found.step
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A pipeline that is not emptied between steps, and its state before the first."""
+
+    step: jp.AsynchronousStep
+    state: Any
+
+
+def _flight(job: Job, layout: jp.Layout) -> _Flight | None:
+    """That of a run, if it has such a pipeline."""
+    if not isinstance(job.pipeline, jp.Asynchronous):
+        return None
+    step = jp.AsynchronousStep(layout, job.loss_fn, **job.step_options())
+    state = jp.init(layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
+    data = job.config.data
+    nothing = {name: np.zeros((data.batch // jax.process_count(), data.seq), np.int32) for name in job.batch_names()}
+    return _Flight(step, step.start(state, _put(layout, nothing)))
+
+
 @contextmanager
-def _step_of(job: Job, layout: jp.Layout, state: jp.TrainState, batch: Any) -> Iterator[Callable[..., Any]]:
-    """The compiled step, which may hold a folder on disk for as long as the run lasts."""
+def _step_of(
+    job: Job,
+    layout: jp.Layout,
+    state: Any,
+    batch: Any,
+    flight: _Flight | None = None,
+    restore: Path | None = None,
+) -> Iterator[Callable[..., Any]]:
+    """The compiled step, which may hold a folder on disk for as long as the run lasts, restored from another one."""
     options = job.compiler_options(platform_of(layout.mesh))
     if job.config.parallel.offload.optimizer == "disk":
-        with jp.DiskStep(layout, job.loss_fn, state, **job.step_options()) as step:
+        with jp.DiskStep(layout, job.loss_fn, state, restore=restore, **job.step_options()) as step:
             step.compile(state, batch, options)
             yield step
+    elif flight is not None:
+        yield flight.step.lower(state, batch).compile(options)
     else:
         yield jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch).compile(options)
 
@@ -231,9 +306,10 @@ def _introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> Non
         console.print(line)
 
 
-def _conclude(summary: Summary, folder: Path, console: Console) -> None:
+def _conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
     """One screen at the end, and the picture."""
-    title = f"{summary.steps} steps, {summary.tokens_per_second:,.0f} tokens/s"
+    speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
+    title = f"{summary.steps} steps{speed}"
     draw_loss(folder / "loss.png", summary.losses, summary.evals, {"held-out bigram entropy": summary.bigram}, title)
     verdict = "below" if summary.heldout < summary.bigram else "above"
     console.print()
@@ -241,13 +317,18 @@ def _conclude(summary: Summary, folder: Path, console: Console) -> None:
     console.print(
         f"steps             {summary.steps} in {summary.seconds:.0f} s (compile {summary.compile_seconds:.0f} s)"
     )
-    console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
+    if summary.step_times:
+        console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
     if summary.mfu is not None:
         console.print(f"MFU               {summary.mfu:.1%}")
     if summary.losses:
         console.print(f"training loss     {summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per token")
     console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
     console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: the model ends {verdict} their entropy")
+    if saver.active:
+        console.print(
+            f"checkpoints       {saver.saves} in {saver.directory}; the longest pause {saver.pause * 1e3:.0f} ms"
+        )
     console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard, {folder}/loss.png")
 
 

@@ -26,17 +26,22 @@ def peak_flops(device_kind: str) -> float | None:
 class MetricsWriter:
     """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 
+    A run that goes on after step ``after`` keeps the records up to there; ``before`` has them.
+
     Raises:
       MissingExtraError: tensorboardX is not installed.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, after: int | None = None):
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
         folder.mkdir(parents=True, exist_ok=True)
-        self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        file = folder / "metrics.jsonl"
+        self.before = [] if after is None else _records(file, after)
+        self._lines = file.open("w", encoding="utf-8")
+        self._lines.writelines(json.dumps(record) + "\n" for record in self.before)
         self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, **values: float) -> None:
@@ -55,6 +60,19 @@ class MetricsWriter:
     ) -> None:
         self._lines.close()
         self._board.close()
+
+
+def _records(file: Path, last: int) -> list[dict[str, Any]]:
+    """The records up to a step; a line that a kill cut short is none."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= last:
+            found.append(record)
+    return found
 
 
 def draw_loss(

@@ -7,10 +7,13 @@ from typing import Any
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.schedules.window import ASYNCHRONOUS
 from jaxpar.train.config import PipelineConfig
 
 
-def make_pipeline(asked: PipelineConfig | None, mesh: Mapping[str, Any], layers: int) -> jp.Pipeline | None:
+def make_pipeline(
+    asked: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
+) -> jp.Pipeline | jp.Asynchronous | None:
     """What ``parallel.pipeline`` asks for on a mesh, of so many layers.
 
     Raises:
@@ -29,12 +32,47 @@ def make_pipeline(asked: PipelineConfig | None, mesh: Mapping[str, Any], layers:
             "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1."
         )
     try:
-        schedule = jp.schedule(asked.schedule, stages=stages, microbatches=asked.microbatches, chunks=asked.chunks)
-        return jp.Pipeline(schedule, asked.keeps, _layers(asked.offset, layers, schedule.pieces.count), asked.reduce)
+        if asked.schedule in ASYNCHRONOUS:
+            return _asynchronous(asked, stages, layers)
+        sizes = {"chunks": asked.chunks, "sequence_chunks": asked.sequence_chunks}
+        schedule = jp.schedule(asked.schedule, stages, asked.microbatches, **sizes)
+        each = _layers(asked.offset, layers, schedule.pieces.count)
+        return jp.Pipeline(schedule, asked.keeps, each, asked.reduce, asked.lowering, asked.recompute)
     except ConfigError:
         raise
     except JaxparError as error:
         raise ConfigError(f"parallel.pipeline: {error}") from error
+
+
+def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str | jp.Recompute) -> None:
+    """Raise what stages cannot choose, as the layers' own policy keeps nothing.
+
+    Raises:
+      ConfigError: with a list of layers that recompute, all do.
+    """
+    if isinstance(pipeline, jp.Pipeline) and pipeline.recompute and jp.Recompute.of(remat).policy == "full":
+        raise ConfigError(
+            f"parallel.pipeline: recompute is {list(pipeline.recompute)}, but by remat 'full' every layer keeps its input alone: there is nothing "
+            f"to choose. Remedy: parallel.remat: none (or dots, save_outputs), what the other layers keep."
+        )
+
+
+def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchronous:
+    """A pipeline that is not emptied between steps."""
+    asks: tuple[tuple[str, Any, Any], ...] = (
+        ("chunks", asked.chunks, 1),
+        ("sequence_chunks", asked.sequence_chunks, 1),
+        ("lowering", asked.lowering, "uniform"),
+        ("recompute", asked.recompute, ()),
+    )
+    for name, value, wanted in asks:
+        if value != wanted:
+            raise ConfigError(
+                f"parallel.pipeline: {name} is {value!r}, but under {asked.schedule!r} each stage has one piece of the model, and all stages do the same in "
+                f"every tick. Remedy: leave {name} out."
+            )
+    offset = _layers(asked.offset, layers, stages)
+    return jp.Asynchronous(asked.schedule, stages, asked.microbatches, asked.keeps, offset, asked.reduce)
 
 
 def _layers(offset: tuple[int, ...], layers: int, pieces: int) -> tuple[int, ...]:

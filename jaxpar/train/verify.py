@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+import jaxpar as jp
 from jaxpar.data import batches, load_text
 from jaxpar.errors import ConfigError
 from jaxpar.inspect.compare import Verdict, compare
@@ -30,6 +31,11 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
         raise ConfigError(
             "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
             "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
+        )
+    if isinstance(job.pipeline, jp.Asynchronous):
+        raise ConfigError(
+            f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are of weights of steps before, so no step is that of one device. "
+            f"Remedy: --set parallel.pipeline.schedule=1f1b."
         )
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpar as jp
+from jaxpar.inspect.estimate import Walk
 from jaxpar.inspect.memory import PARTS, Memory, estimate
+from jaxpar.inspect.program import Reader
 from jaxpar.models.vit import ViTConfig, make_vit, vit_loss
 
 ROOT = Path(__file__).parents[2]
@@ -209,3 +212,42 @@ def test_estimate_takes_the_step_s_options(mlp: Any) -> None:
     plain_step = estimate(mlp.layout(), mlp.loss, state, plain, tensors)
     kept = estimate(mlp.layout(), mlp.loss, state, plain, tensors, keep_grads=True)
     assert (kept.total or 0) >= (plain_step.total or 0) > 0
+
+
+def test_sums_that_begin_with_zeros_lie_as_their_loop_leaves_them() -> None:
+    def summed(x: jax.Array, times: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, times, lambda _, total: total + x, jnp.zeros_like(x))
+
+    jaxpr = jax.make_jaxpr(summed)(jnp.ones((8, 4)), 3).jaxpr
+    program = Reader({"data": 4}).read(jaxpr, [(("data",), ()), None])
+    assert [value.spec for value in program.results] == [(("data",), ())]
+
+
+def test_a_stages_own_weights_without_their_leading_dims_are_no_copy() -> None:
+    """Inside of a loop a shard's leading dims of 1 go, which moves nothing."""
+
+    def loop(w: jax.Array, x: jax.Array) -> Any:
+        def tick(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            mine = w.reshape(w.shape[2:])
+            return jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ mine[i]), x), None
+
+        return jax.lax.scan(tick, x, length=2)[0]
+
+    jaxpr = jax.make_jaxpr(loop)(jnp.ones((1, 1, 3, 512, 512)), jnp.ones((8, 512))).jaxpr
+    program = Reader({"data": 4}).read(jaxpr, [((),) * 5, ((), ())])
+    held = Walk(program).peak().held
+    assert held and not [h for h in held if h.bytes >= 3 * MIB]
+
+
+def test_zeros_of_a_shard_map_lie_along_other_axes_as_their_loop_leaves_them() -> None:
+    def summed(x: jax.Array) -> jax.Array:
+        zeros = lambda: jnp.zeros((1, 2**20))
+        start = jax.shard_map(zeros, in_specs=(), out_specs=PartitionSpec("data"), axis_names={"data"}, check_vma=False)
+        return jax.lax.scan(lambda total, _: (total + x, None), start(), length=3)[0]
+
+    spec = (("data",), ("model",))
+    with jax.set_mesh(jp.MeshSpec(data=2, model=2).build(jax.devices()[:4])):
+        jaxpr = jax.make_jaxpr(summed)(jnp.ones((2, 2**20))).jaxpr
+    program = Reader({"data": 2, "model": 2}).read(jaxpr, [spec])
+    assert [value.spec for value in program.results] == [spec]
+    assert {h.bytes for h in Walk(program).peak().held} == {2 * MIB}

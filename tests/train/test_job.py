@@ -10,12 +10,15 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 import jaxpar as jp
 from jaxpar.data import eval_batches
 from jaxpar.errors import ConfigError, JaxparError, MeshError, RulesError
+from jaxpar.topology import Topology
 from jaxpar.train.config import load_run
 from jaxpar.train.job import Job, make_job
+from jaxpar.train.verify import verify
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -123,7 +126,31 @@ def test_layers_go_over_stages(job_of: Any) -> None:
     pipeline = options["pipeline"]
     assert (pipeline.schedule.name, pipeline.keeps, pipeline.layers) == ("interleaved", "residuals", (5, 4, 4, 3))
     assert isinstance(job.loss_fn, jp.Staged) and options["precision"].gather == "float32"
+    assert job.eval_options() == {name: options[name] for name in ("precision", "pipeline")}
     assert job.layout(8).spec(("embed", "vocab"), (128, 256)) == jax.sharding.PartitionSpec(None, "pipeline")
+
+
+def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
+    keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
+    job = job_of(**keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "offset": [1, -1]}})
+    pipeline = jp.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
+    assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.Staged)
+    text = (
+        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no step is that of one device. "
+        "Remedy: --set parallel.pipeline.schedule=1f1b."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        verify(job, steps=1, bound=1e-5, console=Console())
+    for asked, text in (
+        ({"chunks": 2}, "parallel.pipeline: chunks is 2, but under 'pipedream' each stage has one piece of the model"),
+        ({"lowering": "divergent"}, "parallel.pipeline: lowering is 'divergent', but under 'pipedream' each stage"),
+        (
+            {"microbatches": 1},
+            "parallel.pipeline: schedule 'pipedream': 1 microbatches are fewer than 2: over 2 stages",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+            job_of(**keys, parallel={"pipeline": {"schedule": "pipedream", "microbatches": 4, **asked}})
 
 
 def test_eight_bits_have_keys(job_of: Any) -> None:
@@ -210,6 +237,14 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             (
                 "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces want 4 numbers, a sum that leaves "
                 "a multiple of 4, and one layer or more in each. Remedy: as [1, 0, 0, -1], or layers that the pieces divide."
+            ),
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "reduce": "chunk", "lowering": "divergent"}}},
+            ConfigError,
+            (
+                "pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is 'chunk', which scatters "
+                "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
             ),
         ),
         (
@@ -357,11 +392,15 @@ def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_o
         job.layout(16)
 
 
+PIPELINES = {"1b_pp4_fsdp4": 2802, "8b_pp4_fsdp4_m8": 12937}
+"""MiB at the peak of the program for v5e:4x4, as the compiler said (docs/pipeline.md)."""
+
+
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")))
 def test_every_bench_configuration_has_no_problem(name: str) -> None:
     job, devices = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml")), 64 if name == "8b_1m_hybrid" else 16
     report = jp.explain(
-        job.layout(devices),
+        job.layout(Topology.parse("v5e:4x4").devices if name in PIPELINES else devices),
         job.make_model,
         job.tx,
         batch=job.batch_spec(),
@@ -371,3 +410,5 @@ def test_every_bench_configuration_has_no_problem(name: str) -> None:
     assert report.problems == ()
     assert report.memory is not None
     assert report.memory.unknown == ()
+    if name in PIPELINES:
+        assert report.memory.total == pytest.approx(PIPELINES[name] * 2**20, rel=0.1)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import jaxpar as jp
+from jaxpar.checkpoint.checking import steps_in
 from jaxpar.cli import main
 from jaxpar.train.config import load_run
 from jaxpar.train.job import make_job
@@ -70,8 +71,8 @@ def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
 
     monkeypatch.setattr(MetricsWriter, "write", interrupt_at_three)
     before = signal.getsignal(signal.SIGINT)
-    assert main(["train", str(config)]) == 0
-    assert signal.getsignal(signal.SIGINT) is before
+    assert main(["train", str(config), "--set", "checkpoint.keep=2"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before and steps_in(config.parent / "out/checkpoints") == [3]
     assert max(line["step"] for line in records(config)) == 3 and "heldout_loss" in records(config)[-1]
     assert "stopped by Ctrl-C" in capsys.readouterr().out and (config.parent / "out" / "loss.png").is_file()
 

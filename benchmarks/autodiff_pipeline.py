@@ -1,0 +1,57 @@
+"""A pipeline as one writes it first: a scan over ticks that jax differentiates. What ``pipeline_aot.py --memory`` shows beside the schedules.
+
+Every tick each stage runs its layers on what the stage before has sent, ``microbatches + stages - 1`` times; jax turns the scan around. The backward pass
+wants of every tick what its layers kept, so this is GPipe, and what it holds grows with the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+import jaxpar as jp
+from jaxpar.staged import stacked_part
+
+AXIS = "pipeline"
+
+
+def autodiff_gpipe(staged: jp.Staged, microbatches: int) -> Callable[[Any, Any], jax.Array]:
+    """The loss of a :class:`jaxpar.Staged`, its layers over the axis ``pipeline``, for ``jp.train_step`` without ``pipeline=``.
+
+    ``side`` is taken to be the same for all rows, as positions are.
+    """
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        batch = staged.prepare(model, batch)
+        leaves, block = stacked_part(model, staged.path)
+        x = staged.before(model, batch)
+        # Each microbatch has rows of every device.
+        pieces = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
+        pieces = jp.hint(pieces, None, *staged.dims) if staged.dims else pieces
+        side = staged.side(model, jax.tree.map(lambda x: x[: pieces.shape[1]], batch))
+
+        def local(leaves: Any, pieces: jax.Array, side: Any) -> jax.Array:
+            stages, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
+
+            def tick(came: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+                fed = jax.lax.dynamic_index_in_dim(pieces, jnp.minimum(t, microbatches - 1), 0, keepdims=False)
+                one = lambda x, leaves: (staged.layer(block(leaves), x, side), None)
+                y, _ = jax.lax.scan(one, jnp.where(me == 0, fed, came), leaves)
+                return jax.lax.ppermute(y, AXIS, [(i, (i + 1) % stages) for i in range(stages)]), y
+
+            ticks = jnp.arange(microbatches + stages - 1)
+            _, ys = jax.lax.scan(tick, jnp.zeros_like(pieces[0]), ticks)
+            return ys[stages - 1 :][None]
+
+        own = PartitionSpec(AXIS)
+        run = jax.shard_map(
+            local, in_specs=(own, PartitionSpec(), PartitionSpec()), out_specs=own, axis_names={AXIS}, check_vma=False
+        )
+        ys = run(leaves, pieces, side)[-1]
+        return staged.after(model, ys.swapaxes(0, 1).reshape(x.shape), batch)
+
+    return loss

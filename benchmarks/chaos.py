@@ -1,0 +1,199 @@
+"""Kills and corruptions, and what is left after them: ``uv run python benchmarks/chaos.py [--kills 50 --corruptions 1000]``.
+
+A small run (Adam, dropout by key, shuffled data, accumulation, a loss scale) saves every step. It is killed by SIGKILL, at a random moment or while a save
+is at work, started again, killed again, until it has come to its end; after each kill every step in its folder is held, checksum by checksum, against
+those of a run that was never killed. Then a checkpoint of one MiB is damaged in random ways, and each must be found. Exit 1 if anything is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxpar as jp
+from jaxpar.checkpoint.checking import check, problems_of, steps_in, unfinished_in
+from jaxpar.checkpoint.manifest import NAME
+
+DEVICES, ROWS, WIDTH = 4, 16, 64
+
+
+def child(folder: Path, steps: int) -> None:
+    """The run: goes on from what the folder holds, to the last step."""
+    jp.simulate_devices(DEVICES)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from jaxpar.data import batches
+
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None, params={"embed": "data"}))
+
+    def make_model(key: jax.Array) -> Any:
+        one, two = jax.random.split(key)
+        return {
+            "up": jp.tag(jax.random.normal(one, (WIDTH, WIDTH)) / 8, "embed", None),
+            "down": jp.tag(jax.random.normal(two, (WIDTH, WIDTH)) / 8, "embed", None),
+        }
+
+    def loss_fn(model: Any, batch: Any, key: jax.Array) -> jax.Array:
+        x = batch["tokens"].astype(jnp.float32) / 64 - 1
+        hidden = jnp.tanh(x @ model["up"]) * jax.random.bernoulli(key, 0.9, x.shape)
+        return jnp.mean((hidden @ model["down"] - x) ** 2)
+
+    tx, precision = optax.adam(1e-2), jp.Precision.of({"scale": {"interval": 3}})
+    stream = batches(np.random.default_rng(0).integers(0, 128, 20_000), batch=ROWS, seq=WIDTH, seed=1)
+    with jp.CheckpointManager(folder, keep=None, every=1) as manager:
+        found = manager.restore_latest(jp.abstract_state(layout, make_model, tx, precision))
+        state = jp.init(layout, make_model, tx, precision=precision) if found is None else found.state
+        if found is not None:
+            stream.set_state(found.manifest.about["position"])
+        step = jp.train_step(layout, loss_fn, accumulate=2, reduce="each", precision=precision)
+        for number in range(found.step + 1 if found else 1, steps + 1):
+            batch = {name: jp.put(layout, x, "batch", None) for name, x in next(stream).items()}
+            state, _ = step(state, batch)
+            manager.save(number, state, layout=layout, about={"position": stream.get_state()})
+    stream.close()
+
+
+def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--child", str(folder), "--steps", str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def sums(folder: Path, step: int) -> Any:
+    return {path: tensor.sums for path, tensor in check(folder / str(step), step).tensors.items()}
+
+
+def kills(number: int, steps: int, dice: random.Random, root: Path) -> list[str]:
+    """Kill runs until so many kills are done; a line for each run that had its end, and for all that went wrong."""
+    reference, wrong, done, runs, in_save = root / "never", 0, 0, 0, 0
+    if start(reference, steps).wait():
+        return ["the run that is never killed FAILED"]
+    true = {step: sums(reference, step) for step in steps_in(reference)}
+    folder = root / "killed"
+    while done < number:
+        run, before = start(folder, steps), len(steps_in(folder))
+        aim = dice.choice(["save", "any"])
+        while run.poll() is None and len(steps_in(folder)) == before:
+            time.sleep(0.001)
+        until = time.monotonic() + dice.uniform(0, 0.3)
+        while run.poll() is None and (time.monotonic() < until or (aim == "save" and not _saving(folder))):
+            time.sleep(0.0005)
+        run.kill()
+        ended = run.wait() == 0
+        done += not ended
+        in_save += not ended and bool(unfinished_in(folder))
+        for step in steps_in(folder):
+            try:
+                wrong += sums(folder, step) != true[step]
+            except jp.errors.JaxparError as error:
+                print(error)
+                wrong += 1
+        if ended:
+            runs += 1
+            wrong += steps_in(folder) != list(true)
+            shutil.rmtree(folder)
+    if folder.exists():
+        wrong += (
+            start(folder, steps).wait() != 0 or steps_in(folder) != list(true) or sums(folder, steps) != true[steps]
+        )
+        runs += 1
+    verdict = "every step equals that of a run never killed" if not wrong else f"{wrong} steps WRONG"
+    return [f"SIGKILL: {done} kills ({in_save} during a save) in {runs} runs of {steps} steps: {verdict}"]
+
+
+def _saving(folder: Path) -> bool:
+    return any(not (folder / name / NAME).exists() for name in unfinished_in(folder))
+
+
+def corruptions(number: int, dice: random.Random, root: Path) -> list[str]:
+    """Damage a checkpoint of one MiB, in one way after another."""
+    jp.simulate_devices(DEVICES)
+    import jax
+    import numpy as np
+
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed="data"))
+    values = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
+    jp.save(root / "one", {name: jp.put(layout, values * i, "embed", None) for i, name in enumerate("abcd", 1)})
+    like = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name in "abcd"}
+    copy, missed, silent = root / "copy", 0, 0
+    shutil.copytree(root / "one", copy)
+    files = sorted(p for p in copy.rglob("*") if p.is_file())
+    for _ in range(number):
+        touched = list(damage(files, dice))
+        found = " ".join(problems_of(copy))
+        missed += not all(str(file) in found or NAME in {f.name for f in touched} for file in touched) or not found
+        try:
+            got = jp.restore(copy, like)
+            silent += any(not np.array_equal(got[name], values * np.float32(i)) for i, name in enumerate("abcd", 1))
+        except jp.errors.CheckpointError:
+            pass
+        for file in touched:
+            shutil.copyfile(root / "one" / file.relative_to(copy), file)
+    size = sum(p.stat().st_size for p in files) / 2**20
+    return [
+        f"corruptions of {size:.1f} MiB: {number - missed} of {number} detected, files named; {silent} restored wrong without a word"
+    ]
+
+
+def damage(files: list[Path], dice: random.Random) -> Iterator[Path]:
+    """Flip, cut, lengthen, empty, delete, turn or swap; yields what is different now."""
+    file, other = dice.sample(files, 2)
+    data = file.read_bytes()
+    spoilt, at = bytearray(data), dice.randrange(len(data))
+    spoilt[at] ^= 1 << dice.randrange(8)
+    block = data[:at] + os.urandom(min(512, len(data) - at)) + data[at + 512 :]
+    turned = data[len(data) // 2 :] + data[: len(data) // 2]
+    ways = [bytes(spoilt), bytes(spoilt), data[:at], data + b"\0", bytes(len(data)), turned, block, None]
+    made = dice.choice(["swap", *(way for way in ways if way != data)])
+    if made == "swap" and other.read_bytes() != data:
+        shutil.copyfile(other, file)
+        other.write_bytes(data)
+        yield other
+    elif made is None or made == "swap":
+        file.unlink()
+    elif isinstance(made, bytes):
+        file.write_bytes(made)
+    yield file
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--corruptions", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child is not None:
+        child(asked.child, asked.steps)
+        return 0
+    dice, lines = random.Random(asked.seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.corruptions:
+            lines += corruptions(asked.corruptions, dice, Path(folder))
+            print(lines[-1], flush=True)
+        if asked.kills:
+            lines += kills(asked.kills, asked.steps, dice, Path(folder))
+            print(lines[-1], flush=True)
+    good = [
+        f" {asked.corruptions} of {asked.corruptions} detected" in line
+        and " 0 restored wrong" in line
+        or "equals" in line
+        for line in lines
+    ]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Two copies in flight against one, in TPU programs: ``uv run python benchmarks/copies.py [NAME ...]``.
+
+Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Each line is a step of a configuration in ``configs/bench``
+compiled for ``v5e:4x4``: what one device sends, what of that no compute is scheduled beside (over all axes, and over those that copies are about), peak,
+FLOPs and what the compiler took. ``--set`` changes all of them, as ``--set model.layers=2``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import jaxpar as jp
+from jaxpar.train.config import load_run
+from jaxpar.train.job import make_job
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "bench"
+TOPOLOGY, DEVICES = "v5e:4x4", 16
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration, changes to it, and the axis that its layers send over."""
+
+    config: str
+    axis: str
+    settings: tuple[str, ...] = ()
+
+
+RUNS = {
+    "tp": Run("1b_fsdp4_tp4", "model"),
+    # Four sequences on four devices leave one to each, which is no two: here are eight of half the length.
+    "ring": Run("1b_cp4_ring", "context", ("data.batch=8", "data.seq=16384")),
+    "ulysses": Run("1b_cp4_ulysses", "ulysses", ("data.batch=8", "data.seq=16384")),
+}
+
+
+def line(run: Run, copies: int, settings: list[str]) -> str:
+    """A row of the table."""
+    changes = [*run.settings, *settings, f"parallel.interleave_copies={copies}"]
+    job = make_job(load_run(str(CONFIGS / f"{run.config}.yaml"), changes))
+    layout = job.layout(DEVICES)
+    program = jp.compile_for(
+        TOPOLOGY,
+        layout,
+        job.make_model,
+        job.tx,
+        job.loss_fn,
+        job.batch_spec(),
+        compiler_options=job.compiler_options("tpu"),
+        **job.step_options(),
+    )
+    audit = jp.audit(program, mesh=layout.mesh)
+    own = f"{audit.wire_bytes(axis=run.axis) / 1e9:.2f} | {audit.exposed(axis=run.axis) / 1e9:.2f}"
+    return (
+        f"| {run.config} | {copies} | {audit.wire_bytes() / 1e9:.2f} | {audit.exposed() / 1e9:.2f} | {own} | "
+        f"{program.memory['peak'] / 2**20:,.0f} | {audit.matmul_flops + audit.kernel_flops:.4g} | {program.compile_cpu_seconds:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)}")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    asked = parser.parse_args()
+    print("| | copies | wire GB | exposed GB | over its axis GB | exposed GB | peak MiB | FLOPs | compile CPU s |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name in asked.names:
+        for copies in (1, 2):
+            print(line(RUNS[name], copies, asked.settings), flush=True)
+
+
+if __name__ == "__main__":
+    main()

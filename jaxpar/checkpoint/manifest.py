@@ -1,0 +1,278 @@
+"""``Manifest``: what a checkpoint holds, with a checksum of every piece of every tensor and of every file. JSON; no jax, no pickle.
+
+A manifest is read as if an enemy had written it: whatever is not exactly as it should be is a ``DamagedError`` that says what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpar.checkpoint.strict import count, counts, inside, table, text
+from jaxpar.errors import CheckpointError, DamagedError
+
+NAME, SCHEMA = "manifest.json", 1
+ARRAYS, DISK = "arrays", "disk"
+"""Where in a checkpoint orbax's arrays lie, and the files of an optimizer's state that is on disk."""
+type Bounds = tuple[tuple[int, int], ...]
+_MOST_BYTES, _MOST_DIMS, _MOST_SIZE = 1 << 30, 32, 1 << 48
+_KEYS = ("about", "checksum", "files", "layout", "schema", "step", "tensors", "versions")
+_TENSOR = ("chunk", "dims", "dtype", "folder", "itemsize", "key", "shape", "spec", "sums")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in pieces: ``sums`` are CRC-32 of the values (row-major, little-endian) of each piece, in the order of :meth:`pieces`.
+
+    Attributes:
+      dtype, itemsize: as numpy (or ml_dtypes) calls it, and its bytes.
+      shape, chunk: of the whole, and of a piece; the last piece along a dim may reach beyond the tensor on disk.
+      folder: its files, below the checkpoint's folder.
+      dims, spec: the logical names of its dims, where it had any, and the mesh axes it lay over; for people.
+      key: the PRNG implementation, where this is the data of keys.
+    """
+
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    folder: str
+    sums: tuple[int, ...]
+    dims: tuple[str | None, ...] | None = None
+    spec: str = ""
+    key: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a piece as it lies on disk."""
+        return math.prod(self.chunk) * self.itemsize
+
+    def grid(self) -> Iterator[tuple[str, Bounds]]:
+        """Each piece: its file below the checkpoint's folder, and its bounds in the tensor."""
+        if not self.bytes:
+            return
+        steps = [range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True)]
+        for at in itertools.product(*steps):
+            whole = zip(at, self.shape, self.chunk, strict=True)
+            bounds = tuple((i * step, min(i * step + step, size)) for i, size, step in whole)
+            yield f"{self.folder}/{'.'.join(map(str, at)) or '0'}", bounds
+
+    def pieces(self) -> Iterator[tuple[str, Bounds, int]]:
+        """As :meth:`grid`, each with its checksum."""
+        for (name, bounds), total in zip(self.grid(), self.sums, strict=True):
+            yield name, bounds, total
+
+    def said(self) -> str:
+        """Its dtype and shape, for people."""
+        return f"{self.dtype}{list(self.shape)}{f' of {self.key} keys' if self.key else ''}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint. ``files`` has (bytes, CRC-32) of each file but the manifest, by name below the folder."""
+
+    tensors: Mapping[str, Tensor]
+    files: Mapping[str, tuple[int, int]]
+    step: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+    def to_json(self) -> str:
+        """The one text that :meth:`from_json` takes for this manifest.
+
+        Raises:
+          CheckpointError: ``about`` holds what JSON has no words for.
+        """
+        body = {
+            "schema": SCHEMA,
+            "step": self.step,
+            "versions": dict(self.versions),
+            "layout": dict(self.layout),
+            "about": dict(self.about),
+            "tensors": {path: _tensor_out(tensor) for path, tensor in self.tensors.items()},
+            "files": {name: list(pair) for name, pair in self.files.items()},
+        }
+        try:
+            body = json.loads(_dump(body))
+            return _dump({**body, "checksum": _digest(body)})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"about: {error}, but what a manifest keeps is JSON of finite numbers.") from error
+
+    @classmethod
+    def from_json(cls, content: str, where: str) -> Manifest:
+        """A manifest from its text.
+
+        Raises:
+          DamagedError: a changed byte, another schema, a file outside of the folder, sizes that contradict each other; it begins with ``where``.
+        """
+        try:
+            data = json.loads(content, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(f"{where} is no JSON: {error}. {REMEDY}") from None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise DamagedError(f"{where} is of schema {found!r:.40}, but this jaxpar reads schema {SCHEMA}. {REMEDY}")
+        try:
+            whole = tuple(sorted(data)) == _KEYS and _dump(data) == content
+            whole = whole and data["checksum"] == _digest({k: v for k, v in data.items() if k != "checksum"})
+        except (ValueError, RecursionError):
+            whole = False
+        if not whole:
+            raise DamagedError(f"{where} is not what was written: its own checksum is wrong. {REMEDY}")
+        return cls.from_data(data, where)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], where: str) -> Manifest:
+        """As :meth:`from_json`, of parsed JSON whose checksum is not looked at."""
+        try:
+            files = {name: _file_in(name, pair) for name, pair in table(data, "files").items()}
+            tensors = {path: _tensor_in(path, entry, files) for path, entry in table(data, "tensors").items()}
+            step = data["step"]
+            if step is not None:
+                count(step, "step", _MOST_SIZE)
+            versions = {name: text(value, "versions") for name, value in table(data, "versions").items()}
+            return cls(tensors, files, step, versions, table(data, "layout"), table(data, "about"))
+        except KeyError as error:
+            raise DamagedError(f"{where}: {error.args[0]} is missing. {REMEDY}") from None
+        except ValueError as error:
+            raise DamagedError(f"{where}: {error}. {REMEDY}") from None
+
+
+REMEDY = "Remedy: another step; jaxpar doctor --checkpoint DIR says which are whole."
+
+
+def read(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be read.
+      DamagedError: it is not as it was written.
+    """
+    file = Path(folder) / NAME
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has. {REMEDY}")
+        content = file.read_bytes().decode()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"{file.parent} holds no whole checkpoint: {NAME} is missing.{_steps(file.parent)}"
+        ) from None
+    except UnicodeDecodeError:
+        raise DamagedError(f"{file} is not what was written: it is no text. {REMEDY}") from None
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read: {error.strerror}. {REMEDY}") from error
+    return Manifest.from_json(content, str(file))
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write a checkpoint's manifest, at once and on the disk."""
+    content, new = manifest.to_json(), folder / f"{NAME}.new"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(new, folder / NAME)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    f = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(f)
+    finally:
+        os.close(f)
+
+
+def _steps(folder: Path) -> str:
+    """Which steps are in a folder that holds a run's."""
+    try:
+        steps = sorted(int(p.name) for p in folder.iterdir() if re.fullmatch(r"[0-9]{1,15}", p.name))
+    except OSError:
+        steps = []
+    before = folder.with_name(f"{folder.name}.replaced")
+    if (before / NAME).exists():
+        return f" Remedy: {before}, which holds the one before: a save that was to replace it was killed."
+    return f" Remedy: {folder / str(steps[-1])}, the newest step in it." if steps else ""
+
+
+def _dump(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _digest(body: Any) -> str:
+    return hashlib.blake2b(_dump(body).encode(), digest_size=16).hexdigest()
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _tensor_out(tensor: Tensor) -> dict[str, Any]:
+    return {name: getattr(tensor, name) for name in _TENSOR}
+
+
+def _file_in(name: str, pair: Any) -> tuple[int, int]:
+    if not inside(name):
+        raise ValueError(f"the file {name!r:.80} would lie outside of the checkpoint's folder")
+    found = counts(pair, f"{name:.80}: bytes and checksum", _MOST_SIZE)
+    if len(found) != 2:
+        raise ValueError(f"{name:.80} has {len(found)} numbers, but bytes and a checksum are wanted")
+    return found[0], found[1]
+
+
+def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> Tensor:
+    at = f"tensor {path:.200}"
+    if not isinstance(entry, dict) or tuple(sorted(entry)) != _TENSOR:
+        raise ValueError(f"{at} is not described by {', '.join(_TENSOR)}")
+    dims = entry["dims"]
+    if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, str) for d in dims)):
+        raise ValueError(f"{at}: dims is {dims!r:.40}, but a list of names is wanted")
+    tensor = Tensor(
+        text(entry["dtype"], f"{at}: dtype"),
+        count(entry["itemsize"], f"{at}: itemsize", 64),
+        counts(entry["shape"], f"{at}: shape", _MOST_SIZE),
+        counts(entry["chunk"], f"{at}: chunk", _MOST_SIZE),
+        text(entry["folder"], f"{at}: folder"),
+        counts(entry["sums"], f"{at}: sums", 0xFFFFFFFF),
+        None if dims is None else tuple(dims),
+        text(entry["spec"], f"{at}: spec"),
+        None if entry["key"] is None else text(entry["key"], f"{at}: key"),
+    )
+    if not inside(tensor.folder):
+        raise ValueError(f"{at}: the folder {tensor.folder!r:.80} would lie outside of the checkpoint's folder")
+    if len(tensor.shape) != len(tensor.chunk) or len(tensor.shape) > _MOST_DIMS or not tensor.itemsize:
+        raise ValueError(f"{at}: shape {list(tensor.shape)} does not go with pieces of {list(tensor.chunk)}")
+    if tensor.bytes and not tensor.piece_bytes:
+        raise ValueError(f"{at}: its pieces are empty")
+    number = (
+        math.prod(-(-size // step) for size, step in zip(tensor.shape, tensor.chunk, strict=True))
+        if tensor.bytes
+        else 0
+    )
+    if number != len(tensor.sums):
+        raise ValueError(f"{at} has {number} pieces, but {len(tensor.sums)} checksums")
+    for name, _, _ in tensor.pieces():
+        if name not in files:
+            raise ValueError(f"{at}: its file {name} is not listed")
+        if files[name][0] != tensor.piece_bytes:
+            raise ValueError(f"{at}: its file {name} has {files[name][0]} bytes, but {tensor.piece_bytes} are wanted")
+    return tensor

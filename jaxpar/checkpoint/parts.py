@@ -1,0 +1,54 @@
+"""What each process vouches for, brought together by the first: by files, as the folder is one that all of them see."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from jaxpar.checkpoint.manifest import Tensor
+from jaxpar.errors import CheckpointError
+
+_PATIENCE = 600.0  # seconds
+type Files = dict[str, tuple[int, int]]
+
+
+def gather(here: Path, tensors: dict[str, Tensor], files: Files) -> tuple[dict[str, Tensor], Files]:
+    """Every piece's checksum and file, in the first process; the others leave theirs, and wait until the folder has its name.
+
+    Raises:
+      CheckpointError: another process did not come to its end.
+    """
+    rank, count = jax.process_index(), jax.process_count()
+    if count == 1:
+        return tensors, files
+    if rank:
+        mine = {"sums": {path: tensor.sums for path, tensor in tensors.items()}, "files": files}
+        new = here / f"part.{rank}.new"
+        new.write_text(json.dumps(mine))
+        os.replace(new, here / f"part.{rank}")
+        _wait(lambda: not here.exists(), f"{here}: process 0 does not finish the checkpoint")
+        return tensors, files
+    for other in range(1, count):
+        part = here / f"part.{other}"
+        _wait(part.exists, f"{here}: process {other} does not finish its part")
+        found = json.loads(part.read_text())
+        part.unlink()
+        files |= {name: (size, total) for name, (size, total) in found["files"].items()}
+        for path, theirs in found["sums"].items():
+            both = zip(tensors[path].sums, theirs, strict=True)
+            tensors[path] = replace(tensors[path], sums=tuple(max(pair) for pair in both))
+    return tensors, files
+
+
+def _wait(ready: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + _PATIENCE
+    while not ready():
+        if time.monotonic() > until:
+            raise CheckpointError(f"{what}, {_PATIENCE:g} s after this one did.")
+        time.sleep(0.02)

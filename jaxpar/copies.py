@@ -1,0 +1,386 @@
+"""``in_copies``: a layer as independent chains, so that what one sends crosses the mesh beside what the other computes.
+
+Each device's own rows are cut in halves (MindSpore's ``fine_grain_interleave``), so no byte moves for it. The axes of the batch and of the sequence
+are manual: weights are gathered once for both halves, and their gradients are summed over both before they are reduced.
+
+Chains alone hide little: the TPU's compiler overlaps no reduce-scatter, and lets both chains gather at once and compute at once. A layer in
+:class:`Branch` es is therefore woven: sequences are brought together and sums parted by permutes (:mod:`jaxpar.moved`), and barriers keep what one
+chain sends beside what the other computes, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxpar import crossing
+from jaxpar.crossing import Parts
+from jaxpar.errors import ConfigError, LayoutError, ModelError, listing
+from jaxpar.layout import Layout, current_layout, hint
+from jaxpar.moved import gather_moved, scatter_moved
+from jaxpar.products import GATHERED
+from jaxpar.rules import Axes, Resolved, resolve
+from jaxpar.topology import platform_of
+
+COUNTS = (1, 2)
+INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
+
+type Layer = Callable[[Any, jax.Array, Any], jax.Array]
+type Rows = jax.Array | tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What a layer adds to its residual stream: ``x + second(block, first(block, before(block, x), side))``.
+
+    Attributes:
+      before: ``before(block, x) -> h`` token by token, as a norm. It sees what lies by ``residual_seq``.
+      first, second: ``first(block, h, side) -> hidden`` and ``second(block, hidden) -> y`` [rows, seq, embed], of about equal work. The axes that
+        split ``residual_seq`` and not ``seq`` are manual in them: weights, heads and hidden units are those of one device, and ``y`` is its share of
+        a sum over them.
+      name: of what is added, for policies of recomputation.
+    """
+
+    before: Callable[[Any, jax.Array], jax.Array]
+    first: Callable[[Any, jax.Array, Any], Any]
+    second: Callable[[Any, Any], jax.Array]
+    name: str = ""
+
+
+def in_copies(layer: Layer | Sequence[Branch], count: int = 2) -> Callable[[Any, Any, Any], Any]:
+    """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another.
+
+    Args:
+      layer: of one array ``x`` [rows, seq, ...]; or its branches in their order, which are woven. It is run by each device on its own rows and tokens
+        (the axes of the dims ``batch`` and ``seq`` are manual); other axes stay the compiler's. A ``jax.checkpoint`` belongs around what
+        this returns: inside of ``layer`` it would not gather anew what all parts share.
+      count: 1 or 2.
+
+    ``block`` is an NNX module, whose weights are gathered here as their names say, or any pytree, whose leaves come whole. ``side`` is a pytree of arrays
+    [rows or 1, seq or 1, ...], cut as ``x`` is, of scalars, and of keys, of which each part on each device gets one of its own. What
+    ``layer`` takes from around itself is the same in all parts, a key too. ``x`` may be what :func:`cut` gave; then so is the result, and a scan
+    over layers cuts and joins once.
+
+    Raises:
+      ConfigError: another count; when called, rules that split neither ``residual_seq`` nor ``seq``, or rows that do not divide.
+      LayoutError: ``side`` holds an array of other rows or tokens.
+      ModelError: the module carries more than parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch="data", seq="context", residual_seq="context", embed=None)
+    >>> with jp.Layout(jp.MeshSpec(data=2, context=-1).build(), rules):
+    ...     run = in_copies(lambda block, x, side: x + jnp.tanh(x @ block["w"]))
+    ...     jax.jit(run)({"w": jnp.zeros((8, 8))}, jnp.ones((4, 16, 8)), None).shape
+    (4, 16, 8)
+    """
+    check_count(count)
+
+    def run(block: Any, x: Rows, side: Any) -> Any:
+        layout, cut_before = current_layout(), isinstance(x, tuple)
+        how = _How.of(layout, by_hand=not callable(layer))
+        how.check_split(count)
+        shape = (count * x[0].shape[0], *x[0].shape[1:]) if isinstance(x, tuple) else x.shape
+        how.check_rows(shape[0], count)
+        leaves, build = _weights(block)
+        entries = [how.entry(w, names) for w, names in leaves]
+        sides, structure = jax.tree.flatten(side)
+
+        def local(ws: list[jax.Array], x: Rows, sides: list[Any]) -> Any:
+            own = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
+            xs = x if isinstance(x, tuple) else tuple(jnp.split(x, count))
+            parts = [
+                jax.tree.unflatten(structure, [how.part(s, shape, at, count) for s in sides]) for at in range(count)
+            ]
+            if callable(layer):
+                ys = tuple(layer(own, one, part) for one, part in zip(xs, parts, strict=True))
+            else:
+                ys = _woven(layer, how, own, xs, parts)
+            return ys if cut_before else jnp.concatenate(ys)
+
+        lies = how.spec_of_rows(by_hand=True)
+        spec = (lies,) * count if cut_before else lies
+        into = [entry.spec for entry in entries], spec, [how.side_spec(s, shape) for s in sides]
+        ws = [entry.widened(w) for entry, (w, _) in zip(entries, leaves, strict=True)]
+        return how.inside(local, into, spec)(ws, x, sides)
+
+    return run
+
+
+def cut(x: jax.Array, count: int = 2) -> tuple[jax.Array, ...]:
+    """An array [rows, seq, ...] as ``count`` of them, each with its part of each device's rows.
+
+    Raises:
+      ConfigError: as :func:`in_copies`.
+    """
+    check_count(count)
+    how = _How.of(current_layout())
+    how.check_rows(x.shape[0], count)
+    spec = how.spec_of_rows()
+    parts: tuple[jax.Array, ...] = how.inside(lambda x: tuple(jnp.split(x, count)), (spec,), (spec,) * count)(x)
+    return parts
+
+
+def join(parts: tuple[jax.Array, ...]) -> jax.Array:
+    """The inverse of :func:`cut`."""
+    how = _How.of(current_layout())
+    spec = how.spec_of_rows()
+    joined: jax.Array = how.inside(lambda *xs: jnp.concatenate(xs), (spec,) * len(parts), spec)(*parts)
+    return joined
+
+
+def check_count(count: int) -> None:
+    """Raises ConfigError for a number of copies that is none."""
+    if isinstance(count, bool) or count not in COUNTS:
+        raise ConfigError(
+            f"interleave_copies is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or 1 for none."
+        )
+
+
+def _woven(
+    branches: Sequence[Branch], how: _How, block: Any, xs: Sequence[jax.Array], sides: Sequence[Any]
+) -> tuple[jax.Array, ...]:
+    """All branches of all parts, two steps behind each other: beside each step of one that computes, one of the other crosses the mesh.
+
+    After each of these pairs both wait for each other, or the compiler would put what crosses side by side again. Where nothing crosses but inside of a
+    branch (context parallelism alone), the second is a branch behind: attention of one stands beside the MLP of the other.
+    """
+    chains = [_Chain(branches, how, block, x, side) for x, side in zip(xs, sides, strict=True)]
+    lag = 2 if how.hand else 4
+    last = chains[0].steps + lag * (len(chains) - 1)
+    for step in range(last):
+        # The last chain begins with what it sends, while the first computes already.
+        here = [chain for n, chain in enumerate(chains) if chain.take(step - lag * n)]
+        _wait_for_each_other(here)
+    return tuple(chain.x for chain in chains)
+
+
+class _Chain:
+    """One part of the rows on its way through the branches: four steps each, of which the first two compute and the others cross the mesh."""
+
+    def __init__(self, branches: Sequence[Branch], how: _How, block: Any, x: jax.Array, side: Any):
+        self.branches, self.how, self.block, self.side = branches, how, block, side
+        self.x, self.steps = x, 4 * len(branches) - 1
+        self.now: Any = how.together(branches[0].before(block, x))
+
+    def take(self, step: int) -> bool:
+        """Whether the step leaves something that a later one wants."""
+        if not 0 <= step < self.steps:
+            return step < 0
+        branch, kind = self.branches[step // 4], step % 4
+        if kind == 0:
+            self.now = branch.first(self.block, self.now, self.side)
+        elif kind == 1:
+            self.now = branch.second(self.block, self.now)
+        elif kind == 2:
+            y = self.how.apart(self.now)
+            self.x += checkpoint_name(y, branch.name) if branch.name else y
+            if step + 1 == self.steps:
+                return False
+            self.now = self.branches[step // 4 + 1].before(self.block, self.x)
+        else:
+            self.now = self.how.together(self.now)
+        return True
+
+
+def _wait_for_each_other(chains: Sequence[_Chain]) -> None:
+    if len(chains) > 1:
+        for chain, now in zip(chains, jax.lax.optimization_barrier([c.now for c in chains]), strict=True):
+            chain.now = now
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """How a weight comes in: its spec, what of that is gathered inside, its dtype there, and whether its gradient's sum is to be of 32 bits."""
+
+    spec: PartitionSpec
+    parts: Parts
+    dtype: Any
+    wide: bool
+
+    def widened(self, w: jax.Array) -> jax.Array:
+        # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not.
+        return crossing.wide(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(parts: Parts, dtype: Any, w: jax.Array) -> jax.Array:
+    return crossing.gather(w, parts, crossing.asked()).astype(dtype)
+
+
+def _scattered(parts: Parts, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    precision, axes = crossing.asked(), tuple(axis for dim in parts.dims for axis in dim)
+    # By itself in the dtype of the compute, as the gradients of all other gathered weights.
+    precision = precision if precision.reduce else replace(precision, reduce=str(grad.dtype))
+    return (crossing.reduce(grad, parts, axes, precision).astype(like.dtype),)
+
+
+_gathered.defvjp(lambda parts, dtype, w: (_gathered(parts, dtype, w), w[:0]), _scattered)
+
+
+def _enter(entry: _Entry, w: jax.Array) -> jax.Array:
+    """A weight as the layer uses it. Sums over the axes that do not split it are ``shard_map``'s matter."""
+    if not any(entry.parts.dims):
+        return w.astype(entry.dtype)
+    return checkpoint_name(_gathered(entry.parts, entry.dtype, w), GATHERED)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What splits rows, tokens, and tokens between branches alone; without the axes that an enclosing ``shard_map`` has made manual."""
+
+    layout: Layout
+    rows: Axes
+    seq: Axes
+    hand: Axes
+    splits: bool
+
+    @classmethod
+    def of(cls, layout: Layout, *, by_hand: bool = False) -> _How:
+        rows, seq, residual = (_axes(layout, dim) for dim in ("batch", "seq", "residual_seq"))
+        model = set(_axes(layout, "heads"))
+        seq = tuple(axis for axis in seq if axis not in model)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        free = lambda axes: tuple(axis for axis in axes if axis not in manual)
+        hand = tuple(axis for axis in residual if axis not in (*seq, *rows))
+        fits = by_hand and residual[: len(seq)] == seq
+        return cls(layout, free(rows), free(seq), free(hand) if fits else (), bool(seq or residual))
+
+    def check_split(self, count: int) -> None:
+        if count > 1 and not self.splits and self.layout.mesh.size > 1:
+            sizes = ", ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1)
+            raise ConfigError(
+                f"interleave_copies is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
+                f"parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
+                f"interleave_copies: 1."
+            )
+
+    def check_rows(self, rows: int, count: int) -> None:
+        ways = self._ways(self.rows)
+        if rows % (ways * count):
+            over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
+            raise ConfigError(
+                f"interleave_copies is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal parts. Remedy: a batch, or "
+                f"microbatches, of a multiple of {ways * count} rows, or interleave_copies: 1."
+            )
+
+    def together(self, h: jax.Array) -> jax.Array:
+        """From ``residual_seq`` to ``seq``."""
+        return gather_moved(h, self.hand, dim=1) if self.hand else hint(h, *INSIDE)
+
+    def apart(self, y: jax.Array) -> jax.Array:
+        """From ``seq`` to ``residual_seq``, summed."""
+        return scatter_moved(y, self.hand, dim=1) if self.hand else hint(y, *RESIDUAL)
+
+    def spec_of_rows(self, *, by_hand: bool = False) -> PartitionSpec:
+        along = (*self.seq, *self.hand) if by_hand else self.seq
+        return PartitionSpec(self.rows or None, along or None)
+
+    def side_spec(self, s: Any, shape: Sequence[int]) -> PartitionSpec:
+        if not jnp.ndim(s):
+            return PartitionSpec()
+        fits = s.shape[0] in (1, shape[0]) and (s.ndim == 1 or s.shape[1] in (1, shape[1]))
+        if not fits:
+            raise LayoutError(
+                f"in_copies(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of {shape[1]} tokens, so nothing says how to cut "
+                f"it. Remedy: [{shape[0]} or 1, {shape[1]} or 1, ...]."
+            )
+        axes = (self.rows if s.shape[0] > 1 else (), self.seq if s.ndim > 1 and s.shape[1] > 1 else ())
+        return PartitionSpec(*(dim or None for dim in axes[: s.ndim]))
+
+    def part(self, s: Any, shape: Sequence[int], at: int, count: int) -> Any:
+        """What one part of the rows on this device sees of something beside them."""
+        if not jnp.ndim(s) and jnp.issubdtype(getattr(s, "dtype", jnp.float32), jax.dtypes.prng_key):
+            here = jax.lax.axis_index((*self.rows, *self.seq)) if self.rows or self.seq else 0
+            return jax.random.fold_in(s, here * count + at)
+        return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
+
+    def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
+        """How a weight of these dims comes in."""
+        mine, partly = self._manual(), set(self.layout.mesh.axis_names) - self._manual()
+        stored, used = (self._resolved(w, names, role) for role in ("params", "activations"))
+        lies, stays = (tuple(tuple(a for a in dim if a in mine) for dim in found) for found in (stored, used))
+        pairs = list(zip(lies, stays, strict=True))
+        if any(have[: len(want)] != want for have, want in pairs):
+            lies, pairs = stays, [(want, want) for want in stays]  # brought there by the compiler
+        parts = Parts(tuple(have[len(want) :] for have, want in pairs))
+        on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
+        spec = PartitionSpec(*(dim or None for dim in lies))
+        return _Entry(spec, parts, w.dtype, on_cpu and w.dtype.itemsize < 4)
+
+    def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:
+        if names is None:
+            return ((),) * w.ndim
+        names = names[len(names) - w.ndim :]  # of one layer of a stack
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        sizes = {axis: size for axis, size in self.layout.sizes.items() if axis not in outer}
+        found: Resolved = resolve(
+            self.layout.rules,
+            sizes,
+            names,
+            w.shape,
+            role=role,
+            itemsize=w.dtype.itemsize,
+            path="a weight of in_copies()",
+        )
+        if found.problems:
+            raise LayoutError(found.problems)
+        return found.axes
+
+    def inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+        """``f`` on each device's shards."""
+        if not (self.rows or self.seq or self.hand):
+            return f
+        # Unchecked: jax would take what is gathered for different on every device.
+        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=self._manual(), check_vma=False)
+
+    def _manual(self) -> set[str]:
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        # With axes of size 1, so that what is not there leaves none behind.
+        alone = {axis for axis, size in self.layout.sizes.items() if size == 1 and axis not in outer}
+        return {*self.rows, *self.seq, *self.hand, *alone}
+
+    def _ways(self, axes: Axes) -> int:
+        return math.prod(self.layout.sizes[axis] for axis in axes)
+
+
+def _axes(layout: Layout, dim: str) -> Axes:
+    """The axes, larger than 1, that the rules split a dim over; none where they do not know it."""
+    found = layout.resolve((dim,))
+    return () if found.problems else tuple(axis for axis in found.axes[0] if layout.sizes[axis] > 1)
+
+
+def _weights(
+    block: Any,
+) -> tuple[list[tuple[jax.Array, tuple[str | None, ...] | None]], Callable[[list[jax.Array]], Any]]:
+    """A block's arrays with the names of their dims, and what makes a block of such arrays again.
+
+    Raises:
+      ModelError: the module carries arrays that are not trained.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(block, nnx.Module):
+        leaves, structure = jax.tree.flatten(block)
+        return [(w, None) for w in leaves], lambda ws: jax.tree.unflatten(structure, ws)
+    from jaxpar.nnx import names_of
+
+    graphdef, params, rest = nnx.split(block, nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        paths = ["/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(rest)]
+        raise ModelError(
+            f"in_copies(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. Remedy: keep counters, keys and "
+            f"statistics out of it, and hand keys over in side."
+        )
+    leaves, structure = jax.tree.flatten(params)
+    found = [names_of(v.get_metadata(), "/".join(map(str, keys))) for keys, v in nnx.to_flat_state(params)]
+    pairs = list(zip(leaves, found, strict=True))
+    return pairs, lambda ws: nnx.merge(graphdef, jax.tree.unflatten(structure, ws), rest)

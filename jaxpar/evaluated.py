@@ -1,0 +1,65 @@
+"""Metrics of a batch by a pipeline: forwards alone, each stage with its own layers, nothing kept for backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.boarding import Boarding, Split
+from jaxpar.layout import Layout
+from jaxpar.microbatches import means_of
+from jaxpar.objective import Metrics, key_of
+from jaxpar.pieces import after_of, before_of, check_rows, columns, layer_of, side_of, weighted
+from jaxpar.pipeline.asked import Pipeline
+from jaxpar.pipeline.forward import run_forward
+from jaxpar.pipeline.program import Head, Program
+from jaxpar.pipelined import check_pipeline, join
+from jaxpar.precision import Precision
+from jaxpar.schedules.forwards import forwards
+from jaxpar.staged import Staged
+from jaxpar.state import TrainState
+
+
+def evaluated(
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, asked: Pipeline
+) -> Metrics:
+    """Loss and metrics of ``batch``, over microbatches averaged as in training."""
+    schedule = forwards(asked.schedule)
+    asked = replace(asked, schedule=schedule, keeps="input", reduce="once", lowering="uniform", recompute=())
+    check_pipeline(layout, loss_fn, state, asked)
+    split = Split(state, loss_fn)
+    batch = loss_fn.prepare(split.model(state.params), batch)
+    check_rows(layout, batch, schedule.microbatches)
+    others = jax.tree.map(precision.computing, split.others(state.params))
+    x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
+    board = Boarding.of(layout, split, state, precision, asked)
+    given = batch, loss_fn.rows(batch, key_of(state))
+    weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
+    program = Program(
+        schedule=schedule,
+        layer=layer_of(loss_fn, split),
+        side=side_of(layout, loss_fn, split),
+        head=_head(loss_fn, split),
+        axes=board.axes,
+        counts=board.layers.counts,
+        starts=board.layers.starts,
+        join=join,
+        dims=loss_fn.dims,
+    )
+    sums = run_forward(program, split.stack(weights), split.others(weights), fed, pieces)
+    (loss, metrics), weight = board.summed(sums)
+    loss, metrics, _ = means_of((loss, metrics, ()), weight)
+    return {"loss": loss, **metrics}
+
+
+def _head(loss_fn: Staged, split: Split) -> Head:
+    """What comes after the layers, of one microbatch: its share of all sums."""
+
+    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
+        loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
+        return (weighted((loss, metrics), weight), weight), ((), jnp.stack([weight, weight]))
+
+    return head

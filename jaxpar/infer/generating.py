@@ -1,0 +1,292 @@
+"""``Generator``: one jitted prefill and one jitted decode step of a model, and the loop that streams their tokens.
+
+Shape suffixes: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.errors import ConfigError, DivergedError, LayoutError, ModelError
+from jaxpar.infer.asked import Request, check_requests
+from jaxpar.infer.cached import CACHE_SEQ, Cached
+from jaxpar.infer.sampling import BROKEN, NONE, Sampling, next_tokens
+from jaxpar.layout import Layout, _ambient, hint, tracing_under
+from jaxpar.model import MakeModel, Tagged
+from jaxpar.state import abstract_state
+
+_LEAST = 16
+"""Prompts are filled up to a power of two from here on, so that few lengths are compiled."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "at", "left", "keys"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Decoding:
+    """What a decode step reads and writes; donated.
+
+    Attributes:
+      cache: as the model says it (:class:`jaxpar.Cached`).
+      tokens: the last token of each row [batch] int32, not yet in the cache.
+      at: its position [batch] int32.
+      left: how many tokens each row may still make [batch] int32; 0 where it has ended.
+      keys: a PRNG key for each row [batch].
+    """
+
+    cache: Any
+    tokens: Any
+    at: Any
+    left: Any
+    keys: Any
+
+
+class Generator:
+    """A model that generates, on a layout: ``prefill``, ``decode``, and the loops over them.
+
+    The two are ordinary jitted functions, with ``.lower()``:
+
+    - ``prefill(params, prompts) -> (state, tokens)``; prompts as :meth:`prompts` makes them;
+    - ``decode(params, state) -> (state, tokens)``; the state is donated. Tokens are [batch] int32, -1 for rows that have ended.
+
+    Prompts are filled up at their end, to one length; each row counts its own positions and has its own slots, so that no row's tokens depend
+    on the others. The cache lies by the rules: ``batch``, ``kv_heads``, ``head_dim``, and its slots by ``cache_seq``, or as ``seq`` where the
+    rules do not name that.
+
+    Args:
+      layout: where parameters, cache and activations lie; it need not be that of the training.
+      make_model: as for :func:`jaxpar.init`.
+      cached: how the model generates, as ``cached_llama(config)``.
+      batch: rows that are generated at once.
+      slots: of the cache: the longest prompt with what is made from it.
+      sampling: how tokens are drawn.
+      stop: tokens that end a request.
+
+    Raises:
+      LayoutError: the mesh does not divide parameters or cache.
+      ModelError: the model carries variables beside its parameters.
+      ConfigError: a size below 1, or a stop token that is none.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> from jaxpar.models.decoding import cached_llama
+    >>> from jaxpar.models.llama import make_llama, preset
+    >>> layout = jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=jax.devices()[:1])
+    >>> config = preset("tiny", layers=1)
+    >>> params = jp.init(layout, make_llama(config), optax.identity()).params
+    >>> model = Generator(layout, make_llama(config), cached_llama(config), batch=2, slots=32)
+    >>> [len(made) for made in model.generate(params, [[1, 2, 3], [4]], most=[2, 3])]
+    [2, 3]
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        make_model: MakeModel,
+        cached: Cached,
+        *,
+        batch: int,
+        slots: int,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+    ):
+        for name, value in (("batch", batch), ("slots", slots)):
+            if value < 1:
+                raise ConfigError(f"Generator: {name} is {value}, but 1 or more is wanted.")
+        for token in stop:
+            if not 0 <= token < cached.vocab:
+                raise ConfigError(f"Generator: stop token {token} is not in the model's vocabulary of {cached.vocab}.")
+        self.layout, self.cached, self.batch, self.slots = layout, cached, batch, slots
+        self.sampling, self.stop = sampling or Sampling(), tuple(stop)
+        state = abstract_state(layout, make_model, optax.identity())
+        if jax.tree.leaves(state.rest):
+            raise ModelError(
+                "Generator: the model carries variables beside its parameters, which generation does not take. Remedy: a model without counters "
+                "and statistics."
+            )
+        self._state = state
+        self._long = _with_cache(layout)
+        self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
+        self.abstract = self._abstract()
+        self.prefill = jax.jit(self._prefill)
+        self.decode = jax.jit(self._decode, donate_argnums=1)
+
+    @property
+    def params(self) -> Any:
+        """The parameters as shapes with their shardings: what to restore, or to lower for."""
+        return self._state.params
+
+    def prepare(self, params: Any) -> Any:
+        """Parameters as each step reads them fastest, as in the dtype of the compute. The originals are kept."""
+        place = jax.tree.map(lambda x: x.sharding, self._state.params)
+        return jax.jit(self.cached.prepare, out_shardings=place)(params)
+
+    def prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Requests as ``prefill`` takes them: ``tokens`` [batch, seq], ``lengths``, ``left`` and ``keys`` [batch]; missing rows have ended."""
+        rows = [*requests, *(Request((0,), 0),) * (self.batch - len(requests))]
+        longest = max(len(row.tokens) for row in rows)
+        tokens = np.zeros((self.batch, self._padded(longest)), np.int32)
+        for row, request in enumerate(rows):
+            tokens[row, : len(request.tokens)] = request.tokens
+        return {
+            "tokens": tokens,
+            "lengths": np.array([len(row.tokens) for row in rows], np.int32),
+            "left": np.array([row.most for row in rows], np.int32),
+            "keys": jax.vmap(jax.random.key)(np.array([row.seed for row in rows], np.uint32)),
+        }
+
+    def stream(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        most: int | Sequence[int],
+        seeds: Sequence[int] | None = None,
+    ) -> Iterator[list[int]]:
+        """The tokens of each step as they come, one for each of at most ``batch`` requests; -1 where a request has ended.
+
+        Args:
+          params: of the model; :meth:`prepare` makes the fastest.
+          prompts: of the requests, each one token or more.
+          most: how many tokens to make, of all or of each.
+          seeds: of each request's own key; 0, 1, ... if not given.
+
+        Raises:
+          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests.
+          DivergedError: logits that are not finite.
+        """
+        requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
+        if len(requests) > self.batch:
+            raise ConfigError(
+                f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), which takes them in turns, or a larger batch."
+            )
+        return self._stream(params, requests)
+
+    def generate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        most: int | Sequence[int],
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """What each request makes, without its prompt and without the stop token; ``batch`` requests at a time. As :meth:`stream`."""
+        requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
+        made: list[list[int]] = [[] for _ in requests]
+        for first in range(0, len(requests), self.batch):
+            for tokens in self._stream(params, requests[first : first + self.batch]):
+                for row, token in enumerate(tokens, first):
+                    if token != NONE and token not in self.stop:
+                        made[row].append(token)
+        return made
+
+    def _stream(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
+        state, found = self.prefill(params, self.prompts(requests))
+        for _ in range(max(request.most for request in requests)):
+            # The next step is on its way while this one's tokens are looked at.
+            state, coming = self.decode(params, state)
+            tokens = np.asarray(found).tolist()[: len(requests)]
+            found = coming
+            if BROKEN in tokens:
+                raise DivergedError(
+                    f"Generator: the logits of request {tokens.index(BROKEN)} are not finite. Remedy: look at the checkpoint's parameters and at the "
+                    f"dtype of the compute."
+                )
+            if all(token == NONE for token in tokens):
+                return
+            yield tokens
+
+    def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
+        with _under(self.layout, self._long):
+            model = self._state.static.kind.merge(params, self._state.rest)
+            tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
+            x, cache = self.cached.prefill(model, tokens_BS, self.slots)
+        with _under(self.layout, self._short):
+            # A sum in which all but one are zeros, and not an index: the sequence may be split.
+            last_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1) == lengths_B[:, None] - 1
+            x = jnp.sum(jnp.where(jnp.expand_dims(last_BS, tuple(range(2, x.ndim))), x, 0), 1)
+            state = Decoding(cache, lengths_B * 0, lengths_B - 1, prompts["left"], prompts["keys"])
+            return self._drawn(state, self.cached.logits(model, x))
+
+    def _decode(self, params: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
+        with _under(self.layout, self._short):
+            model = self._state.static.kind.merge(params, self._state.rest)
+            x, cache = self.cached.step(model, state.tokens, state.at, state.cache)
+            return self._drawn(replace(state, cache=cache), self.cached.logits(model, x))
+
+    def _drawn(self, state: Decoding, logits_BV: jax.Array) -> tuple[Decoding, jax.Array]:
+        """The state with the next tokens, and these."""
+        live_B = state.left > 0
+        drawn_B = jnp.where(live_B, next_tokens(self.sampling, logits_BV, state.keys, state.at + 1), NONE)
+        ended_B = drawn_B < 0
+        for token in self.stop:
+            ended_B |= drawn_B == token
+        small = {
+            "tokens": jnp.maximum(drawn_B, 0),
+            "at": state.at + live_B,
+            "left": jnp.where(ended_B, 0, state.left - 1),
+            "keys": state.keys,
+        }
+        cache = jax.tree.map(lambda x, place: hint(x, *place.dims), state.cache, self._cache())
+        state = replace(state, cache=cache, **{name: hint(x, "batch") for name, x in small.items()})
+        return state, drawn_B
+
+    def _cache(self) -> Any:
+        return self.cached.cache(self.batch, self.slots)
+
+    def _abstract(self) -> Decoding:
+        """The state as shapes with shardings; raises what the mesh does not divide."""
+        problems: list[str] = []
+        is_tag = lambda x: isinstance(x, Tagged)
+
+        def shape(path: Any, tagged: Tagged) -> jax.ShapeDtypeStruct:
+            name = f"cache/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            found = self._short.resolve(tagged.dims, tagged.value.shape, dtype=tagged.value.dtype, path=name)
+            problems.extend(found.problems)
+            spec = jax.sharding.PartitionSpec(*found.axes)
+            place = jax.sharding.NamedSharding(self.layout.mesh, spec)
+            return jax.ShapeDtypeStruct(tagged.value.shape, tagged.value.dtype, sharding=place)
+
+        cache = jax.tree_util.tree_map_with_path(shape, self._cache(), is_leaf=is_tag)
+        if problems:
+            raise LayoutError(list(dict.fromkeys(problems)))
+        row = self._short.sharding(("batch",), (self.batch,))
+        number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
+        key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        return Decoding(cache, number, number, number, jax.ShapeDtypeStruct((self.batch,), key, sharding=row))
+
+    def _padded(self, longest: int) -> int:
+        """The length that prompts are filled up to, which the rules can split."""
+        ways = 1
+        for dim in self.cached.sequence:
+            found = self.layout.resolve((dim,))
+            ways = math.lcm(ways, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
+        # Twice as many, for a ring's zigzag.
+        return -(-max(_LEAST, 1 << (longest - 1).bit_length()) // (2 * ways)) * 2 * ways
+
+
+def _with_cache(layout: Layout) -> Layout:
+    """The layout with a rule for a cache's slots."""
+    table = layout.rules.table
+    if CACHE_SEQ in table:
+        return layout
+    return replace(layout, rules=layout.rules.replace(**{CACHE_SEQ: table.get("seq")}))
+
+
+@contextmanager
+def _under(asked: Layout, own: Layout) -> Iterator[None]:
+    """Trace under ``own``, which is ``asked`` with other rules for a sequence; raises where a third layout is ambient."""
+    with tracing_under(asked), _ambient(own):
+        yield

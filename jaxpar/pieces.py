@@ -1,0 +1,120 @@
+"""The pieces of a :class:`jaxpar.Staged` loss as an executor calls them: of a model whose layers are elsewhere, on a microbatch's rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.boarding import Split, row_axes, seq_axes
+from jaxpar.crossing import batch_axes, wide
+from jaxpar.errors import LayoutError, ModelError
+from jaxpar.layout import Layout
+from jaxpar.model import show, to_path
+from jaxpar.objective import Metrics, unpack
+from jaxpar.pipeline.beside import Beside
+from jaxpar.pipeline.layers import AXIS
+from jaxpar.pipeline.stage import Layer
+from jaxpar.staged import Staged
+
+
+def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Array:
+    """What the first layer is given."""
+    model = split.model_of(others)
+    x = loss_fn.before(model, batch)
+    _check_carried("before", split, model)
+    return x
+
+
+def layer_of(loss_fn: Staged, split: Split) -> Layer:
+    """One layer, of its weights."""
+    return lambda weights, x, side: loss_fn.one(split.block(weights), x, side.given, side.keys)
+
+
+def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any], Beside]:
+    """What layers know of a microbatch."""
+
+    def side(piece: Any) -> Beside:
+        batch, keys = piece
+        model = split.model_of(split.others(split.shapes))
+        given = loss_fn.side(model, batch)
+        _check_carried("side", split, model)
+        if keys is not None:
+            for axis in seq_axes(layout):
+                keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
+        return Beside(given, keys, jnp.zeros((), jnp.float32))
+
+    return side
+
+
+def after_of(
+    loss_fn: Staged, split: Split, after: Any, y: jax.Array, piece: Any
+) -> tuple[jax.Array, Metrics, jax.Array]:
+    """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
+    model = split.model_of(after)
+    loss, metrics, updates = unpack(loss_fn.after(model, y, piece[0]))
+    if updates is not None:
+        raise ModelError(
+            "Staged(after=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
+        )
+    _check_carried("after", split, model)
+    for name, value in metrics.items():
+        if jnp.shape(value):
+            raise ModelError(
+                f"Staged(after=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars are "
+                f"wanted. Remedy: return its mean."
+            )
+    return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
+
+
+def weighted(found: Any, weight: jax.Array) -> Any:
+    """What a microbatch adds to sums."""
+    return jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), found)
+
+
+def _check_carried(what: str, split: Split, model: Any) -> None:
+    """A piece changes no variable of the model: microbatches come in an order of their own, and nobody would see the change."""
+    now = split.kind.carried(model, split.rest, None)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.rest), strict=True)
+    changed = [show(("rest", *to_path(keys))) for (keys, new), old in pairs if new is not old]
+    if changed:
+        raise ModelError(
+            f"Staged({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a model that changes none; for random "
+            f"numbers of layers Staged(keys=True)."
+        )
+
+
+def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
+    """Every array has rows for each device's microbatches, and a sequence that its axes divide."""
+    ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
+    for keys, x in jax.tree_util.tree_leaves_with_path(batch):
+        what = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+        if x.ndim == 0 or x.shape[0] % (ways * microbatches):
+            raise LayoutError(
+                f"{what} cannot be cut into the {microbatches} microbatches of the pipeline over {ways} devices: its first dim is no multiple of "
+                f"{ways * microbatches}. Remedy: a batch of a multiple of {ways * microbatches} rows, or a schedule of fewer microbatches."
+            )
+        _, *seq = row_axes(layout, x)
+        parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
+        if x.ndim > 1 and x.shape[1] % parts:
+            raise LayoutError(
+                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} devices, which do not divide "
+                f"{x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule of 'seq' over those axes."
+            )
+
+
+def columns(layout: Layout, x: jax.Array, dims: tuple[str | None, ...] | None) -> jax.Array:
+    """What the first layer is given, its last dim over the stages: only the first wants it whole, a microbatch at a time.
+
+    Its other dims lie by their names, as between layers: of a whole batch there is much.
+    """
+    stages = layout.sizes.get(AXIS, 1)
+    if x.shape[-1] % stages:
+        return x
+    first = row_axes(layout, x) if dims is None else layout.resolve(dims, x.shape, dtype=x.dtype).axes[:-1]
+    spec = PartitionSpec(*first, *(None,) * (x.ndim - 1 - len(first)), AXIS)
+    return jax.lax.with_sharding_constraint(x, spec)

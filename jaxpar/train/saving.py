@@ -1,0 +1,171 @@
+"""What a run keeps of itself: checkpoints as its configuration asks for them, and where it goes on after one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+import jaxpar as jp
+from jaxpar.checkpoint.managing import CheckpointManager, Restored
+from jaxpar.checkpoint.manifest import DISK
+from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.train.job import Job
+
+_OWN = ("checkpoint", "output", "simulate")
+"""Keys of a configuration that say nothing of the numbers."""
+
+
+class Saver:
+    """A run's checkpoints; without ``checkpoint`` in its configuration all of this does nothing. A context.
+
+    Args:
+      job, layout: the run.
+      console: where it is told what became of a checkpoint.
+
+    Raises:
+      ConfigError: the configuration's keys do not go together, or the folder holds another run's steps and ``resume`` is ``never``.
+      CheckpointError: another run holds the folder.
+    """
+
+    def __init__(self, job: Job, layout: jp.Layout, console: Console):
+        self._job, self._layout, self._console = job, layout, console
+        self._manager: CheckpointManager | None = None
+        self.saves, self.pause = 0, 0.0
+        """How many were begun, and the longest time in seconds that the run waited for one."""
+        asked = job.config.checkpoint
+        if asked is None:
+            return
+        directory = asked.directory or f"{job.config.output}/checkpoints"
+        try:
+            self._manager = CheckpointManager(
+                directory, keep=asked.keep, every=asked.every, minutes=asked.minutes, tell=self._tell
+            )
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("CheckpointManager", "checkpoint", 1)) from None
+        if asked.resume == "never" and (steps := self._manager.steps()):
+            self._manager.close()
+            raise ConfigError(
+                f"checkpoint: resume is never, but {directory} holds steps {steps} of another run. Remedy: another directory, or resume: auto."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._manager is not None
+
+    @property
+    def directory(self) -> Path | None:
+        """Of the run's checkpoints."""
+        return None if self._manager is None else self._manager.directory
+
+    def restore(self, like: Any = None) -> Restored | None:
+        """The newest good step, laid out as this run wants it, if there is one and it may be taken.
+
+        Args:
+          like: the state, where it is not what the layout, model and optimizer say alone.
+
+        Raises:
+          CheckpointError: there is none and ``resume`` is ``must``; none is good; it is of another model, or beyond the run's last step.
+        """
+        asked, job = self._job.config.checkpoint, self._job
+        if self._manager is None or asked is None or asked.resume == "never":
+            return None
+        like = jp.abstract_state(self._layout, job.make_model, job.tx, job.precision) if like is None else like
+        found = self._manager.restore_latest(like)
+        if found is None:
+            if asked.resume == "must":
+                raise CheckpointError(
+                    f"checkpoint: resume is must, but {self._manager.directory} holds none. Remedy: the directory of the run to go on with, or "
+                    f"resume: auto."
+                )
+            return None
+        if found.step > job.config.train.steps:
+            raise CheckpointError(
+                f"checkpoint: {self._manager.directory} is at step {found.step}, beyond train.steps={job.config.train.steps}. Remedy: more steps, "
+                f"or another directory."
+            )
+        self._console.print(f"resumed from step {found.step} of {escape(str(self._manager.directory))}")
+        for line in _changes(found.manifest.about.get("config"), _plain(job)):
+            self._console.print(escape(line))
+        return found
+
+    def disk(self, found: Restored | None) -> Path | None:
+        """Where a restored step has the files of an optimizer on disk."""
+        if found is None or self._manager is None or self._job.config.parallel.offload.optimizer != "disk":
+            return None
+        return self._manager.directory / str(found.step) / DISK
+
+    def after(self, step: int, state: jp.TrainState, about: Mapping[str, Any], runner: Any, *, last: bool) -> None:
+        """Save what is the state after ``step``, where it is time to, or ``last``: then until it is whole."""
+        if self._manager is None:
+            return
+        due = self._manager.due(step) or last
+        if due and not (last and self._manager.saved == step):
+            began = time.perf_counter()
+            disk = runner if isinstance(runner, jp.DiskStep) else None
+            told = {**about, "config": _plain(self._job), "name": self._job.name}
+            self.saves += self._manager.save(step, state, layout=self._layout, about=told, disk=disk)
+            self.pause = max(self.pause, time.perf_counter() - began)
+        if last:
+            self._manager.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def _tell(self, text: str) -> None:
+        self._console.print(f"[bold]{escape(text)}[/]")
+
+
+def here(position: Mapping[str, Any]) -> dict[str, Any]:
+    """A position in the data as this process has it: all processes are at the same one, whichever saved it."""
+    fingerprint = position.get("fingerprint")
+    if not isinstance(fingerprint, Mapping):
+        return dict(position)  # no position, which `set_state` says
+    mine = {"process_count": jax.process_count(), "process_index": jax.process_index()}
+    return {**position, "fingerprint": {**fingerprint, **mine}}
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """The run's configuration and its layout as JSON has them."""
+    config = {key: value for key, value in asdict(job.config).items() if key not in _OWN}
+    return dict(_json({**config, "layout": job.layout_data}))
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if odd or not isinstance(value, str | int | float | bool | None) else value
+
+
+def _changes(was: Any, now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key that has another value than in the run that saved."""
+    before, after = dict(_flat(was)), dict(_flat(now))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key} was {before.get(key)}, is {after.get(key)}"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, item in value.items():
+        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))

@@ -1,0 +1,467 @@
+"""Asynchronous pipelines against their recurrences on one device: bitwise in fp64, between calls, after a flush and from a saved state."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, LayoutError, ModelError, ScheduleError
+from jaxpar.schedules.table import FIELDS
+from jaxpar.schedules.window import Window
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""These programs run a few times: making them fast takes longer than running them."""
+WIDTH, WORDS, LAYERS, ROWS, CALLS = 4, 12, 6, 8, 3
+RULES = jp.Rules(
+    batch="data",
+    seq=None,
+    embed=None,
+    heads=None,
+    mlp="model",
+    vocab=("pipeline", "model"),
+    layers="pipeline",
+    params={"embed": "data"},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fp64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def make_model(key: jax.Array) -> Any:
+    """Quarters. With what follows every number of a step is a short binary fraction, so no sum depends on its order."""
+    a, b, c = jax.random.split(key, 3)
+    quarters = lambda key, *shape: jax.random.randint(key, shape, -2, 3).astype(jnp.float64) / 4
+    return {
+        "words": jp.tag(quarters(a, WORDS, WIDTH), "vocab", "embed"),
+        "blocks": {"w": jp.tag(quarters(b, LAYERS, WIDTH, WIDTH), "layers", "embed", "mlp")},
+        "head": jp.tag(quarters(c, WIDTH, WORDS), "embed", "vocab"),
+    }
+
+
+def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
+    h = jp.hint(x @ block["w"] + side[..., None], "batch", "seq", "mlp")
+    return x + jnp.where(h > 0, h, 0) / 2
+
+
+LOSS = jp.Staged(
+    layers="blocks",
+    before=lambda model, batch: model["words"][batch["tokens"]],
+    layer=layer,
+    after=lambda model, x, batch: (
+        jnp.mean(jnp.sum((x @ model["head"] - batch["targets"]) ** 2, -1)),
+        {"first": x[0, 0, 0]},
+    ),
+    side=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4,
+    dims=("batch", "seq", "embed"),
+)
+
+
+def stepping() -> optax.GradientTransformation:
+    """Momentum that takes steps of quarters: weights stay quarters, and an update is the same or another one, never nearly the same."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        count, trace = state
+        trace = jax.tree.map(lambda g, t: jnp.round((g + t / 2) * 8) / 8, grads, trace)
+        size = jnp.where(count % 2 == 0, 0.25, 0.5)
+        return jax.tree.map(lambda t: -jnp.sign(t) * jnp.minimum(jnp.round(abs(t)) / 4, size), trace), (
+            count + 1,
+            trace,
+        )
+
+    return optax.GradientTransformation(
+        lambda params: (jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)), update
+    )
+
+
+def batch_of(number: int) -> dict[str, jax.Array]:
+    one, other = jax.random.split(jax.random.key(number))
+    return {
+        "tokens": jax.random.randint(one, (ROWS, 2), 0, WORDS),
+        "targets": jax.random.randint(other, (ROWS, 2, WORDS), -2, 3).astype(jnp.float64),
+    }
+
+
+def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
+    """As each of ``ways`` devices cuts its own rows."""
+    cut = jax.tree.map(lambda x: np.asarray(x).reshape(ways, count, -1, *x.shape[1:]).swapaxes(0, 1), batch)
+    return [jax.tree.map(lambda x, n=n: x[n].reshape(-1, *x.shape[3:]), cut) for n in range(count)]
+
+
+@functools.cache
+def gradient() -> Callable[[Any, Any], Any]:
+    """Loss and gradient of one microbatch, on one device, by jax alone."""
+    one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
+
+    def run(params: Any, batch: Any) -> Any:
+        with jp.layout.tracing_under(one):
+            return jax.value_and_grad(lambda params: LOSS(params, batch)[0])(params)
+
+    return jax.jit(run)
+
+
+@functools.cache
+def updating() -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+    tx = stepping()
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    return tx, jax.jit(update)
+
+
+def two_versions(params: Any, count: int, ways: int) -> list[Any]:
+    """W after every call, and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
+    (tx, update), mean = updating(), lambda *grads: sum(grads) / count
+    state, found, late = tx.init(params), [params], None
+    for number in range(CALLS + 1):
+        new = found[-1]
+        if late is not None:
+            new, state = update(late, state, new)
+        if number < CALLS:
+            grads = [gradient()(found[-1], piece)[1] for piece in microbatches(batch_of(number), count, ways)]
+            late = jax.tree.map(mean, *grads)
+        found.append(new)
+    return found[1:]
+
+
+def every_microbatch(params: Any, count: int, ways: int, stages: int) -> list[Any]:
+    """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r)))."""
+    (tx, update), delay, per = updating(), 2 * (stages - 1), LAYERS // stages
+    groups = {"words": params["words"], "head": params["head"]}
+    groups |= {f"{s}": params["blocks"]["w"][s * per : (s + 1) * per] for s in range(stages)}
+    late = {"words": delay, "head": 0, **{f"{s}": delay - 2 * s for s in range(stages)}}
+    # When a call ends, of each group the last updates are open, as microbatches are on their way.
+    still = {"words": delay, "head": stages - 1, **{f"{s}": delay - s for s in range(stages)}}
+    found, states = {name: [w] for name, w in groups.items()}, {name: tx.init(w) for name, w in groups.items()}
+
+    def joined(at: Callable[[str], int]) -> Any:
+        one = {name: versions[max(at(name), 0)] for name, versions in found.items()}
+        blocks = {"w": jnp.concatenate([one[f"{s}"] for s in range(stages)])}
+        return {"words": one["words"], "head": one["head"], "blocks": blocks}
+
+    pieces = [piece for number in range(CALLS) for piece in microbatches(batch_of(number), count, ways)]
+    for m, piece in enumerate(pieces):
+        grads = gradient()(joined(lambda name, m=m: m - late[name]), piece)[1]
+        of = {"words": grads["words"], "head": grads["head"]}
+        of |= {f"{s}": grads["blocks"]["w"][s * per : (s + 1) * per] for s in range(stages)}
+        for name, grad in of.items():
+            new, states[name] = update(grad, states[name], found[name][-1])
+            found[name].append(new)
+    after_calls = [joined(lambda name, n=n: n * count - still[name]) for n in range(1, CALLS + 1)]
+    return [*after_calls, joined(lambda name: len(pieces))]
+
+
+@dataclass
+class Run:
+    """What calls gave: parameters at first and after each, their metrics, the state before the last call, saved, and at the end; with a flush at last."""
+
+    params: list[Any]
+    metrics: list[dict[str, float]]
+    saved: Any
+    state: Any
+    call: Any
+
+
+def saved(state: Any) -> Any:
+    """Numbers, as a file would hold them."""
+    one = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.tree.map(lambda x: np.array(one(x)), state)
+
+
+def restored(numbers: Any, like: Any) -> Any:
+    def one(x: np.ndarray, old: jax.Array) -> jax.Array:
+        key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+        return jax.device_put(jax.random.wrap_key_data(x) if key else x, old.sharding)
+
+    return jax.tree.map(one, numbers, like)
+
+
+def started(sizes: dict[str, int], pipeline: jp.Asynchronous) -> tuple[jp.AsynchronousStep, Any]:
+    """A step and its first state."""
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+    step = jp.AsynchronousStep(layout, LOSS, pipeline, donate=False)
+    return step, step.start(jp.init(layout, make_model, stepping()), batch_of(0))
+
+
+CASES: list[tuple[dict[str, int], jp.Asynchronous, bool]] = [
+    ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), True),
+    (
+        {"pipeline": 2, "data": 2, "model": 2},
+        jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2, keeps="residuals", layers=(4, 2)),
+        False,
+    ),
+    ({"pipeline": 3, "data": 2}, jp.Asynchronous("pipedream", stages=3, microbatches=4, keeps="residuals"), True),
+]
+
+
+@functools.cache
+def done(case: int) -> Run:
+    sizes, pipeline, flushes = CASES[case]
+    step, state = started(sizes, pipeline)
+    call = step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
+    params, metrics, numbers = [jax.device_get(state.params)], [], None
+    for number in range(CALLS):
+        numbers = saved(state) if number == CALLS - 1 else numbers
+        state, told = call(state, batch_of(number))
+        params.append(jax.device_get(state.params))
+        metrics.append({name: float(x) for name, x in told.items()})
+    if flushes:
+        final, told = step.lower(state).compile(compiler_options=QUICK)(state)
+        params.append(jax.device_get(final.params))
+        metrics.append({name: float(x) for name, x in told.items()})
+        assert int(final.step) == CALLS and int(final.flight["pending"]) == 0
+    return Run(params, metrics, numbers, state, call)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
+    sizes, pipeline, flushes = CASES[case]
+    first, *got = done(case).params
+    count, ways = pipeline.microbatches, sizes.get("data", 1)
+    both = pipeline.name == "pipedream_2bw"
+    want = two_versions(first, count, ways) if both else every_microbatch(first, count, ways, pipeline.stages)
+    assert got[0]["head"].dtype == np.float64
+    for number, (a, b) in enumerate(zip(got, want if flushes else want[:-1], strict=True)):
+        for (keys, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+            assert np.array_equal(x, y), (number, jax.tree_util.keystr(keys), np.abs(x - y).max())
+    # Every call moves all parameters, but for the first: there two versions have no gradient yet, and what is before the layers has none.
+    moved = [
+        {name: np.abs(a[name] - b[name]).max() for name in ("words", "head")}
+        for a, b in itertools.pairwise([first, *got])
+    ]
+    assert moved[0]["words"] == 0 and (moved[0]["head"] == 0) == both
+    assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
+
+
+@pytest.mark.parametrize("case", (0, 2))
+def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
+    ran = done(case)
+    state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))
+    for x, y in zip(jax.tree.leaves(saved(state)), jax.tree.leaves(saved(ran.state)), strict=True):
+        assert np.array_equal(x, y)
+    assert all(
+        x.sharding == y.sharding for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(ran.state), strict=True)
+    )
+
+
+def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
+    first, later = done(0), done(2)
+    pieces = [piece for number in range(2) for piece in microbatches(batch_of(number), 4, 1)]
+    losses = [float(gradient()(first.params[0], piece)[0]) for piece in pieces]
+    # Two stages on, the last two losses of a batch are made in the next call, with the batch's own weights.
+    assert first.metrics[0]["loss"] == np.mean(losses[:2]) and first.metrics[1]["loss"] == np.mean(losses[2:6])
+    told = [(run["updated"], run["skipped"], run["grad_norm"] > 0) for run in first.metrics]
+    assert told == [(0, 0, False), (1, 0, True), (1, 0, True), (1, 0, True)]
+    assert int(first.state.step) == CALLS and int(first.state.opt_state[0]) == CALLS - 1
+    assert all(run["updated"] == 1 and run["grad_norm"] > 0 for run in later.metrics)
+    counts = {name: np.asarray(later.state.opt_state[name][0]).tolist() for name in ("before", "layers", "after")}
+    assert counts == {"before": 8, "layers": [8, 9, 10], "after": 10}
+
+
+@pytest.mark.parametrize("keeps", ("input", "residuals"))
+@pytest.mark.parametrize(("stages", "batch"), [(1, 1), (1, 3), (2, 2), (3, 4), (3, 7), (4, 6), (5, 9)])
+def test_a_window_reads_what_was_written(keeps: Any, stages: int, batch: int) -> None:
+    """Calls carried out with numbers of microbatches in the place of arrays, and a flush."""
+    full = Window("pipedream_2bw", stages, batch, batch)
+    size = full.table(keeps).sizes
+    turn = lambda slot, of, call: (slot + (call - 1) * batch) % size[of] if slot < size[of] else slot
+    act, res = ([[None] * (size[of] + 1) for _ in range(stages)] for of in ("act", "res"))
+    sent, lost, out, back = [None] * stages, [], [], [[] for _ in range(stages)]
+    for call in (0, 1, 2, 3):
+        table = (full if call < 3 else full.flush()).table(keeps)
+        number = lambda position, call=call: position + (call - 1) * batch
+        column = {name: table.column(name).tolist() for name in FIELDS}
+        if table.first[1] < full.microbatches:
+            act[0][turn(table.first[0][0], "act", call)] = number(table.first[1])
+        for tick, (feed, head, _) in enumerate(table.ticks.tolist()):
+            at = lambda name, stage, tick=tick, column=column: column[name][tick][stage]
+            gave = [act[s][turn(at("f_input", s), "act", call)] for s in range(stages)]
+            for s in range(stages):
+                wanted = number(at("f_microbatch", s))
+                assert gave[s] in (wanted, None) and (gave[s] == wanted or wanted < 0 or call == 3)
+                res[s][turn(at("f_residuals", s), "res", call)] = wanted
+            have = call < 3 or head < batch
+            lost += [number(head)] if have and number(head) >= 0 else []
+            assert number(head) == number(at("f_microbatch", stages - 1))
+            came = [sent[s + 1] if s + 1 < stages else number(head) for s in range(stages)]
+            for s in range(stages):
+                b = number(at("b_microbatch", s))
+                kept = act if keeps == "input" else res
+                of, field = ("act", "b_input") if keeps == "input" else ("res", "b_residuals")
+                assert at("b_chunk", s) == at("b_microbatch", s) // batch
+                if b >= 0 and (call < 3 or at("b_chunk", s) == 0):
+                    assert kept[s][turn(at(field, s), of, call)] == b == came[s]
+                    back[s].append(b)
+                sent[s] = b
+            out.append(sent[0])
+            for s in range(1, stages):
+                act[s][turn(at("act_down", s), "act", call)] = gave[s - 1]
+            if feed < full.microbatches:
+                act[0][turn(at("act_feed", 0), "act", call)] = number(feed)
+    every = list(range(3 * batch))
+    assert back == [every] * stages and lost == every
+    assert [m for m in out if m >= 0][: len(every)] == every
+
+
+TWO = {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}
+EACH = {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2)}
+
+
+def tied(model: Any, x: jax.Array, batch: Any) -> jax.Array:
+    return jnp.mean((x @ model["words"].T - batch["targets"]) ** 2)
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "accumulate": (
+        {**TWO, "accumulate": 2},
+        ConfigError,
+        "asynchronous pipeline: accumulate is 2, but the 2 microbatches of 'pipedream_2bw' are the accumulation. Remedy: leave it out, or microbatches=4.",
+    ),
+    "scale": (
+        {**TWO, "precision": {"compute": "fp16", "scale": {}}},
+        ConfigError,
+        (
+            "asynchronous pipeline: precision scales the loss, but under 'pipedream_2bw' gradients of two steps, made with two scales, are on their way "
+            "at once. Remedy: compute in bf16, which wants no scale, or jp.schedule('1f1b')."
+        ),
+    ),
+    "norm": (
+        {**EACH, "clip_norm": 1.0},
+        ConfigError,
+        (
+            "asynchronous pipeline: clip_norm is 1, but under 'pipedream' each stage updates by itself, and no one knows the norm of all gradients. "
+            "Remedy: clip_norm=None, or 'pipedream_2bw'."
+        ),
+    ),
+    "stages": (
+        {"pipeline": jp.Asynchronous("pipedream", stages=3, microbatches=4)},
+        ConfigError,
+        (
+            "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. Remedy: stages=2, or mesh {pipeline: 3}."
+        ),
+    ),
+    "optimizer": (
+        {**TWO, "tx": jp.offload(optax.adam(0.1), min_bytes=0)},
+        ConfigError,
+        (
+            "asynchronous pipeline: parameters or an optimizer's state in the host's memory cannot be, as 'pipedream_2bw' keeps versions of the weights "
+            "on the devices. Remedy: leave it out, or jp.schedule('1f1b')."
+        ),
+    ),
+    "pieces": (
+        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 2))},
+        ConfigError,
+        (
+            "asynchronous pipeline: layers is [4, 2], but under 'pipedream' stages have as many layers each, which they update with every microbatch. "
+            "Remedy: leave it out, or 'pipedream_2bw'."
+        ),
+    ),
+    "tied": (
+        {**EACH, "loss": replace(LOSS, after=tied)},
+        ModelError,
+        (
+            "asynchronous pipeline: 'params/words' are read before the layers and after them, but under 'pipedream' the first stage and the last update "
+            "at different times. Remedy: embeddings that are not tied, or 'pipedream_2bw'."
+        ),
+    ),
+    "rows": (
+        {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=3)},
+        LayoutError,
+        (
+            "batch/targets [8, 2, 12] cannot be cut into the 3 microbatches of the pipeline over 1 devices: its first dim is no multiple of 3. Remedy: a "
+            "batch of a multiple of 3 rows, or a schedule of fewer microbatches."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_is_named(case: str) -> None:
+    asked, error, text = ERRORS[case]
+    with pytest.raises(error, match=f"^{re.escape(text)}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a CPU's memory is the host's
+        options = dict(asked)
+        loss, tx = options.pop("loss", LOSS), options.pop("tx", stepping())
+        layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), RULES)
+        step = jp.AsynchronousStep(layout, loss, **options)
+        jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
+
+
+def test_batches_and_states_that_do_not_go_on_are_named() -> None:
+    ran = done(0)
+    layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)
+    step = jp.AsynchronousStep(layout, LOSS, CASES[0][1])
+    text = (
+        "batch/targets is float64[4, 2, 12], but the batch on its way has float64[8, 2, 12]. Remedy: batches of one shape; or flush(state), and "
+        "start(state.landed, batch)."
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+        step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
+    other = jp.AsynchronousStep(layout, LOSS, jp.Asynchronous("pipedream", stages=3, microbatches=4))
+    text = (
+        "asynchronous pipeline: what is on its way is of 'pipedream_2bw' over 3 stages and 1 devices of rows, keeps 'input', but the step is of 'pipedream' over "
+        "3 stages and 1 devices of rows, keeps 'input'. Remedy: flush(state) by the step it came from, then start(state.landed, batch)."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        other.lower(ran.state, batch_of(0))
+    text = "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = step.start(state, batch)."
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        step.lower(ran.state.landed, batch_of(0))
+
+
+def test_names_sizes_and_places_for_them_are_told() -> None:
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (
+            lambda: jp.Asynchronous("pipedream_2bw", stages=4, microbatches=5),
+            ScheduleError,
+            (
+                "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: over 4 stages a microbatch's gradient comes 6 ticks after its forward, and a "
+                "batch's has to be whole before the next but one begins. Remedy: 6 or more."
+            ),
+        ),
+        (
+            lambda: jp.Asynchronous("2bw", stages=4, microbatches=8),
+            ConfigError,
+            "asynchronous pipeline: name is '2bw', but 'pipedream' or 'pipedream_2bw' is wanted.",
+        ),
+        (
+            lambda: jp.Asynchronous("pipedream", stages=0, microbatches=8),
+            ConfigError,
+            "asynchronous pipeline: stages is 0, but a number, 1 or more, is wanted.",
+        ),
+        (
+            lambda: jp.schedule("pipedream", stages=2, microbatches=4),
+            ScheduleError,
+            (
+                "schedule 'pipedream' is asynchronous: what it begins in a step it ends in the next, so it is no schedule of one. Remedy: "
+                "jp.AsynchronousStep(..., pipeline=jp.Asynchronous('pipedream', stages=2, microbatches=4))."
+            ),
+        ),
+        (
+            lambda: jp.train_step(jp.Layout(jp.MeshSpec().abstract(1), RULES), LOSS, **TWO),
+            ConfigError,
+            (
+                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: jp.AsynchronousStep, or "
+                "jp.schedule('1f1b')."
+            ),
+        ),
+    ]
+    for make, error, text in cases:
+        with pytest.raises(error, match=f"^{re.escape(text)}"):
+            make()

@@ -1,0 +1,202 @@
+"""Layers in two copies against one: values, gradients, bytes on the wire; beside every axis, in a pipeline; what cannot be."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.config import build
+from jaxpar.copies import cut, join
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.models import llama
+from jaxpar.models.losses import next_token_loss
+from jaxpar.models.stages import staged_next_token_loss
+from jaxpar.train.config import Loaded, RunConfig
+from jaxpar.train.job import make_job
+
+QUICK = {"xla_backend_optimization_level": 0}
+ROWS, SEQ = 8, 32
+RULES = jp.Rules(
+    batch="data",
+    seq=("context", "ulysses"),
+    residual_seq=("context", "ulysses", "model"),
+    embed=None,
+    norm=None,
+    heads="model",
+    kv_heads="model",
+    head_dim=None,
+    mlp="model",
+    vocab=("pipeline", "model"),
+    layers="pipeline",
+    params={"embed": "data"},
+)
+Found = tuple[float, Any, Any]
+
+
+def layout_of(rules: jp.Rules = RULES, **sizes: int) -> jp.Layout:
+    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
+
+
+def run(sizes: dict[str, int], copies: int, *, staged: bool = False, pipeline: Any = None, **config: Any) -> Found:
+    """Loss, gradients and the audit of one step of a small Llama."""
+    how = {"layers": 2, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48, "remat": "full", **config}
+    model, layout = llama.preset("tiny", copies=copies, **how), layout_of(**sizes)
+    keys = enumerate(("tokens", "targets"))
+    batch = {name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, 64) for n, name in keys}
+    loss = staged_next_token_loss(model) if staged else next_token_loss
+    with jax.default_matmul_precision("highest"), layout:
+        state = jp.init(layout, llama.make_llama(model), optax.sgd(0.1))
+        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False)
+        compiled = step.lower(state, batch).compile(compiler_options=QUICK)
+        _, metrics = compiled(state, batch)
+    return float(metrics["loss"]), jax.device_get(metrics["grads"]), jp.audit(compiled, mesh=layout.mesh)
+
+
+@pytest.fixture(scope="module")
+def one_copy() -> Found:
+    return run({"data": 2, "model": 2}, 1)
+
+
+@pytest.fixture(scope="module")
+def two_copies() -> Found:
+    return run({"data": 2, "model": 2}, 2)
+
+
+def check_same(got: Found, want: Found, bound: float = 2e-6) -> None:
+    assert got[0] == pytest.approx(want[0], rel=bound)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True)
+    for (keys, a), b in pairs:
+        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
+
+
+def test_two_copies_give_what_one_gives(two_copies: Found, one_copy: Found) -> None:
+    check_same(two_copies, one_copy)
+
+
+def test_weights_are_gathered_once_and_nothing_more_is_sent(two_copies: Found, one_copy: Found) -> None:
+    gathers = [audit.wire_bytes("all-gather", "data") for *_, audit in (two_copies, one_copy)]
+    assert 0 < gathers[0] <= gathers[1]
+    assert two_copies[2].wire_bytes() <= one_copy[2].wire_bytes()
+
+
+def test_sequences_and_sums_cross_by_permutes(two_copies: Found) -> None:
+    permutes = two_copies[2].wire_bytes("collective-permute", "model")
+    # Of every layer and half: forward, again and backward 2 gathers and 2 scatters each, the last again not; of 2 rows 16 tokens of 32 numbers.
+    half_piece = 2 * 16 * 32 * 4
+    assert permutes >= 2 * 2 * (4 + 4 + 4 - 1) * half_piece
+    assert two_copies[2].count("all-to-all", "model") == 0
+
+
+def test_another_policy_of_recomputation_beside_a_ring(one_copy: Found) -> None:
+    check_same(run({"context": 2, "model": 2}, 2, remat="save_outputs"), one_copy)
+
+
+def test_copies_inside_of_a_pipeline(one_copy: Found) -> None:
+    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
+    got = run({"pipeline": 2, "data": 2, "model": 2}, 2, staged=True, pipeline=pipeline)
+    check_same(got, one_copy)
+
+
+def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
+    return x + jnp.tanh(x @ block["w"] + side["at"])
+
+
+def test_a_layer_of_ones_own() -> None:
+    layout = layout_of(data=2, context=2, model=2)
+    w = jax.random.normal(jax.random.key(0), (8, 8)) / 3
+    x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, 8))
+    side = {"at": jax.random.normal(jax.random.key(2), (ROWS, SEQ, 1)), "scale": jnp.ones(())}
+
+    def loss(w: jax.Array, x: jax.Array, run: Any) -> jax.Array:
+        return jnp.sum(run({"w": w}, x, side) ** 2)
+
+    with layout, jax.default_matmul_precision("highest"):
+        in_two = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, jp.in_copies(layer)), argnums=(0, 1)))
+        compiled = in_two.lower(w, jp.put(layout, x, "batch", "seq", None)).compile(compiler_options=QUICK)
+        got = compiled(w, jp.put(layout, x, "batch", "seq", None))
+    want = jax.value_and_grad(lambda w, x: loss(w, x, layer), argnums=(0, 1))(w, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    # The sum of both copies' gradients of w, and the loss: nothing else crosses.
+    assert jp.audit(compiled, mesh=layout.mesh).wire_bytes() <= 2 * (8 * 8 + 2) * 4
+
+
+def test_cutting_moves_no_byte() -> None:
+    layout = layout_of(data=2, context=2, model=2)
+    with layout:
+        x = jp.put(layout, jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ), "batch", "seq")
+        halves = jax.jit(cut).lower(x).compile()
+        again = jax.jit(lambda x: join(cut(x))).lower(x).compile()
+        assert [half.tolist()[0][0] // SEQ for half in halves(x)] == [0, 2]  # each device's own
+        assert again(x).tolist() == x.tolist()
+    assert [jp.audit(c, mesh=layout.mesh).count() for c in (halves, again)] == [0, 0]
+
+
+def test_each_copy_on_each_device_draws_its_own() -> None:
+    def noisy(block: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        return x + jax.random.normal(key, x.shape)
+
+    layout = layout_of(data=2, context=2)
+    with layout:
+        x = jp.put(layout, jnp.zeros((ROWS, SEQ, 4)), "batch", "seq", None)
+        drawn = np.asarray(jax.jit(jp.in_copies(noisy))(None, x, jax.random.key(0)))
+    assert len(np.unique(drawn)) == drawn.size
+
+
+def test_what_copies_cannot_do() -> None:
+    x, block = jnp.ones((ROWS, SEQ, 8)), {"w": jnp.ones((8, 8))}
+    run = jp.in_copies(layer)
+    with pytest.raises(ConfigError, match=re.escape("interleave_copies is 3, but 1 or 2 is wanted")):
+        jp.in_copies(layer, 3)
+    plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
+    with layout_of(plain, data=2, model=2), pytest.raises(ConfigError) as said:
+        run(block, x, None)
+    assert str(said.value) == (
+        "interleave_copies is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
+        "parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
+        "interleave_copies: 1."
+    )
+    with layout_of(data=2, context=2):
+        with pytest.raises(ConfigError) as said:
+            run(block, x[:6], None)
+        assert str(said.value) == (
+            "interleave_copies is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. Remedy: a batch, or "
+            "microbatches, of a multiple of 4 rows, or interleave_copies: 1."
+        )
+        with pytest.raises(
+            LayoutError, match=re.escape("side holds an array of shape (5, 32) beside 8 rows of 32 tokens")
+        ):
+            run(block, x, {"at": jnp.ones((5, SEQ))})
+        with pytest.raises(
+            ModelError, match=re.escape("in_copies(): the layer carries 'mean', 'var', which would part")
+        ):
+            jp.in_copies(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
+
+
+def job_of(**parallel: Any) -> Any:
+    data = {"model": {"family": "llama"}, "layout": "", "parallel": parallel}
+    return make_job(Loaded(build(RunConfig, data, "run"), {"mesh": {"data": -1}, "rules": {}}, "run"))
+
+
+def test_the_configuration_of_a_run() -> None:
+    assert job_of(interleave_copies=2).model.copies == 2
+    with pytest.raises(ConfigError, match=re.escape("parallel.interleave_copies is 0, but 1 or 2 is wanted")):
+        job_of(interleave_copies=0)
+    with pytest.raises(ConfigError) as said:
+        job_of(interleave_copies=2, regather=2)
+    assert str(said.value) == (
+        "parallel.interleave_copies is 2, but regather is 2: the copies gather a layer's weights once for both, from all devices. Remedy: "
+        "regather: true or false, or interleave_copies: 1."
+    )
+    with pytest.raises(
+        ConfigError, match=re.escape("parallel.interleave_copies is 2, but parallel.offload.parameters is host")
+    ):
+        job_of(interleave_copies=2, offload={"parameters": "host", "optimizer": "host"})

@@ -1,0 +1,298 @@
+"""Generation: the same tokens in every layout, with a cache and without; what is drawn; what a decode step sends; what cannot be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
+from jaxpar.infer.sampling import BROKEN, next_tokens
+from jaxpar.models.decoding import cached_llama
+from jaxpar.models.llama import LlamaConfig, make_llama
+
+CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48)
+RULES = jp.Rules(
+    batch="data",
+    seq=("context", "ulysses"),
+    residual_seq=("context", "ulysses", "model"),
+    embed=None,
+    norm=None,
+    heads="model",
+    kv_heads="model",
+    head_dim=None,
+    mlp="model",
+    vocab="model",
+    layers="pipeline",
+    params={"embed": "data"},
+)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], list(range(20, 37))]
+MOST, SLOTS = [8, 5, 8, 8], 32
+
+
+def generator(mesh: Any, rules: jp.Rules = RULES, **options: Any) -> jp.Generator:
+    how: dict[str, Any] = {"batch": 4, "slots": SLOTS, **options}
+    return jp.Generator(jp.Layout(mesh, rules), make_llama(CONFIG), cached_llama(CONFIG), **how)
+
+
+def one_device() -> Any:
+    return jp.MeshSpec().build(jax.devices()[:1])
+
+
+@dataclass(frozen=True)
+class Reference:
+    model: jp.Generator
+    params: Any
+    made: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    model = generator(one_device())
+    params = jp.init(model.layout, make_llama(CONFIG), optax.identity()).params
+    # Initial layers hardly change what the embedding says, and the head repeats it.
+    params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
+    return Reference(model, params, model.generate(params, PROMPTS, most=MOST))
+
+
+def test_a_cache_gives_what_a_plain_forward_gives(reference: Reference) -> None:
+    state = jp.abstract_state(reference.model.layout, make_llama(CONFIG), optax.identity())
+    forward = jax.jit(lambda params, tokens: state.static.kind.merge(params, {})(tokens))
+    for prompt, made, most in zip(PROMPTS, reference.made, MOST, strict=True):
+        tokens = list(prompt)
+        for _ in range(most):
+            with reference.model.layout:
+                logits = forward(reference.params, jnp.array([tokens + [0] * (SLOTS - len(tokens))]))
+            tokens.append(int(logits[0, len(tokens) - 1].argmax()))
+        assert made == tokens[len(prompt) :]
+    assert len({token for made in reference.made for token in made}) > 8, "tokens that say something"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "context": 2, "model": 2}, {"pipeline": 2, "data": 2, "context": 2}],
+    ids=str,
+)
+def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Reference) -> None:
+    """Tensor, fully sharded data and context parallelism, sequences split for a ring, layers over stages."""
+    model = generator(jp.MeshSpec(**mesh).build())
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), reference.params, model.params)
+    assert model.generate(params, PROMPTS, most=MOST) == reference.made
+
+
+def test_a_request_is_alone_beside_others(reference: Reference) -> None:
+    """In any row, with any neighbours, and in turns where there are more than rows."""
+    model, params, made = reference.model, reference.params, reference.made
+    order = [3, 0, 2, 1, 0, 3]
+    again = model.generate(params, [PROMPTS[i] for i in order], most=[MOST[i] for i in order])
+    assert again == [made[i] for i in order]
+    steps = list(model.stream(params, PROMPTS[:2], most=MOST[:2]))
+    assert [[step[row] for step in steps] for row in (0, 1)] == [made[0], made[1] + [-1] * 3]
+
+
+def test_drawn_with_each_requests_own_key_until_a_stop(reference: Reference) -> None:
+    stop = range(0, 64, 8)
+    model, params = (
+        generator(one_device(), stop=stop, sampling=jp.Sampling(temperature=1.5, top_k=20, top_p=0.9)),
+        reference.params,
+    )
+    steps = np.array(list(model.stream(params, PROMPTS, most=12, seeds=[1, 2, 3, 4])))
+    made = model.generate(params, PROMPTS, most=12, seeds=[1, 2, 3, 4])
+    ends = [next((at for at, token in enumerate(row) if token in stop), None) for row in steps.T.tolist()]
+    assert None in ends and any(ends), "some end by a stop token, and some do not"
+    for row, end, tokens in zip(steps.T.tolist(), ends, made, strict=True):
+        assert tokens == row[:end] and set(row[len(row) if end is None else end + 1 :]) <= {-1}
+    assert model.generate(params, PROMPTS[::-1], most=12, seeds=[4, 3, 2, 1]) == made[::-1]
+    assert model.generate(params, PROMPTS, most=12, seeds=[5, 2, 3, 4])[0] != made[0]
+
+
+def test_a_decode_step_gathers_nothing_and_writes_in_place() -> None:
+    """Weights whole or by ``model``, the cache over ``context`` and ``model``: only sums of small arrays cross the mesh."""
+    rules = RULES.replace(params={"embed": None})
+    model = generator(jp.MeshSpec(data=2, context=2, model=2).build(), rules, slots=256)
+    program = model.decode.lower(model.params, model.abstract).compile()
+    audit = jp.audit(program, mesh=model.layout.mesh)
+    assert {c.kind for c in audit.collectives} == {"all-reduce"}
+    # A maximum, and the sum of results [rows, heads, head_dim] with their weights, in each layer, of a device's 2 rows and 2 heads.
+    over = audit.select(axis="context")
+    assert sum(c.result_bytes * c.count for c in over) == CONFIG.layers * 4 * 2 * 2 * (1 + 1 + CONFIG.head_dim)
+    cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 256 * CONFIG.head_dim * 4
+    assert model.abstract.cache["keys"].sharding.spec == PartitionSpec(None, "data", "model", "context", None)
+    assert audit.memory["alias"] >= cache // 8
+    assert max(c.result_bytes for c in audit.collectives) < cache // 8 // 10
+
+
+@pytest.mark.parametrize("mesh", [{"model": 4, "context": 2}, {"model": 2, "context": 4}], ids=str)
+def test_queries_of_split_heads_find_their_whole_keys(mesh: dict[str, int]) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(3, 1, n, 4)).astype(np.float32) for n in (8, 4, 4))
+    cache = {name: rng.normal(size=(2, 3, 4, 16, 4)).astype(np.float32) for name in ("keys", "values")}
+    at = np.array([0, 7, 15], np.int32)
+    rules = jp.Rules(batch=None, heads="model", kv_heads=None, head_dim=None, cache_seq="context")
+    with jp.Layout(jp.MeshSpec(**mesh).build(), rules):
+        o, after = jax.jit(jp.cached_attention)(q, k, v, cache, 1, at)
+    for row, last in enumerate(at):
+        cache["keys"][1, row, :, last], cache["values"][1, row, :, last] = k[row, 0], v[row, 0]
+        for head in range(8):
+            scores = cache["keys"][1, row, head // 2, : last + 1] @ q[row, 0, head] / 2
+            p = np.exp(scores - scores.max())
+            want = p / p.sum() @ cache["values"][1, row, head // 2, : last + 1]
+            np.testing.assert_allclose(o[row, 0, head], want, rtol=1e-5, atol=1e-6)
+    for name, want in cache.items():
+        np.testing.assert_array_equal(after[name], want)
+
+
+def test_what_is_drawn_from() -> None:
+    logits = jnp.log(jnp.array([[0.02, 0.5, 0.08, 0.3, 0.1]]))
+    many = jnp.broadcast_to(logits, (4000, 5))
+    keys = jax.vmap(jax.random.key)(jnp.arange(4000, dtype=jnp.uint32))
+    at = jnp.zeros(4000, jnp.int32)
+    rules, draw = jp.Rules(batch=None), jax.jit(next_tokens, static_argnums=0)
+
+    def shares(**how: Any) -> np.ndarray:
+        with jp.Layout(one_device(), rules):
+            drawn = draw(jp.Sampling(**how), many, keys, at)
+        return np.bincount(np.asarray(drawn), minlength=5) / 4000
+
+    np.testing.assert_allclose(shares(temperature=1.0), [0.02, 0.5, 0.08, 0.3, 0.1], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=1.0, top_p=0.85), [0, 5 / 9, 0, 3 / 9, 1 / 9], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=0.5, top_k=2), [0, 25 / 34, 0, 9 / 34, 0], atol=0.03)
+    assert shares()[1] == 1
+    other = jax.random.normal(jax.random.key(0), (8, 64)) * 3
+    split = jp.Layout(jp.MeshSpec(data=4, model=2).build(), RULES)
+    every = []
+    for layout in (jp.Layout(one_device(), RULES), split):
+        with layout:
+            laid = jp.put(layout, np.asarray(other), "batch", "vocab")
+            every.append(draw(jp.Sampling(1.0, 9, 0.8), laid, keys[:8], at[:8]).tolist())
+    assert every[0] == every[1]
+    ties = jnp.array([[0.0, 2, 2, 1, 2], [0, 0, jnp.nan, 1, 2]])
+    with jp.Layout(one_device(), rules):
+        assert next_tokens(jp.Sampling(), ties, keys[:2], at[:2]).tolist() == [1, BROKEN]
+
+
+def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
+    broken = {**reference.params, "norm": {"scale": reference.params["norm"]["scale"] * jnp.nan}}
+    text = "Generator: the logits of request 0 are not finite. Remedy: look at the checkpoint's parameters and at the dtype of the compute."
+    with pytest.raises(DivergedError, match=f"^{re.escape(text)}$"):
+        reference.model.generate(broken, PROMPTS, most=2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "text"),
+    [
+        (
+            [[1], [2] * 20],
+            {"most": 16},
+            "generate: request 1 has 20 tokens and asks for 16 more, 36 in all, but the cache has 32 slots. Remedy: slots=36 or more, "
+            + "a shorter prompt, or most=12.",
+        ),
+        (
+            [[2] * 40],
+            {"most": 1},
+            "generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. Remedy: slots=41 or more, "
+            + "a shorter prompt.",
+        ),
+        (
+            [[1, 2, 64]],
+            {"most": 1},
+            "generate: request 0 holds token 64 at position 2, but the model's vocabulary has 64 (0 to 63). Remedy: the tokenizer "
+            + "that the model was trained with.",
+        ),
+        ([[1], []], {"most": 1}, "generate: request 1 has 0 tokens and asks for 1, but 1 or more of both are wanted."),
+        ([], {"most": 1}, "generate: there is no prompt. Remedy: one or more."),
+        ([[1]], {"most": [1, 2]}, "generate: 1 prompts, but 2 values of most. Remedy: one for each."),
+        (
+            [[1]] * 5,
+            {"most": 1},
+            "Generator: 5 requests at once, but batch is 4. Remedy: generate(), which takes them in turns, or a larger batch.",
+        ),
+    ],
+)
+def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: Reference) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        reference.model.stream(reference.params, prompts, **how)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: generator(jp.MeshSpec(context=8).abstract(8), slots=36),
+            LayoutError,
+            "2 problems:\n"
+            + "\n".join(
+                f"{i}. cache/{name} [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'cache_seq' has size 36, which is no "
+                "multiple of context=8 (rule cache_seq = (context, ulysses)). Remedy: change the size, the rule or the mesh, or leave such dims "
+                "whole: indivisible={'cache_seq': 'replicate'}."
+                for i, name in enumerate(("keys", "values"), 1)
+            ),
+        ),
+        (
+            lambda: generator(jp.MeshSpec(data=8).abstract(8), batch=3),
+            LayoutError,
+            "2 problems:\n"
+            + "\n".join(
+                f"{i}. cache/{name} [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'batch' has size 3, which is no "
+                "multiple of data=8 (rule batch = data). Remedy: change the size, the rule or the mesh, or leave such dims whole: "
+                "indivisible={'batch': 'replicate'}."
+                for i, name in enumerate(("keys", "values"), 1)
+            ),
+        ),
+        (
+            lambda: generator(one_device(), stop=[64]),
+            ConfigError,
+            "Generator: stop token 64 is not in the model's vocabulary of 64.",
+        ),
+        (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots is 0, but 1 or more is wanted."),
+        (
+            lambda: jp.Sampling(temperature=-1),
+            ConfigError,
+            "sampling: temperature is -1, but 0 (the likeliest) or more is wanted.",
+        ),
+        (lambda: jp.Sampling(1.0, top_k=0), ConfigError, "sampling: top_k is 0, but 1 or more is wanted."),
+        (
+            lambda: jp.Sampling(1.0, top_p=0),
+            ConfigError,
+            "sampling: top_p is 0, but a share above 0, up to 1, is wanted.",
+        ),
+        (
+            lambda: jp.Sampling(top_k=3),
+            ConfigError,
+            "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a temperature, as 1.0.",
+        ),
+    ],
+)
+def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+def test_key_heads_split_otherwise_than_queries_are_refused() -> None:
+    x = lambda heads: jnp.zeros((2, 1, heads, 4))
+    rules = jp.Rules(batch=None, heads=None, kv_heads="model", head_dim=None, cache_seq=None)
+    cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
+    text = (
+        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', so that a device lacks keys of its queries. Remedy: "
+        "one rule for heads and kv_heads, or kv_heads: null."
+    )
+    with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):
+        jp.cached_attention(x(4), x(2), x(2), cache, 0, jnp.zeros(2, jnp.int32))
+
+
+def test_a_layout_of_its_own_for_the_cache() -> None:
+    """``cache_seq`` in the rules takes the place of ``seq``."""
+    mesh = jp.MeshSpec(data=4, model=2).abstract(8)
+    model = generator(mesh, RULES.replace(kv_heads=None, cache_seq="model"))
+    where = model.abstract.cache["values"].sharding
+    assert isinstance(where, NamedSharding)
+    assert where.spec == PartitionSpec(None, "data", None, "model", None)

@@ -1,0 +1,114 @@
+"""State that a model carries under a pipeline: statistics, counters and keys, in its layers and outside of them, are refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+import jaxpar as jp
+from jaxpar.errors import ModelError
+from jaxpar.nnx import stacked
+
+WIDTH, LAYERS = 8, 2
+RULES = jp.Rules(batch="data", embed=None, layers="pipeline")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, own: str):
+        self.w = nnx.Param(rngs.normal((WIDTH, WIDTH)), logical_dims=("embed", None))
+        self.norm = nnx.BatchNorm(WIDTH, use_scale=False, use_bias=False, rngs=rngs) if own == "statistics" else None
+        self.drop = nnx.Dropout(0.5, rngs=rngs) if own == "keys" else None
+
+
+class Model(nnx.Module):
+    """Layers and a head, with state of their own: statistics, or the keys and counts of a dropout."""
+
+    def __init__(self, rngs: nnx.Rngs, inside: str = "", outside: str = ""):
+        make = lambda rngs: Block(rngs, inside)
+        self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(make, transform_metadata=stacked("layers")))(rngs)
+        self.head = nnx.Param(rngs.normal((WIDTH,)), logical_dims=("embed",))
+        self.norm = (
+            nnx.BatchNorm(WIDTH, use_scale=False, use_bias=False, rngs=rngs) if outside == "statistics" else None
+        )
+        self.drop = nnx.Dropout(0.5, rngs=rngs) if outside == "keys" else None
+
+
+def of_modules(inside: str = "", outside: str = "") -> Any:
+    return lambda key: Model(nnx.Rngs(key), inside, outside)
+
+
+def of_linen(at: str) -> Any:
+    """Variables of a model whose layers, or whose head, normalise by statistics of the batch."""
+
+    def make(key: jax.Array) -> Any:
+        params = {"blocks": {"w": jp.tag(jnp.ones((LAYERS, WIDTH, WIDTH)), "layers", "embed", None)}}
+        found = linen.BatchNorm(use_running_average=False, use_scale=False, use_bias=False).init(
+            key, jnp.ones((2, WIDTH))
+        )
+        if at == "head":
+            return {"params": params, "batch_stats": {"norm": found["batch_stats"]}}
+        stack = jax.tree.map(lambda x: jnp.stack([x] * LAYERS), found["batch_stats"])
+        return {"params": params, "batch_stats": {"blocks": {"norm": stack}}}
+
+    return make
+
+
+ORDER = (
+    "but microbatches pass the stages in an order of their own, so no state can be carried from one to the next. Remedy: a model without it "
+    "(LayerNorm or RMSNorm in the place of BatchNorm)."
+)
+INSIDE = (
+    "which no pipeline can: each stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for random numbers "
+    "Staged(keys=True) in the place of keys."
+)
+CARRIED: dict[str, tuple[Any, str]] = {
+    "linen, layers": (
+        of_linen("layers"),
+        f"pipeline: the model carries rest/batch_stats/blocks/norm/mean, rest/batch_stats/blocks/norm/var, {ORDER}",
+    ),
+    "linen, head": (
+        of_linen("head"),
+        f"pipeline: the model carries rest/batch_stats/norm/mean, rest/batch_stats/norm/var, {ORDER}",
+    ),
+    "nnx, statistics of layers": (
+        of_modules(inside="statistics"),
+        f"pipeline: the model carries rest/blocks/norm/mean, rest/blocks/norm/var, {ORDER}",
+    ),
+    "nnx, statistics of the head": (
+        of_modules(outside="statistics"),
+        f"pipeline: the model carries rest/norm/mean, rest/norm/var, {ORDER}",
+    ),
+    "nnx, keys of layers": (
+        of_modules(inside="keys"),
+        f"Staged(layers='blocks'): the layers carry 'blocks/drop/rngs/count', 'blocks/drop/rngs/key', {INSIDE}",
+    ),
+    "nnx, keys of the head": (
+        of_modules(outside="keys"),
+        (
+            "Staged(before=...) changed rest/drop/rngs/count, but a pipeline carries no variables. Remedy: a model that changes none; for random "
+            "numbers of layers Staged(keys=True)."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CARRIED)
+def test_state_that_is_carried_is_named(case: str) -> None:
+    make, text = CARRIED[case]
+    loss = jp.Staged(
+        layers="blocks",
+        before=lambda model, batch: model.drop(batch["x"]) if getattr(model, "drop", None) else batch["x"],
+        layer=lambda block, x, side: x + jnp.tanh(x @ block.w),
+        after=lambda model, x, batch: jnp.mean(x @ model.head),
+    )
+    layout = jp.Layout(jp.MeshSpec(pipeline=2).abstract(), RULES)
+    state = jp.abstract_state(layout, make, optax.sgd(0.1))
+    step = jp.train_step(layout, loss, pipeline=jp.schedule("1f1b", stages=2, microbatches=4))
+    with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
+        step.lower(state, {"x": jnp.ones((8, WIDTH))})
