@@ -44,9 +44,12 @@ class Staging:
         return self
 
     def get(self, piece: int) -> Any:
-        """What was read of a piece, once; raises what reading raised."""
-        found, self._reads[piece] = self._reads[piece], Future()  # nobody else shall hold the bytes
-        return found.result()
+        """What was read of a piece, once; raises what reading raised, or an earlier write, after which nothing more is read."""
+        future, self._reads[piece] = self._reads[piece], Future()  # nobody else shall hold the bytes
+        found = future.result()
+        if self._stopped.is_set():
+            self.finish()
+        return found
 
     def put(self, piece: int, made: Any) -> None:
         """Write what became of a piece; raises what an earlier write raised."""

@@ -181,34 +181,33 @@ def reopen(first: jp.DiskStep, layout: jp.Layout, state: jp.TrainState, **option
 
 def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
     run = [sys.executable, "-c", KILLED.format(tests=str(Path(__file__).parent)), str(tmp_path / "killed")]
-    killed = subprocess.Popen(
-        run, stderr=subprocess.PIPE, text=True
-    )  # while the run that nothing interrupts goes on here
-    layout, state = begin(tmp_path / "whole")
-    states = [state]
-    with jp.DiskStep(layout, loss, state, donate=False) as first:
-        for i in range(4):
-            states.append(first(states[-1], batch(i))[0])
-        expected = result(first, states[4])
-        with pytest.raises(DiskError) as error:
-            first(states[3], batch(3))
-        assert str(error.value) == (
-            f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on with the state that "
-            f"the last step returned, or open a DiskStep with this one."
-        )
-    # A state of one step before, as after a kill between two checkpoints.
-    with reopen(first, layout, states[3]) as step:
-        step.snapshot(tmp_path / "three")
-        assert same(result(step, step(states[3], batch(3))[0]), expected)
-        step(step(states[4], batch(4))[0], batch(5))
-    with pytest.raises(
-        DiskError, match="holds the optimizer's state of step 6 and step 5, but the training state is at step 0"
-    ):
-        jp.DiskStep(layout, loss, states[0])
-    with reopen(first, layout, states[3], restore=tmp_path / "three") as step:
-        full_disk(step, states[3])
-        assert same(result(step, step(states[3], batch(3))[0]), expected)
-    _, errors = killed.communicate(timeout=120)
+    # It dies while the run that nothing interrupts goes on here.
+    with subprocess.Popen(run, stderr=subprocess.PIPE, text=True) as killed:
+        layout, state = begin(tmp_path / "whole")
+        states = [state]
+        with jp.DiskStep(layout, loss, state, donate=False) as first:
+            for i in range(4):
+                states.append(first(states[-1], batch(i))[0])
+            expected = result(first, states[4])
+            with pytest.raises(DiskError) as error:
+                first(states[3], batch(3))
+            assert str(error.value) == (
+                f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on with the state that "
+                f"the last step returned, or open a DiskStep with this one."
+            )
+        # A state of one step before, as after a kill between two checkpoints.
+        with reopen(first, layout, states[3]) as step:
+            step.snapshot(tmp_path / "three")
+            assert same(result(step, step(states[3], batch(3))[0]), expected)
+            step(step(states[4], batch(4))[0], batch(5))
+        with pytest.raises(
+            DiskError, match="holds the optimizer's state of step 6 and step 5, but the training state is at step 0"
+        ):
+            jp.DiskStep(layout, loss, states[0])
+        with reopen(first, layout, states[3], restore=tmp_path / "three") as step:
+            full_disk(step, states[3])
+            assert same(result(step, step(states[3], batch(3))[0]), expected)
+        _, errors = killed.communicate(timeout=120)
     assert killed.returncode == -signal.SIGKILL, errors
     (tmp_path / "whole").rename(tmp_path / "done")
     (tmp_path / "killed").rename(tmp_path / "whole")

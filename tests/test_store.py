@@ -414,3 +414,13 @@ def test_a_failure_ends_everything_and_is_raised(failing: str) -> None:
         staging.finish()
     assert written == [0]
     assert not any(thread.name.startswith("jaxpar-") for thread in threading.enumerate())
+
+
+def test_what_is_asked_for_after_a_failed_write_raises_it() -> None:
+    def write(piece: int, made: int) -> None:
+        raise DiskError("write")
+
+    # With one slot the second piece is not begun before the first one's write has failed.
+    with pytest.raises(DiskError, match="^write$"), Staging([1] * 2, lambda piece: piece, write, slots=1) as staging:
+        staging.put(0, staging.get(0))
+        staging.get(1)
