@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from jaxpar.checkpoint.managing import CheckpointManager as CheckpointManager
     from jaxpar.checkpoint.reading import restore as restore
     from jaxpar.checkpoint.writing import save as save
-    from jaxpar.copies import Branch as Branch
     from jaxpar.copies import in_copies as in_copies
     from jaxpar.disk import DiskStep as DiskStep
     from jaxpar.exchange import exchange_local as exchange_local
@@ -64,12 +63,13 @@ if TYPE_CHECKING:
     from jaxpar.waiting import fetch as fetch
     from jaxpar.weights import gather_weight as gather_weight
     from jaxpar.weights import project as project
+    from jaxpar.woven import Branch as Branch
     from jaxpar.zero import Zero as Zero
 
 _HOMES = {
     "Asynchronous": "pipeline.asked",
     "AsynchronousStep": "asynchronous",
-    "Branch": "copies",
+    "Branch": "woven",
     "Cached": "infer.cached",
     "CheckpointManager": "checkpoint.managing",
     "Context": "attn.context",

@@ -1,6 +1,6 @@
-"""``in_copies``: a layer as independent chains, so that what one sends crosses the mesh beside what the other computes.
+"""``in_copies``: a layer as chains, so that what one sends crosses the mesh beside what the other computes.
 
-Each device's own rows are cut in halves (MindSpore's ``fine_grain_interleave``), so no byte moves for it. The axes of the batch and of the sequence
+Each device's own rows, or its own tokens, are cut in halves (MindSpore's ``fine_grain_interleave``), so no byte moves for it. The axes of the batch and of the sequence
 are manual: weights are gathered once for both halves, and their gradients are summed over both before they are reduced.
 
 Chains alone hide little: the TPU's compiler overlaps no reduce-scatter, and lets both chains gather at once and compute at once. A layer in
@@ -15,55 +15,42 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar import crossing
 from jaxpar.crossing import Parts
-from jaxpar.errors import ConfigError, LayoutError, ModelError, listing
+from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
 from jaxpar.layout import Layout, current_layout, hint
 from jaxpar.moved import gather_moved, scatter_moved
 from jaxpar.products import GATHERED
 from jaxpar.rules import Axes, Resolved, resolve
 from jaxpar.topology import platform_of
+from jaxpar.woven import Branch, woven
 
-COUNTS = (1, 2)
+Cut = Literal["batch", "seq"]
+COUNTS, CUTS = (1, 2), get_args(Cut)
 INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
 
 type Layer = Callable[[Any, jax.Array, Any], jax.Array]
 type Rows = jax.Array | tuple[jax.Array, ...]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """What a layer adds to its residual stream: ``x + second(block, first(block, before(block, x), side))``.
-
-    Attributes:
-      before: ``before(block, x) -> h`` token by token, as a norm. It sees what lies by ``residual_seq``.
-      first, second: ``first(block, h, side) -> hidden`` and ``second(block, hidden) -> y`` [rows, seq, embed], of about equal work. The axes that
-        split ``residual_seq`` and not ``seq`` are manual in them: weights, heads and hidden units are those of one device, and ``y`` is its share of
-        a sum over them.
-      name: of what is added, for policies of recomputation.
-    """
-
-    before: Callable[[Any, jax.Array], jax.Array]
-    first: Callable[[Any, jax.Array, Any], Any]
-    second: Callable[[Any, Any], jax.Array]
-    name: str = ""
-
-
-def in_copies(layer: Layer | Sequence[Branch], count: int = 2) -> Callable[[Any, Any, Any], Any]:
-    """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another.
+def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch") -> Callable[[Any, Any, Any], Any]:
+    """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another, or of its tokens.
 
     Args:
       layer: of one array ``x`` [rows, seq, ...]; or its branches in their order, which are woven. It is run by each device on its own rows and tokens
         (the axes of the dims ``batch`` and ``seq`` are manual); other axes stay the compiler's. A ``jax.checkpoint`` belongs around what
         this returns: inside of ``layer`` it would not gather anew what all parts share.
       count: 1 or 2.
+      dim: ``batch`` cuts rows; ``seq`` cuts sequences, for branches: a part waits for the ones before it alone, for what their branches carry. The
+        tokens are to lie as :func:`order_in_copies` says.
 
     ``block`` is an NNX module, whose weights are gathered here as their names say, or any pytree, whose leaves come whole. ``side`` is a pytree of arrays
     [rows or 1, seq or 1, ...], cut as ``x`` is, of scalars, and of keys, of which each part on each device gets one of its own. What
@@ -71,7 +58,8 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2) -> Callable[[Any,
     over layers cuts and joins once.
 
     Raises:
-      ConfigError: another count; when called, rules that split neither ``residual_seq`` nor ``seq``, or rows that do not divide.
+      ConfigError: another count or dim, or a layer that is no branches whose sequences are to be cut; when called, rules that split neither
+        ``residual_seq`` nor ``seq``, or split ``seq`` where it is to be cut; rows or tokens that do not divide.
       LayoutError: ``side`` holds an array of other rows or tokens.
       ModelError: the module carries more than parameters.
 
@@ -83,29 +71,34 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2) -> Callable[[Any,
     ...     jax.jit(run)({"w": jnp.zeros((8, 8))}, jnp.ones((4, 16, 8)), None).shape
     (4, 16, 8)
     """
-    check_count(count)
+    check_count(count, dim)
+    if dim == "seq" and callable(layer):
+        raise ConfigError(
+            "in_copies(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: "
+            "its branches, with Branch(carried=...) where tokens see others, or dim='batch'."
+        )
 
     def run(block: Any, x: Rows, side: Any) -> Any:
         layout, cut_before = current_layout(), isinstance(x, tuple)
-        how = _How.of(layout, by_hand=not callable(layer))
+        how = _How.of(layout, dim, by_hand=not callable(layer))
         how.check_split(count)
-        shape = (count * x[0].shape[0], *x[0].shape[1:]) if isinstance(x, tuple) else x.shape
-        how.check_rows(shape[0], count)
+        shape = how.whole_shape(x)
+        how.check_parts(shape, count)
         leaves, build = _weights(block)
         entries = [how.entry(w, names) for w, names in leaves]
         sides, structure = jax.tree.flatten(side)
 
         def local(ws: list[jax.Array], x: Rows, sides: list[Any]) -> Any:
             own = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
-            xs = x if isinstance(x, tuple) else tuple(jnp.split(x, count))
+            xs = x if isinstance(x, tuple) else how.parted(x, count)
             parts = [
                 jax.tree.unflatten(structure, [how.part(s, shape, at, count) for s in sides]) for at in range(count)
             ]
             if callable(layer):
                 ys = tuple(layer(own, one, part) for one, part in zip(xs, parts, strict=True))
             else:
-                ys = _woven(layer, how, own, xs, parts)
-            return ys if cut_before else jnp.concatenate(ys)
+                ys = woven(layer, how, own, xs, parts)
+            return ys if cut_before else how.joined(ys)
 
         lies = how.spec_of_rows(by_hand=True)
         spec = (lies,) * count if cut_before else lies
@@ -116,86 +109,60 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2) -> Callable[[Any,
     return run
 
 
-def cut(x: jax.Array, count: int = 2) -> tuple[jax.Array, ...]:
-    """An array [rows, seq, ...] as ``count`` of them, each with its part of each device's rows.
+def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array, ...]:
+    """An array [rows, seq, ...] as ``count`` of them, each with its part of each device's rows, or of its tokens.
 
     Raises:
       ConfigError: as :func:`in_copies`.
     """
-    check_count(count)
-    how = _How.of(current_layout())
-    how.check_rows(x.shape[0], count)
-    spec = how.spec_of_rows()
-    parts: tuple[jax.Array, ...] = how.inside(lambda x: tuple(jnp.split(x, count)), (spec,), (spec,) * count)(x)
+    check_count(count, dim)
+    how = _How.of(current_layout(), dim, by_hand=dim == "seq")
+    how.check_split(count)
+    how.check_parts(x.shape, count)
+    spec = how.spec_of_rows(by_hand=True)
+    parts: tuple[jax.Array, ...] = how.inside(lambda x: how.parted(x, count), (spec,), (spec,) * count)(x)
     return parts
 
 
-def join(parts: tuple[jax.Array, ...]) -> jax.Array:
+def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
     """The inverse of :func:`cut`."""
-    how = _How.of(current_layout())
-    spec = how.spec_of_rows()
-    joined: jax.Array = how.inside(lambda *xs: jnp.concatenate(xs), (spec,) * len(parts), spec)(*parts)
+    how = _How.of(current_layout(), dim, by_hand=dim == "seq")
+    spec = how.spec_of_rows(by_hand=True)
+    joined: jax.Array = how.inside(lambda *xs: how.joined(xs), (spec,) * len(parts), spec)(*parts)
     return joined
 
 
-def check_count(count: int) -> None:
-    """Raises ConfigError for a number of copies that is none."""
+def order_in_copies(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The position of each of ``seq`` tokens, as they lie under the ambient layout where sequences are cut in ``count`` parts.
+
+    Each device holds its share of the first part, then its share of the next: ``x[:, order_in_copies(seq)]`` puts tokens there.
+
+    Raises:
+      ConfigError: as :func:`in_copies`.
+
+    >>> import jaxpar as jp
+    >>> with jp.Layout(jp.MeshSpec(model=2, data=-1).build(), jp.Rules(batch="data", seq=None, residual_seq="model")):
+    ...     order_in_copies(8).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    check_count(count, "seq")
+    how = _How.of(current_layout(), "seq", by_hand=True)
+    how.check_split(count)
+    how.check_parts((0, seq), count)
+    at = np.arange(seq, dtype=np.int32).reshape(count, how.ways(how.hand), -1)
+    return at.swapaxes(0, 1).reshape(-1)
+
+
+def check_count(count: int, dim: str = "batch") -> None:
+    """Raises ConfigError for a number of copies that is none, or a dim that is not cut."""
     if isinstance(count, bool) or count not in COUNTS:
         raise ConfigError(
             f"interleave_copies is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or 1 for none."
         )
-
-
-def _woven(
-    branches: Sequence[Branch], how: _How, block: Any, xs: Sequence[jax.Array], sides: Sequence[Any]
-) -> tuple[jax.Array, ...]:
-    """All branches of all parts, two steps behind each other: beside each step of one that computes, one of the other crosses the mesh.
-
-    After each of these pairs both wait for each other, or the compiler would put what crosses side by side again. Where nothing crosses but inside of a
-    branch (context parallelism alone), the second is a branch behind: attention of one stands beside the MLP of the other.
-    """
-    chains = [_Chain(branches, how, block, x, side) for x, side in zip(xs, sides, strict=True)]
-    lag = 2 if how.hand else 4
-    last = chains[0].steps + lag * (len(chains) - 1)
-    for step in range(last):
-        # The last chain begins with what it sends, while the first computes already.
-        here = [chain for n, chain in enumerate(chains) if chain.take(step - lag * n)]
-        _wait_for_each_other(here)
-    return tuple(chain.x for chain in chains)
-
-
-class _Chain:
-    """One part of the rows on its way through the branches: four steps each, of which the first two compute and the others cross the mesh."""
-
-    def __init__(self, branches: Sequence[Branch], how: _How, block: Any, x: jax.Array, side: Any):
-        self.branches, self.how, self.block, self.side = branches, how, block, side
-        self.x, self.steps = x, 4 * len(branches) - 1
-        self.now: Any = how.together(branches[0].before(block, x))
-
-    def take(self, step: int) -> bool:
-        """Whether the step leaves something that a later one wants."""
-        if not 0 <= step < self.steps:
-            return step < 0
-        branch, kind = self.branches[step // 4], step % 4
-        if kind == 0:
-            self.now = branch.first(self.block, self.now, self.side)
-        elif kind == 1:
-            self.now = branch.second(self.block, self.now)
-        elif kind == 2:
-            y = self.how.apart(self.now)
-            self.x += checkpoint_name(y, branch.name) if branch.name else y
-            if step + 1 == self.steps:
-                return False
-            self.now = self.branches[step // 4 + 1].before(self.block, self.x)
-        else:
-            self.now = self.how.together(self.now)
-        return True
-
-
-def _wait_for_each_other(chains: Sequence[_Chain]) -> None:
-    if len(chains) > 1:
-        for chain, now in zip(chains, jax.lax.optimization_barrier([c.now for c in chains]), strict=True):
-            chain.now = now
+    if dim not in CUTS:
+        raise ConfigError(
+            f"interleave_dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each device's rows, seq its tokens."
+        )
 
 
 @dataclass(frozen=True)
@@ -239,13 +206,14 @@ class _How:
     """What splits rows, tokens, and tokens between branches alone; without the axes that an enclosing ``shard_map`` has made manual."""
 
     layout: Layout
+    dim: Cut
     rows: Axes
     seq: Axes
     hand: Axes
     splits: bool
 
     @classmethod
-    def of(cls, layout: Layout, *, by_hand: bool = False) -> _How:
+    def of(cls, layout: Layout, dim: Cut, *, by_hand: bool) -> _How:
         rows, seq, residual = (_axes(layout, dim) for dim in ("batch", "seq", "residual_seq"))
         model = set(_axes(layout, "heads"))
         seq = tuple(axis for axis in seq if axis not in model)
@@ -253,7 +221,7 @@ class _How:
         free = lambda axes: tuple(axis for axis in axes if axis not in manual)
         hand = tuple(axis for axis in residual if axis not in (*seq, *rows))
         fits = by_hand and residual[: len(seq)] == seq
-        return cls(layout, free(rows), free(seq), free(hand) if fits else (), bool(seq or residual))
+        return cls(layout, dim, free(rows), free(seq), free(hand) if fits else (), bool(seq or residual))
 
     def check_split(self, count: int) -> None:
         if count > 1 and not self.splits and self.layout.mesh.size > 1:
@@ -263,14 +231,51 @@ class _How:
                 f"parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
                 f"interleave_copies: 1."
             )
+        if count > 1 and self.dim == "seq" and (self.seq or not self.hand) and self.layout.mesh.size > 1:
+            split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
+            why = (
+                f"the rules split 'seq' over {split}, whose tokens attention brings together by itself"
+                if split
+                else "the rules of 'residual_seq' split it over no axis that 'seq' and 'batch' leave"
+            )
+            raise ConfigError(
+                f"interleave_copies is {count} and interleave_dim is 'seq', but {why}. Remedy: residual_seq: model beside heads: model and seq: null, or "
+                f"interleave_dim: batch."
+            )
 
-    def check_rows(self, rows: int, count: int) -> None:
-        ways = self._ways(self.rows)
+    def whole_shape(self, x: Rows) -> tuple[int, ...]:
+        """Of what was cut, or is to be."""
+        if not isinstance(x, tuple):
+            return tuple(x.shape)
+        shape = list(x[0].shape)
+        shape[CUTS.index(self.dim)] *= len(x)
+        return tuple(shape)
+
+    def parted(self, x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+        """On one device."""
+        return tuple(jnp.split(x, count, CUTS.index(self.dim)))
+
+    def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """On one device."""
+        return jnp.concatenate(parts, CUTS.index(self.dim))
+
+    def check_parts(self, shape: Sequence[int], count: int) -> None:
+        """Whether each device's rows, or tokens, divide."""
+        if self.dim == "seq":
+            seq, ways = shape[1], self.ways(self.hand)
+            if seq % (ways * count):
+                over = f" ({seq} over {ways} devices of {', '.join(self.hand)})" if ways > 1 else ""
+                raise ConfigError(
+                    f"interleave_copies is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} equal parts. Remedy: a sequence "
+                    f"of a multiple of {ways * count} tokens, or interleave_copies: 1."
+                )
+            return
+        rows, ways = shape[0], self.ways(self.rows)
         if rows % (ways * count):
             over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
             raise ConfigError(
                 f"interleave_copies is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal parts. Remedy: a batch, or "
-                f"microbatches, of a multiple of {ways * count} rows, or interleave_copies: 1."
+                f"microbatches, of a multiple of {ways * count} rows, interleave_dim: seq, or interleave_copies: 1."
             )
 
     def together(self, h: jax.Array) -> jax.Array:
@@ -302,7 +307,14 @@ class _How:
         if not jnp.ndim(s) and jnp.issubdtype(getattr(s, "dtype", jnp.float32), jax.dtypes.prng_key):
             here = jax.lax.axis_index((*self.rows, *self.seq)) if self.rows or self.seq else 0
             return jax.random.fold_in(s, here * count + at)
+        if self.dim == "seq":
+            return self._part_of_seq(s, at, count) if jnp.ndim(s) > 1 and s.shape[1] > 1 else s
         return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
+
+    def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:
+        """Of something that lies as the tokens of all devices do, those of one part: brought together, they are in order."""
+        by_device = s.reshape(s.shape[0], self.ways(self.hand), count, -1, *s.shape[2:])
+        return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
 
     def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
         """How a weight of these dims comes in."""
@@ -349,7 +361,7 @@ class _How:
         alone = {axis for axis, size in self.layout.sizes.items() if size == 1 and axis not in outer}
         return {*self.rows, *self.seq, *self.hand, *alone}
 
-    def _ways(self, axes: Axes) -> int:
+    def ways(self, axes: Axes) -> int:
         return math.prod(self.layout.sizes[axis] for axis in axes)
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.config import build
-from jaxpar.copies import cut, join
+from jaxpar.copies import cut, join, order_in_copies
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
@@ -45,12 +45,22 @@ def layout_of(rules: jp.Rules = RULES, **sizes: int) -> jp.Layout:
     return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
 
 
-def run(sizes: dict[str, int], copies: int, *, staged: bool = False, pipeline: Any = None, **config: Any) -> Found:
+def run(
+    sizes: dict[str, int],
+    copies: int,
+    *,
+    staged: bool = False,
+    pipeline: Any = None,
+    packed: bool = False,
+    **config: Any,
+) -> Found:
     """Loss, gradients and the audit of one step of a small Llama."""
     how = {"layers": 2, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48, "remat": "full", **config}
     model, layout = llama.preset("tiny", copies=copies, **how), layout_of(**sizes)
     keys = enumerate(("tokens", "targets"))
     batch = {name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, 64) for n, name in keys}
+    if packed:
+        batch["segment_ids"] = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (ROWS, SEQ))))
     loss = staged_next_token_loss(model) if staged else next_token_loss
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, llama.make_llama(model), optax.sgd(0.1))
@@ -103,6 +113,43 @@ def test_copies_inside_of_a_pipeline(one_copy: Found) -> None:
     pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
     got = run({"pipeline": 2, "data": 2, "model": 2}, 2, staged=True, pipeline=pipeline)
     check_same(got, one_copy)
+
+
+@pytest.fixture(scope="module")
+def halves() -> Found:
+    return run({"data": 2, "model": 2}, 2, copies_dim="seq")
+
+
+def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: Found) -> None:
+    check_same(halves, one_copy)
+    # As many bytes as halves of rows, but for the positions' own.
+    assert halves[2].wire_bytes() <= one_copy[2].wire_bytes()
+    assert halves[2].wire_bytes("collective-permute", "model") > 0
+
+
+def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline() -> None:
+    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=ROWS))
+    got = run(
+        {"pipeline": 2, "model": 4},
+        2,
+        staged=True,
+        pipeline=pipeline,
+        packed=True,
+        copies_dim="seq",
+        heads=4,
+        kv_heads=4,
+        remat="save_outputs",
+    )
+    check_same(got, run({"data": 2, "model": 2}, 1, packed=True, heads=4, kv_heads=4))
+
+
+def test_logits_of_halves_come_in_the_order_of_the_tokens() -> None:
+    tokens, layout = jax.random.randint(jax.random.key(0), (ROWS, SEQ), 0, 64), layout_of(data=2, model=2)
+    how = {"layers": 1, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48}
+    with layout, jax.default_matmul_precision("highest"):
+        whole, halved = (llama.preset("tiny", **how, **more) for more in ({}, {"copies": 2, "copies_dim": "seq"}))
+        logits = [llama.make_llama(config)(jax.random.key(1))(tokens) for config in (whole, halved)]
+    np.testing.assert_allclose(logits[1], logits[0], rtol=2e-5, atol=2e-6)
 
 
 def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
@@ -169,7 +216,7 @@ def test_what_copies_cannot_do() -> None:
             run(block, x[:6], None)
         assert str(said.value) == (
             "interleave_copies is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. Remedy: a batch, or "
-            "microbatches, of a multiple of 4 rows, or interleave_copies: 1."
+            "microbatches, of a multiple of 4 rows, interleave_dim: seq, or interleave_copies: 1."
         )
         with pytest.raises(
             LayoutError, match=re.escape("side holds an array of shape (5, 32) beside 8 rows of 32 tokens")
@@ -181,6 +228,39 @@ def test_what_copies_cannot_do() -> None:
             jp.in_copies(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
 
 
+def test_what_halves_of_sequences_cannot_do() -> None:
+    with pytest.raises(ConfigError) as said:
+        jp.in_copies(layer, dim="seq")
+    assert str(said.value) == (
+        "in_copies(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: its "
+        "branches, with Branch(carried=...) where tokens see others, or dim='batch'."
+    )
+    with pytest.raises(ConfigError) as said:
+        jp.in_copies(layer, dim="sequence")  # type: ignore[arg-type]
+    assert str(said.value) == (
+        "interleave_dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
+    )
+    with layout_of(data=2, model=2), pytest.raises(ConfigError) as said:
+        order_in_copies(30)
+    assert str(said.value) == (
+        "interleave_copies is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
+        "of 4 tokens, or interleave_copies: 1."
+    )
+    remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or interleave_dim: batch."
+    with layout_of(context=2, model=2), pytest.raises(ConfigError) as said:
+        order_in_copies(32)
+    assert str(said.value) == (
+        "interleave_copies is 2 and interleave_dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "
+        + remedy
+    )
+    with pytest.raises(ConfigError) as said:
+        llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(order="zigzag"))
+    assert str(said.value) == (
+        "interleave_dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. Remedy: leave the order out, or "
+        "interleave_dim: batch."
+    )
+
+
 def job_of(**parallel: Any) -> Any:
     data = {"model": {"family": "llama"}, "layout": "", "parallel": parallel}
     return make_job(Loaded(build(RunConfig, data, "run"), {"mesh": {"data": -1}, "rules": {}}, "run"))
@@ -188,6 +268,9 @@ def job_of(**parallel: Any) -> Any:
 
 def test_the_configuration_of_a_run() -> None:
     assert job_of(interleave_copies=2).model.copies == 2
+    assert job_of(interleave_copies=2, interleave_dim="seq").model.copies_dim == "seq"
+    with pytest.raises(ConfigError, match=re.escape("parallel.interleave_dim is 'seq', but interleave_copies is 1")):
+        job_of(interleave_dim="seq")
     with pytest.raises(ConfigError, match=re.escape("parallel.interleave_copies is 0, but 1 or 2 is wanted")):
         job_of(interleave_copies=0)
     with pytest.raises(ConfigError) as said:

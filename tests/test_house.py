@@ -33,6 +33,7 @@ FLOORS = (
         "recompute",
         "signs",
         "weights",
+        "woven",
     ),
     ("copies", "model", "pipeline", "staged"),
     ("onebit",),

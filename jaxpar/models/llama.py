@@ -23,12 +23,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar import hint
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.context import AUTO, Context, Laid
-from jaxpar.copies import Branch, check_count, in_copies
+from jaxpar.copies import Cut, check_count
 from jaxpar.copies import cut as cut_rows
 from jaxpar.copies import join as join_rows
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.host import on_host
 from jaxpar.models.embedding import lookup
+from jaxpar.models.interleaved import HALVES, block_in_copies, halved, laid_for_halves
 from jaxpar.nnx import axes, stacked
 from jaxpar.recompute import OUTPUT, SAVED_EMBED, Recompute
 from jaxpar.waiting import cut
@@ -46,7 +47,7 @@ class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
     ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.Recompute`; ``regather`` gathers sharded
-    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.in_copies`). ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.in_copies`), or, with ``copies_dim="seq"``, of its tokens. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
@@ -70,6 +71,7 @@ class LlamaConfig:
     regather: bool | int = True
     context: Context = AUTO
     copies: int = 1
+    copies_dim: Cut = "batch"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -82,7 +84,12 @@ class LlamaConfig:
                 f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
             )
         Recompute.of(self.remat).segments(self.layers)
-        check_count(self.copies)
+        check_count(self.copies, self.copies_dim)
+        if halved(self) and self.context.order is not None:
+            raise ConfigError(
+                f"interleave_dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is {self.context.order!r}. Remedy: leave "
+                f"the order out, or interleave_dim: batch."
+            )
         if self.copies > 1 and not isinstance(self.regather, bool):
             raise ConfigError(
                 f"interleave_copies is {self.copies}, but regather is {self.regather}: the copies gather a layer's weights once for both, from all devices. "
@@ -281,38 +288,6 @@ class Block(nnx.Module):
         return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
 
 
-def block_in_copies(count: int, rope: Rope, order: Laid, documents_BS: jax.Array | None) -> Callable[[Block, Any], Any]:
-    """A block on so many parts of each device's rows.
-
-    Raises:
-      ConfigError: the batch brings an order of its own.
-    """
-    if order is not None and not isinstance(order, str):
-        raise ConfigError(
-            f"interleave_copies is {count}, but parallel.context's order is 'balanced', which copies cannot take. Remedy: order: zigzag, or "
-            f"interleave_copies: 1."
-        )
-
-    def mixed(block: Block, h_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
-        rope, documents_BS = side
-        return block.attention(h_BSE, rope, order, documents_BS, half=True)
-
-    attention = Branch(
-        before=lambda block, x_BSE: block.attention_norm(x_BSE),
-        first=mixed,
-        second=lambda block, o_BSHD: block.attention.output(o_BSHD),
-        name=OUTPUT,
-    )
-    mlp = Branch(
-        before=lambda block, x_BSE: block.mlp_norm(x_BSE),
-        first=lambda block, h_BSE, side: block.mlp(h_BSE, half=True),
-        second=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
-        name=OUTPUT,
-    )
-    run = in_copies((attention, mlp), count)
-    return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
-
-
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Queries and keys of a layer, of tokens [batch, seq]."""
     c = config
@@ -355,6 +330,8 @@ class Llama(nnx.Module):
 
         ``order_BS`` is one that comes with the batch; see :meth:`jaxpar.attn.context.Context.laid`.
         """
+        if halved(self.config):
+            return laid_for_halves(*arrays_BS)
         q, k = layer_shapes(self.config, arrays_BS[0].shape)
         return self.config.context.laid(q, k, *arrays_BS, order_BS=order_BS)
 
@@ -370,16 +347,25 @@ class Llama(nnx.Module):
         tokens_BS = hint(tokens_BS, "batch", "seq")
         if positions_BS is None:
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
+        if halved(config) and order != HALVES:
+            return self._in_halves(tokens_BS, positions_BS, documents_BS)
         rope = rope_table(positions_BS, config)
         x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
 
         blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
-        x_BSE = cut_rows(x_BSE, config.copies) if config.copies > 1 else x_BSE
+        x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
         for first, last, again in recompute.segments(config.layers):
             layers = _stacked(recompute if again else Recompute("none"), config, rope, order, documents_BS)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
-        x_BSE = join_rows(x_BSE) if config.copies > 1 else x_BSE
+        x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
+
+    def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
+        """:meth:`hidden` of tokens as they come, for copies that want them in an order of their own."""
+        given = (tokens_BS, positions_BS) if documents_BS is None else (tokens_BS, positions_BS, documents_BS)
+        order, at, (tokens_BS, positions_BS, *packed) = laid_for_halves(*given)
+        h_BSE = self.hidden(tokens_BS, positions_BS, order, *packed)
+        return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
 
     def unembedding(self) -> jax.Array:
         """The head [embed, vocab] in the compute dtype: its product with :meth:`hidden` is the logits."""
@@ -398,7 +384,8 @@ def _stacked(
     def layer(block: Block, x_BSE: Any) -> Any:
         x_BSE = laid(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
-            return block_in_copies(config.copies, rope, order, documents_BS)(block, x_BSE)
+            how = config.copies, config.copies_dim, config.context
+            return block_in_copies(*how, rope, order, documents_BS)(block, x_BSE)
         return block(x_BSE, rope, order, documents_BS)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))

@@ -13,7 +13,8 @@ from jaxpar.attn.order import permutation
 from jaxpar.errors import ConfigError
 from jaxpar.models.chunked import Carry, carried_block, empty_carry
 from jaxpar.models.embedding import lookup
-from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, block_in_copies, layer_shapes, remat, rope_table
+from jaxpar.models.interleaved import block_in_copies, halved, laid_for_halves
+from jaxpar.models.llama import Block, Llama, LlamaConfig, Rope, layer_shapes, remat, rope_table
 from jaxpar.models.losses import linear_cross_entropy
 from jaxpar.recompute import Recompute
 
@@ -49,6 +50,9 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
     def prepare(model: Llama, batch: Batch) -> Batch:
         own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
         shape = batch["tokens"].shape
+        if halved(config):
+            _, at, laid = laid_for_halves(*own.values())
+            return {**dict(zip(own, laid, strict=True)), "positions": jnp.broadcast_to(at, shape)}
         order: Any = config.context.settled_order(*layer_shapes(config, shape))
         at = jnp.arange(shape[1], dtype=jnp.int32)
         if order is not None:
@@ -66,11 +70,12 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
     def layer(block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
         rope, documents_BS = side
         # A pipeline has split the sequence; alone, the layers find it whole.
-        ways = split_ways()
-        order = config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), ways)
+        ways, in_halves = split_ways(), halved(config)
+        order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), ways)
         one = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
         if config.copies > 1:
-            one = block_in_copies(config.copies, rope, order, documents_BS)
+            how = config.copies, config.copies_dim, config.context
+            one = block_in_copies(*how, rope, order, documents_BS)
         run = remat(recompute, config.regather)(one)
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE

@@ -129,6 +129,7 @@ class ParallelConfig:
       pipeline: how layers go over stages: ``{schedule: 1f1b, microbatches: 8}``.
       interleave_copies: 2 runs the layers on two halves of each device's rows, one sending while the other computes; see
         :func:`jaxpar.in_copies`.
+      interleave_dim: ``batch`` for halves of rows; ``seq`` for halves of each sequence, where a device has a single row.
     """
 
     optimizer: ZeroConfig | None = None
@@ -139,6 +140,7 @@ class ParallelConfig:
     context: ContextConfig | None = None
     pipeline: PipelineConfig | None = None
     interleave_copies: int = 1
+    interleave_dim: Literal["batch", "seq"] = "batch"
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,13 @@ def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
             f"parallel.interleave_copies is {asked.interleave_copies}, but parallel.offload.parameters is {asked.offload.parameters}: weights that wait in "
             f"the host's memory would be brought once for each copy. Remedy: leave one of them out."
         )
+    if asked.interleave_dim != "batch" and asked.interleave_copies == 1:
+        raise ConfigError(
+            f"parallel.interleave_dim is {asked.interleave_dim!r}, but interleave_copies is 1, so nothing is cut. Remedy: interleave_copies: 2, or leave "
+            f"interleave_dim out."
+        )
     try:
-        return replace(model, copies=asked.interleave_copies) if asked.interleave_copies != 1 else model
+        return replace(model, copies=asked.interleave_copies, copies_dim=asked.interleave_dim)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
