@@ -17,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.errors import ConfigError, DivergedError, LayoutError, ModelError
+from jaxpar.errors import ConfigError, DivergedError, ModelError
+from jaxpar.infer import placing
 from jaxpar.infer.asked import Request, check_requests
 from jaxpar.infer.cached import CACHE_SEQ, Cached
 from jaxpar.infer.sampling import BROKEN, NONE, Sampling, next_tokens
+from jaxpar.inspect.report import Report
+from jaxpar.int8 import is_int8
 from jaxpar.layout import Layout, _ambient, hint, tracing_under
-from jaxpar.model import MakeModel, Tagged
+from jaxpar.model import MakeModel
 from jaxpar.state import abstract_state
 
 _LEAST = 16
@@ -119,19 +122,26 @@ class Generator:
         self._state = state
         self._long = _with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
-        self.abstract = self._abstract()
+        self.prepared, weights = placing.prepared(layout, state, cached.prepare)
+        cache, kept = placing.laid_cache(self._short, self._cache())
+        self._tensors = [*weights, *kept]
+        self.abstract = self._abstract(cache)
         self.prefill = jax.jit(self._prefill)
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
     @property
     def params(self) -> Any:
-        """The parameters as shapes with their shardings: what to restore, or to lower for."""
+        """The parameters as shapes with their shardings: what to restore. ``prepared``: those after :meth:`prepare`, to lower for."""
         return self._state.params
 
     def prepare(self, params: Any) -> Any:
-        """Parameters as each step reads them fastest, as in the dtype of the compute. The originals are kept."""
-        place = jax.tree.map(lambda x: x.sharding, self._state.params)
+        """Parameters as each step reads them fastest: in the dtype of the compute, or in int8. The originals are kept."""
+        place = jax.tree.map(lambda x: x.sharding, self.prepared)
         return jax.jit(self.cached.prepare, out_shardings=place)(params)
+
+    def explain(self) -> Report:
+        """Where every prepared parameter and every array of the cache lies, and why; as :func:`jaxpar.explain` of a training."""
+        return placing.report(self.layout, self._tensors)
 
     def prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Requests as ``prefill`` takes them: ``tokens`` [batch, seq], ``lengths``, ``left`` and ``keys`` [batch]; missing rows have ended."""
@@ -164,9 +174,11 @@ class Generator:
           seeds: of each request's own key; 0, 1, ... if not given.
 
         Raises:
-          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests.
+          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests;
+            parameters that were not prepared, of a model that keeps them otherwise than it was trained.
           DivergedError: logits that are not finite.
         """
+        self._check_prepared(params)
         requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
         if len(requests) > self.batch:
             raise ConfigError(
@@ -183,6 +195,7 @@ class Generator:
         seeds: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """What each request makes, without its prompt and without the stop token; ``batch`` requests at a time. As :meth:`stream`."""
+        self._check_prepared(params)
         requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
         made: list[list[int]] = [[] for _ in requests]
         for first in range(0, len(requests), self.batch):
@@ -191,6 +204,15 @@ class Generator:
                     if token != NONE and token not in self.stop:
                         made[row].append(token)
         return made
+
+    def _check_prepared(self, params: Any) -> None:
+        kept = [path for path, x in jax.tree_util.tree_leaves_with_path(self.prepared, is_leaf=is_int8) if is_int8(x)]
+        given = [path for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8) if is_int8(x)]
+        if kept != given:
+            raise ConfigError(
+                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of those given are so. Remedy: "
+                f"params = generator.prepare(params)."
+            )
 
     def _stream(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
         state, found = self.prefill(params, self.prompts(requests))
@@ -246,22 +268,8 @@ class Generator:
     def _cache(self) -> Any:
         return self.cached.cache(self.batch, self.slots)
 
-    def _abstract(self) -> Decoding:
-        """The state as shapes with shardings; raises what the mesh does not divide."""
-        problems: list[str] = []
-        is_tag = lambda x: isinstance(x, Tagged)
-
-        def shape(path: Any, tagged: Tagged) -> jax.ShapeDtypeStruct:
-            name = f"cache/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-            found = self._short.resolve(tagged.dims, tagged.value.shape, dtype=tagged.value.dtype, path=name)
-            problems.extend(found.problems)
-            spec = jax.sharding.PartitionSpec(*found.axes)
-            place = jax.sharding.NamedSharding(self.layout.mesh, spec)
-            return jax.ShapeDtypeStruct(tagged.value.shape, tagged.value.dtype, sharding=place)
-
-        cache = jax.tree_util.tree_map_with_path(shape, self._cache(), is_leaf=is_tag)
-        if problems:
-            raise LayoutError(list(dict.fromkeys(problems)))
+    def _abstract(self, cache: Any) -> Decoding:
+        """The state as shapes with shardings, around a cache that is so already."""
         row = self._short.sharding(("batch",), (self.batch,))
         number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
         key = jax.eval_shape(lambda: jax.random.key(0)).dtype
