@@ -74,7 +74,7 @@ class Int8:
         return self.values.dtype
 
     @property
-    def T(self) -> Int8:  # noqa: N802 (as an array's)
+    def T(self) -> Int8:
         """A matrix turned over."""
         return Int8(self.values.T, self.scales, tuple(-3 - dim for dim in self.summed))
 

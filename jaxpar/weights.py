@@ -45,7 +45,11 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
 
 
 def project(
-    x: jax.Array, *weights: tuple[jax.Array | Int8, _Dims], dtype: Any = None, summed: int = 1, regather: Regather = True
+    x: jax.Array,
+    *weights: tuple[jax.Array | Int8, _Dims],
+    dtype: Any = None,
+    summed: int = 1,
+    regather: Regather = True,
 ) -> tuple[jax.Array, ...]:
     """``x`` [batch, ..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
 

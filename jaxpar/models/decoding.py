@@ -12,17 +12,26 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import Int8, hint, project
-from jaxpar.errors import ConfigError, listing
+from jaxpar.errors import ConfigError
 from jaxpar.infer.cached import Cached
 from jaxpar.infer.caching import cached_attention, empty, filled
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import Block, Llama, LlamaConfig, rope_table
 from jaxpar.staged import stacked_part
 
-
-SUMMED = {"embedding": (-1,), "head": (-2,), "q": (-3,), "k": (-3,), "v": (-3,), "o": (-3, -2), "gate": (-2,), "up": (-2,), "down": (-2,)}
+SUMMED = {
+    "embedding": (-1,),
+    "head": (-2,),
+    "q": (-3,),
+    "k": (-3,),
+    "v": (-3,),
+    "o": (-3, -2),
+    "gate": (-2,),
+    "up": (-2,),
+    "down": (-2,),
+}
 """The dims of each matrix that its product sums over: in int8 they share a scale."""
-_KEPT = (None, "int8")
+_INT8 = "int8"
 
 
 def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> Cached:
@@ -42,8 +51,8 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     dtype('int8')
     """
     for key, value in (("weights", weights), ("cache", cache)):
-        if value not in _KEPT:
-            raise ConfigError(f"quantise.{key} is {value!r}, but {listing(_KEPT)} is wanted.")
+        if value not in (_INT8, None):
+            raise ConfigError(f"cached_llama: {key} is {value!r}, but {_INT8!r} or None is wanted.")
     dtype = jnp.dtype(config.dtype)
     kept = jnp.dtype(cache or dtype)
 
