@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError, listing
 from jaxpar.infer.cached import CACHE_DIMS
@@ -43,7 +44,13 @@ def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> Part:
 
 
 def cached_attention(
-    q_B1HD: jax.Array, k_B1KD: jax.Array, v_B1KD: jax.Array, cache: Keys, layer: Any, at_B: jax.Array
+    q_B1HD: jax.Array,
+    k_B1KD: jax.Array,
+    v_B1KD: jax.Array,
+    cache: Keys,
+    layer: Any,
+    at_B: jax.Array,
+    group: tuple[Any, int] = (0, 1),
 ) -> tuple[jax.Array, Keys]:
     """Write a token's keys and values into a layer of the cache, and attend from it to all up to its own position.
 
@@ -56,6 +63,7 @@ def cached_attention(
         head; then the new ones are rounded, and nothing of the cache is ever written out in another dtype.
       layer: which of the layers; it may be traced.
       at_B: the position of each row's token, which is its slot.
+      group: (number, groups): these rows are a part of the cache's, row ``i`` its row ``i * groups + number``; the number may be traced.
 
     Returns:
       [batch, 1, heads, head_dim], and the cache.
@@ -79,24 +87,44 @@ def cached_attention(
     ring, heads, kv_heads = places[2].axes[3], places[0].axes[2], places[1].axes[2]
     _check_heads(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads)
     q_spec, kv_spec, cache_spec, at_spec = (to_spec(place) for place in places)
-    cache_specs = jax.tree.map(lambda x: jax.sharding.PartitionSpec(*cache_spec[: x.ndim]), cache)
+    cache_specs = jax.tree.map(lambda x: PartitionSpec(*cache_spec[: x.ndim]), cache)
     q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, layer: Any, at_B: jax.Array) -> Any:
+    groups = group[1]
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, at_B: jax.Array, layer: Any, number: Any) -> Any:
         first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
-        cache = {name: _written(cache[name], x, layer, at_B - first) for name, x in (("keys", k), ("values", v))}
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), cache)
+        new = (("keys", k), ("values", v))
+        cache = {name: _written(cache[name], x, layer, at_B - first, (number, groups)) for name, x in new}
+        mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
         if heads != kv_heads:  # queries' heads are split, these are whole
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
         return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
 
+    given = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
+    # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
+    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not free:
+        found: tuple[jax.Array, Keys] = local(*given)
+        return found
     out: tuple[jax.Array, Keys] = jax.shard_map(
         local,
-        in_specs=(q_spec, kv_spec, kv_spec, cache_specs, None, at_spec),
+        in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, PartitionSpec(), PartitionSpec()),
         out_specs=(q_spec, cache_specs),
+        axis_names=free,
         check_vma=False,
-    )(q, k, v, cache, jnp.asarray(layer, jnp.int32), at_B)
+    )(*given)
     return out
+
+
+def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array:
+    """A group's rows of a layer."""
+    if groups == 1:
+        return jax.lax.dynamic_index_in_dim(x_LBKT, layer, 0, keepdims=False)
+    x_LRGKT = x_LBKT.reshape(x_LBKT.shape[0], -1, groups, *x_LBKT.shape[2:])
+    start = (layer, 0, number, *(0,) * (x_LBKT.ndim - 2))
+    sizes = (1, x_LRGKT.shape[1], 1, *x_LBKT.shape[2:])
+    return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
 
 
 def _as_kept(x: jax.Array, dtype: Any) -> Part:
@@ -106,12 +134,12 @@ def _as_kept(x: jax.Array, dtype: Any) -> Part:
     return x if dtype is None else x.astype(dtype)
 
 
-def _written(cache_LBKTD: Part, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array) -> Part:
+def _written(cache_LBKTD: Part, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array, group: tuple[Any, int]) -> Part:
     """A layer with one slot of each row written; a slot that is not here is another device's."""
     slots = cache_LBKTD.shape[3]
     # A negative index would count from the end.
     slot_B = jnp.where(slot_B < 0, slots, slot_B)
-    rows_B = jnp.arange(slot_B.shape[0])
+    rows_B = jnp.arange(slot_B.shape[0]) * group[1] + group[0]
     new = _as_kept(x_B1KD[:, 0], cache_LBKTD.dtype)
     return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar import Int8, hint, project
 from jaxpar.errors import ConfigError
-from jaxpar.infer.cached import Cached
+from jaxpar.infer.cached import Cached, Stack
 from jaxpar.infer.caching import cached_attention, empty, filled
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import Block, Llama, LlamaConfig, rope_table
@@ -66,9 +66,9 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
         scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
         return (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
 
-    def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-        rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1), config)
-        leaves, block_of = stacked_part(model, ("blocks",))
+    def prompts(layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+        rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+        leaves, block_of = layers
 
         def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
             block: Block = block_of(leaves)
@@ -80,11 +80,11 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
             return block(x_BSE, rope, attend=attend), made
 
-        return jax.lax.scan(layer, embedded(model, tokens_BS), leaves)
+        return jax.lax.scan(layer, x_BSE, leaves)
 
-    def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def token(layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any) -> tuple[jax.Array, Any]:
         rope = rope_table(at_B[:, None], config)
-        leaves, block_of = stacked_part(model, ("blocks",))
+        leaves, block_of = layers
 
         def layer(carry: Any, given: Any) -> tuple[Any, None]:
             x_BSE, cache = carry
@@ -92,14 +92,22 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
             after: dict[str, Any] = {}
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                o, after["cache"] = cached_attention(q, k, v, cache, number, at_B)
+                o, after["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
                 return o
 
             return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
 
-        numbers = jnp.arange(config.layers, dtype=jnp.int32)
+        numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
         # The cache goes from layer to layer whole: stacked anew from layers, all of it would be copied in every step.
-        (x_BSE, cache), _ = jax.lax.scan(layer, (embedded(model, tokens_B[:, None]), cache), (numbers, leaves))
+        carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
+        return carry
+
+    def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+        return prompts(stacked_part(model, stack.path), embedded(model, tokens_BS), slots)
+
+    def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        layers = stacked_part(model, stack.path)
+        x_BSE, cache = token(layers, embedded(model, tokens_B[:, None]), at_B, cache, (0, 1))
         return x_BSE[:, 0], cache
 
     def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
@@ -107,7 +115,8 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
         (z_BV,) = project(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
         return hint(z_BV, "batch", "vocab")
 
-    return Cached(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights))
+    stack = Stack(("blocks",), embedded, prompts, token)
+    return Cached(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
 
 
 def _matrices(dtype: Any, kept: str | None) -> Callable[[Any], Any]:

@@ -118,7 +118,7 @@ class Page:
 
     def __exit__(self, *_: object) -> None:
         if self.live is not None:
-            self.live.update(self._blocks(), refresh=True)
+            self.live.update(self._blocks())
             self.live.stop()
 
     def more(self, text: str) -> None:
