@@ -49,6 +49,12 @@ def params() -> Any:
     return jp.init(jp.Layout(one_device(), RULES), make_llama(CONFIG), optax.identity()).params
 
 
+@pytest.fixture(scope="module")
+def made(params: Any) -> list[list[int]]:
+    one = generator(one_device(), **BOTH)
+    return one.generate(one.prepare(params), PROMPTS, most=MOST)
+
+
 @pytest.mark.parametrize("summed", [[0], [-1], [0, 1], [1, 2]], ids=str)
 def test_no_number_is_off_by_more_than_half_a_step(summed: list[int]) -> None:
     x = jax.random.normal(jax.random.key(0), (6, 10, 7)) * jnp.arange(7)
@@ -100,7 +106,7 @@ def test_attention_to_a_cache_in_int8_is_attention_to_what_it_stands_for(mesh: d
             np.testing.assert_allclose(o[row, 0, head], want, rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any) -> None:
+def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any, made: list[list[int]]) -> None:
     """Tied embeddings, weights fully sharded over data and by heads, a cache over data, context and model; greedy, fp32."""
     one, many = generator(one_device(), **BOTH), generator(jp.MeshSpec(data=2, context=2, model=2).build(), **BOTH)
     spread = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, many.params)
@@ -109,7 +115,6 @@ def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any) -> 
     alone = one.prepare(params)
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(kept), strict=True):
         np.testing.assert_array_equal(a, b)
-    made = one.generate(alone, PROMPTS, most=MOST)
     assert many.generate(kept, PROMPTS, most=MOST) == made
     assert len({token for tokens in made for token in tokens}) > 3, "tokens that say something"
 
@@ -124,6 +129,18 @@ def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any) -> 
     cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 32 * (CONFIG.head_dim + 4) // 8
     assert many.explain().total("cache").device_bytes == cache
     assert audit.memory["argument"] < many.explain().total("params", "cache").device_bytes + 200
+
+
+def test_over_a_pipeline_in_int8(params: Any, made: list[list[int]]) -> None:
+    """Every stage has its layers' integers and scales, and the cache of these; requests in turns, some of which end before others."""
+    mesh = jp.MeshSpec(pipeline=2, model=2).build(jax.devices()[:4])
+    rules = RULES.replace(layers="pipeline", vocab=("pipeline", "model"))
+    model = jp.Generator(jp.Layout(mesh, rules), make_llama(CONFIG), cached_llama(CONFIG, **BOTH), batch=2, slots=32)
+    assert model.explain()["cache/values/scales"].spec == (("pipeline",), (), ("model",), ())
+    kept = model.prepare(jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, model.params))
+    assert model.generate(kept, PROMPTS, most=MOST) == made
+    steps = list(model.stream(kept, PROMPTS[:2], most=MOST[:2]))
+    assert [[step[row] for step in steps] for row in (0, 1)] == [made[0], made[1] + [-1] * 3]
 
 
 def test_everything_is_explained() -> None:
