@@ -78,7 +78,7 @@ class Int8:
         """A matrix turned over."""
         return Int8(self.values.T, self.scales, tuple(-3 - dim for dim in self.summed))
 
-    def of_scales[T](self, dims: Sequence[T]) -> tuple[T, ...]:
+    def of_scales[Name](self, dims: Sequence[Name]) -> tuple[Name, ...]:
         """Of something for each dim of the array, as its logical dims, that for each dim of the scales."""
         return tuple(name for at, name in enumerate(dims, -len(dims)) if at not in self.summed)
 

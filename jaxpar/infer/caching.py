@@ -101,7 +101,7 @@ def cached_attention(
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
         return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
 
-    given = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
+    given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
     # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not free:

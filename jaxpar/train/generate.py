@@ -20,6 +20,7 @@ from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.infer.asked import check_requests
+from jaxpar.infer.circle import stages_of
 from jaxpar.models.decoding import cached_llama
 from jaxpar.train.job import Job
 from jaxpar.train.prompts import BYTES, Answer, Page
@@ -78,11 +79,12 @@ def generator(job: Job, texts: Sequence[Sequence[int]], wanted: Wanted) -> jp.Ge
     kept: dict[str, Any] = {"weights": asked.weights, "cache": asked.cache}
     if wanted.int8 is not None:
         kept = {name: "int8" if name in wanted.int8 else None for name in kept}
+    cached, rows = cached_llama(job.model, **kept), min(len(texts), MOST_ROWS) if wanted.batch is None else wanted.batch
     return jp.Generator(
         layout,
         job.make_model,
-        cached_llama(job.model, **kept),
-        batch=_rounded(min(len(texts), MOST_ROWS) if wanted.batch is None else wanted.batch, ways["batch"]),
+        cached,
+        batch=_rounded(rows, ways["batch"] * stages_of(layout, cached)),
         slots=slots,
         sampling=wanted.sampling,
         stop=tuple(SEPARATOR),
