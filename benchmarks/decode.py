@@ -3,8 +3,7 @@
 Both decode the same tokens with the same Llama, shardings and cache, in one process, on simulated devices. Two are written by hand, as
 one would without jaxpar: ``scatter`` carries the whole cache through the layers and writes one slot of each row; ``stack`` takes it
 layer by layer and stacks it anew. Compared are the tokens, the bytes on the wire, and the CPU seconds of running them in turn; the
-ratio is to the faster of the two. With ``--topology v5e:4x4`` a step of two layers of the 1B preset is compiled for it instead (extra tpu):
-what it holds, and what it sends.
+ratio is to the faster of the two. What a step holds and sends on a TPU is told by ``benchmarks/decode_bytes.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.infer.asked import Request
 from jaxpar.models.decoding import cached_llama
-from jaxpar.models.llama import LlamaConfig, make_llama, preset
-from jaxpar.plan.aot import compile_program
-from jaxpar.topology import Topology
+from jaxpar.models.llama import LlamaConfig, make_llama
 
 LAYOUTS = Path(__file__).parent.parent / "configs" / "layouts"
 
@@ -116,25 +112,6 @@ def by_hand(config: LlamaConfig, how: str) -> Any:
     return step
 
 
-def compiled(name: str) -> None:
-    """Two layers of 1B, 16 rows, 2,048 slots, over data × context 2 × model 4 of a topology."""
-    config = preset("1b", layers=2, param_dtype="bfloat16")
-    rules = jp.Layout.from_yaml(LAYOUTS / "tp.yaml").rules
-    layout = jp.Layout(jp.MeshSpec(data=-1, context=2, model=4).on(name), rules)
-    model = jp.Generator(layout, make_llama(config), cached_llama(config), batch=16, slots=2048)
-
-    def step(state: Any, params: Any) -> Any:  # keys are no arrays to what is exported, and nothing is drawn
-        keys = jax.vmap(jax.random.key)(jnp.zeros(16, jnp.uint32))
-        state, tokens = model.decode.__wrapped__(params, replace(state, keys=keys))
-        return replace(state, keys=None), tokens
-
-    state = replace(model.abstract, keys=None)
-    leaves = len(jax.tree.leaves(state))
-    found = compile_program(Topology.parse(name), layout, step, (state, model.params), donated=leaves)
-    print(jp.audit(found.as_text(), mesh=layout.mesh))
-    print(f"{found.compile_cpu_seconds:.1f} CPU s to compile", found.memory_analysis())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
@@ -142,12 +119,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--slots", type=int, default=512)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--topology", help="compile for it instead, as v5e:4x4")
     arguments = parser.parse_args()
-    if arguments.topology is not None:
-        compiled(arguments.topology)
-        return 0
-
     config = LlamaConfig(vocab=4096, embed=512, layers=6, heads=8, kv_heads=4, head_dim=64, mlp=1408)
     layout = jp.Layout.from_yaml(LAYOUTS / "tp.yaml")
     params = jp.init(layout, make_llama(config), optax.identity()).params

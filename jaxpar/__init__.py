@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxpar.inspect.audit import audit as audit
     from jaxpar.inspect.explain import check as check
     from jaxpar.inspect.explain import explain as explain
+    from jaxpar.int8 import Int8 as Int8
     from jaxpar.layout import Layout as Layout
     from jaxpar.layout import constrain as constrain
     from jaxpar.layout import current_layout as current_layout
@@ -76,6 +77,7 @@ _HOMES = {
     "DiskStep": "disk",
     "Fusion": "fusion",
     "Generator": "infer.generating",
+    "Int8": "int8",
     "Layout": "layout",
     "Mask": "attn.masks",
     "MeshSpec": "mesh",

@@ -108,7 +108,10 @@ class Generate:
     prompt: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
         tyro.conf.arg(metavar="TEXT", help="what to go on with; may be repeated"),
-    ]
+    ] = ()
+    prompts: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="more of them, a line each (.jsonl: a JSON string each)")
+    ] = None
     set: Settings = ()
     checkpoint: Annotated[
         Path | None,
@@ -125,25 +128,38 @@ class Generate:
     cache: Annotated[
         int | None, tyro.conf.arg(metavar="TOKENS", help="slots of the cache (default: what is needed)")
     ] = None
+    batch: Annotated[int | None, tyro.conf.arg(help="prompts at once (default: all, 16 at the most)")] = None
+    stop: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="TEXT", help="ends what is made, and is left out of it; may be repeated"),
+    ] = ()
+    int8: Annotated[
+        tuple[Literal["weights", "cache"], ...] | None,
+        tyro.conf.arg(help="keep these in 8-bit integers (default: as the config's generate says)"),
+    ] = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write a JSON object for each prompt")] = None
+    explain: Annotated[bool, tyro.conf.arg(help="say where weights and cache would lie instead, and why")] = False
 
     def run(self) -> int:
         from rich.console import Console
 
         job = _job(self.config, self.set, run=True)
         from jaxpar.infer.sampling import Sampling
-        from jaxpar.train.generate import generate
+        from jaxpar.train.generate import Wanted, generate, generator
+        from jaxpar.train.prompts import read_prompts
 
-        generate(
-            job,
-            self.prompt,
-            checkpoint=self.checkpoint,
-            most=self.max_new,
-            sampling=Sampling(self.temperature, self.top_k, self.top_p),
-            seed=self.seed,
-            slots=self.cache,
-            out=sys.stdout,
-            console=Console(stderr=True, highlight=False, soft_wrap=True),
-        )
+        prompts = [*self.prompt, *([] if self.prompts is None else read_prompts(self.prompts))]
+        how = Sampling(self.temperature, self.top_k, self.top_p)
+        kept = (self.stop, self.int8, self.checkpoint)
+        wanted = Wanted(self.max_new, how, self.seed, self.cache, self.batch, *kept)
+        if self.explain:
+            texts = [list(prompt.encode()) for prompt in prompts or [" "]]
+            print(generator(job, texts, wanted).explain().to_text(), end="")
+            return 0
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        answers = generate(job, prompts, wanted, out=sys.stdout, console=console)
+        if self.json is not None:
+            self.json.write_text("".join(f"{answer.to_json()}\n" for answer in answers), encoding="utf-8")
         return 0
 
 

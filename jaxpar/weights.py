@@ -21,6 +21,7 @@ from jaxpar import exchange
 from jaxpar.contract import times
 from jaxpar.crossing import asked
 from jaxpar.errors import LayoutError
+from jaxpar.int8 import Int8
 from jaxpar.layout import current_layout, hint, to_spec
 from jaxpar.products import GATHERED, Regather, product, route
 from jaxpar.rules import Axes
@@ -44,7 +45,11 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
 
 
 def project(
-    x: jax.Array, *weights: tuple[jax.Array, _Dims], dtype: Any = None, summed: int = 1, regather: Regather = True
+    x: jax.Array,
+    *weights: tuple[jax.Array | Int8, _Dims],
+    dtype: Any = None,
+    summed: int = 1,
+    regather: Regather = True,
 ) -> tuple[jax.Array, ...]:
     """``x`` [batch, ..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
 
@@ -53,6 +58,8 @@ def project(
 
     Inside a step whose precision says ``int8`` for gathers or reductions, the weights and their gradients cross the mesh so; where it
     says ``fp8`` for matmuls, they are multiplied so.
+
+    A weight that is an :class:`jaxpar.Int8` is gathered in int8 and multiplied as integers of the dtype of ``x``; its scales multiply the result. It has no gradient.
 
     Args:
       x: what each weight multiplies; its first dim is the batch.
@@ -67,7 +74,7 @@ def project(
 
     Raises:
       ConfigError: ``regather`` does not divide the devices that share a weight.
-      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``.
+      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``, or do not share its scales.
 
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
@@ -91,10 +98,14 @@ def project(
                 f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
                 f"Remedy: transpose the weight, or pass what it belongs to."
             )
-    if len(weights) > 1 and x.ndim > 2 and x.shape[1] == 1:
+    one_token = x.ndim > 2 and x.shape[1] == 1
+    if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
         # A token a row, as in decoding: to be put side by side, weights would be read and written once more than for their product.
         apart = [project(x, one, dtype=dtype, summed=summed, regather=regather) for one in weights]
         return tuple(y for (y,) in apart)
+    first, dims = weights[0]
+    if isinstance(first, Int8):
+        return (_scaled(x, first, dims, summed),)
     brought = [fetch(w) for w, _ in weights]
     ws = [w if dtype is None else w.astype(dtype) for w in brought]
     # A matrix alone lies well as it is stored.
@@ -126,6 +137,22 @@ def _times(
     parts = jnp.split(y, _ends(ways, shapes), -1) if ways else [y]
     lead = x.shape[: x.ndim - summed]
     return [part.reshape(*lead, *shape[summed:]) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
+    """The product with a weight in 8-bit integers."""
+    if w.summed != tuple(range(-w.ndim, summed - w.ndim)):
+        raise LayoutError(
+            f"project(): the weight {dims} of shape {w.shape} has a scale for all of its dims {[dim % w.ndim for dim in w.summed]}, but its first "
+            f"{summed} are summed over. Remedy: Int8.of(w, {list(range(summed))})."
+        )
+    layout = current_layout()
+    stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype).axes for role in ("params", "activations"))
+    values = _gather_one(w.values, *dims)
+    # Where something is gathered: else it would be gathered in the dtype of the product.
+    values = values if stored == used else jax.lax.optimization_barrier(values)
+    y = jnp.tensordot(x, values.astype(x.dtype), summed)
+    return (y * hint(w.scales, *dims[summed:])).astype(x.dtype)
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:

@@ -130,6 +130,24 @@ def test_a_decode_step_gathers_nothing_and_writes_in_place() -> None:
     assert max(c.result_bytes for c in audit.collectives) < cache // 8 // 10
 
 
+def test_stages_keep_their_weights_and_cache_and_send_activations() -> None:
+    """A tick of each group: its token's activations to the next stage, and from the last to all; nothing is gathered over the pipeline."""
+    rules = RULES.replace(params={"embed": None}, vocab=("pipeline", "model"))
+    model = generator(jp.MeshSpec(pipeline=2, data=2, model=2).build(), rules, slots=256)
+    assert model.abstract.cache["keys"].sharding.spec == PartitionSpec("pipeline", "data", "model", None, None)
+    program = model.decode.lower(model.prepared, model.abstract).compile()
+    audit = jp.audit(program, mesh=model.layout.mesh)
+    assert {c.kind for c in audit.collectives} == {"all-reduce", "collective-permute"}
+    token = 4 // 2 // 2 * CONFIG.embed * 4  # of a device's rows of one group
+    over = audit.select(axis="pipeline")
+    # The stages' own two; the lookup in a table that is split over all; the likeliest of split logits, which is a number and a word for each row.
+    assert sorted(c.result_bytes for c in over) == [4, 4, token, token, token]
+    assert {c.count for c in over} == {2}
+    cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 256 * CONFIG.head_dim * 4
+    assert audit.memory["alias"] >= cache // 8
+    assert audit.memory["argument"] - audit.memory["alias"] < model.explain().total("params").device_bytes + 200
+
+
 @pytest.mark.parametrize("mesh", [{"model": 4, "context": 2}, {"model": 2, "context": 4}], ids=str)
 def test_queries_of_split_heads_find_their_whole_keys(mesh: dict[str, int]) -> None:
     rng = np.random.default_rng(0)
@@ -251,6 +269,11 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             lambda: generator(one_device(), stop=[64]),
             ConfigError,
             "Generator: stop token 64 is not in the model's vocabulary of 64.",
+        ),
+        (
+            lambda: generator(jp.MeshSpec(pipeline=2, data=4).abstract(8), batch=7),
+            ConfigError,
+            "Generator: batch is 7, but pipeline=2 works on 2 groups of requests at once. Remedy: batch=8, or no pipeline axis.",
         ),
         (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots is 0, but 1 or more is wanted."),
         (

@@ -1,4 +1,4 @@
-"""Keys and values of past tokens: written in place, each device its own slots, and attended to where they lie.
+"""Keys and values of past tokens: written in place, each device its own slots, and attended to where they lie; in int8 where asked.
 
 Shape suffixes: L layers, B batch, H query heads, K key/value heads, G query heads of a key head, T slots, D head dim.
 """
@@ -10,27 +10,47 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError, listing
 from jaxpar.infer.cached import CACHE_DIMS
+from jaxpar.int8 import Int8
 from jaxpar.layout import current_layout, hint, to_spec
+from jaxpar.model import tag
 from jaxpar.rules import Axes, Resolved
 
-type Keys = dict[str, jax.Array]
+type Part = jax.Array | Int8
+type Keys = dict[str, Part]
 """``keys`` and ``values``."""
 Q_DIMS = ("batch", None, "heads", "head_dim")
 NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
 
 
-def filled(x_BSKD: jax.Array, slots: int) -> jax.Array:
-    """Keys or values of whole prompts as one layer of a cache: [batch, kv_heads, slots, head_dim]."""
+def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+    """Shapes of keys and values with their logical dims, for :class:`jaxpar.Cached`; of dtype int8 with a scale for each token and head."""
+    shape = (layers, batch, kv_heads, slots, head_dim)
+    made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
+    if jnp.dtype(dtype) == jnp.int8:
+        made = Int8(made, tag(jax.ShapeDtypeStruct(shape[:-1], jnp.float32), *CACHE_DIMS[:-1]), (-1,))
+    return {"keys": made, "values": made}
+
+
+def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> Part:
+    """Keys or values of whole prompts as one layer of a cache of ``dtype`` (theirs, if not given): [batch, kv_heads, slots, head_dim]."""
     x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
     missing = slots - x_BKSD.shape[2]
-    return hint(jnp.pad(x_BKSD, ((0, 0), (0, 0), (0, missing), (0, 0))), *CACHE_DIMS[1:])
+    kept = _as_kept(jnp.pad(x_BKSD, ((0, 0), (0, 0), (0, missing), (0, 0))), dtype)
+    return jax.tree.map(lambda x: hint(x, *CACHE_DIMS[1 : 1 + x.ndim]), kept)
 
 
 def cached_attention(
-    q_B1HD: jax.Array, k_B1KD: jax.Array, v_B1KD: jax.Array, cache: Keys, layer: Any, at_B: jax.Array
+    q_B1HD: jax.Array,
+    k_B1KD: jax.Array,
+    v_B1KD: jax.Array,
+    cache: Keys,
+    layer: Any,
+    at_B: jax.Array,
+    group: tuple[Any, int] = (0, 1),
 ) -> tuple[jax.Array, Keys]:
     """Write a token's keys and values into a layer of the cache, and attend from it to all up to its own position.
 
@@ -39,9 +59,11 @@ def cached_attention(
 
     Args:
       q_B1HD: queries [batch, 1, heads, head_dim]; k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
-      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim].
+      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim], arrays or :class:`jaxpar.Int8` with a scale for each token and
+        head; then the new ones are rounded, and nothing of the cache is ever written out in another dtype.
       layer: which of the layers; it may be traced.
       at_B: the position of each row's token, which is its slot.
+      group: (number, groups): these rows are a part of the cache's, row ``i`` its row ``i * groups + number``; the number may be traced.
 
     Returns:
       [batch, 1, heads, head_dim], and the cache.
@@ -65,41 +87,70 @@ def cached_attention(
     ring, heads, kv_heads = places[2].axes[3], places[0].axes[2], places[1].axes[2]
     _check_heads(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads)
     q_spec, kv_spec, cache_spec, at_spec = (to_spec(place) for place in places)
+    cache_specs = jax.tree.map(lambda x: PartitionSpec(*cache_spec[: x.ndim]), cache)
     q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, layer: Any, at_B: jax.Array) -> Any:
+    groups = group[1]
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, at_B: jax.Array, layer: Any, number: Any) -> Any:
         first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
-        cache = {name: _written(cache[name], x, layer, at_B - first) for name, x in (("keys", k), ("values", v))}
-        mine = {name: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for name, x in cache.items()}
+        new = (("keys", k), ("values", v))
+        cache = {name: _written(cache[name], x, layer, at_B - first, (number, groups)) for name, x in new}
+        mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
         if heads != kv_heads:  # queries' heads are split, these are whole
-            mine = {name: _own_heads(x, q.shape[2], heads) for name, x in mine.items()}
+            mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
         return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
 
+    given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
+    # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
+    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not free:
+        found: tuple[jax.Array, Keys] = local(*given)
+        return found
     out: tuple[jax.Array, Keys] = jax.shard_map(
         local,
-        in_specs=(q_spec, kv_spec, kv_spec, {"keys": cache_spec, "values": cache_spec}, None, at_spec),
-        out_specs=(q_spec, {"keys": cache_spec, "values": cache_spec}),
+        in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, PartitionSpec(), PartitionSpec()),
+        out_specs=(q_spec, cache_specs),
+        axis_names=free,
         check_vma=False,
-    )(q, k, v, cache, jnp.asarray(layer, jnp.int32), at_B)
+    )(*given)
     return out
 
 
-def _written(cache_LBKTD: jax.Array, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array) -> jax.Array:
+def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array:
+    """A group's rows of a layer."""
+    if groups == 1:
+        return jax.lax.dynamic_index_in_dim(x_LBKT, layer, 0, keepdims=False)
+    x_LRGKT = x_LBKT.reshape(x_LBKT.shape[0], -1, groups, *x_LBKT.shape[2:])
+    start = (layer, 0, number, *(0,) * (x_LBKT.ndim - 2))
+    sizes = (1, x_LRGKT.shape[1], 1, *x_LBKT.shape[2:])
+    return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
+
+
+def _as_kept(x: jax.Array, dtype: Any) -> Part:
+    """Keys or values as a cache of ``dtype`` keeps them."""
+    if dtype is not None and jnp.dtype(dtype) == jnp.int8:
+        return Int8.of(x, [-1])
+    return x if dtype is None else x.astype(dtype)
+
+
+def _written(cache_LBKTD: Part, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array, group: tuple[Any, int]) -> Part:
     """A layer with one slot of each row written; a slot that is not here is another device's."""
     slots = cache_LBKTD.shape[3]
     # A negative index would count from the end.
     slot_B = jnp.where(slot_B < 0, slots, slot_B)
-    rows_B = jnp.arange(slot_B.shape[0])
-    x_BKD = x_B1KD[:, 0].astype(cache_LBKTD.dtype)
-    return cache_LBKTD.at[layer, rows_B, :, slot_B].set(x_BKD, mode="drop")
+    rows_B = jnp.arange(slot_B.shape[0]) * group[1] + group[0]
+    new = _as_kept(x_B1KD[:, 0], cache_LBKTD.dtype)
+    return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
 
 
-def _attended(q_B1HD: jax.Array, k_BKTD: jax.Array, v_BKTD: jax.Array, last_B: jax.Array, ring: Axes) -> jax.Array:
-    """Attention to the slots here up to ``last_B``, merged over ``ring``."""
+def _attended(q_B1HD: jax.Array, keys: Part, values: Part, last_B: jax.Array, ring: Axes) -> jax.Array:
+    """Attention to the slots here [batch, kv_heads, slots, head_dim] up to ``last_B``, merged over ``ring``."""
     wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
-    q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], k_BKTD.shape[1], -1, q_B1HD.shape[3])
-    k, v = (x.astype(q_B1HD.dtype) for x in (k_BKTD, v_BKTD))
-    s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k, preferred_element_type=wide) / math.sqrt(q_B1HD.shape[3])
+    q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
+    (k_BKTD, k_scales), (v_BKTD, v_scales) = (_apart(x, q_B1HD.dtype) for x in (keys, values))
+    s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k_BKTD, preferred_element_type=wide) / math.sqrt(q_B1HD.shape[3])
+    s = s if k_scales is None else s * k_scales
     seen = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
     s = jnp.where(seen[:, None, None], s, -jnp.inf)
     greatest = jnp.max(s, -1, keepdims=True)
@@ -107,17 +158,23 @@ def _attended(q_B1HD: jax.Array, k_BKTD: jax.Array, v_BKTD: jax.Array, last_B: j
     greatest = jax.lax.pmax(greatest, ring) if ring else greatest
     p = jnp.exp(s - greatest)
     total = jnp.sum(p, -1, keepdims=True)
-    o = jnp.einsum("bkgt,bktd->bkgd", p.astype(v.dtype), v, preferred_element_type=wide)
+    p = p if v_scales is None else p * v_scales
+    o = jnp.einsum("bkgt,bktd->bkgd", p.astype(v_BKTD.dtype), v_BKTD, preferred_element_type=wide)
     if ring:
         o, total = jax.lax.psum((o, total), ring)
     return (o / total).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
 
 
-def _own_heads(x_BKTD: jax.Array, heads: int, axes: Axes) -> jax.Array:
+def _apart(x: Part, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """What is multiplied, in ``dtype``, and what each slot's product is scaled by: [batch, kv_heads, 1, slots]."""
+    return (x.values.astype(dtype), x.scales[:, :, None]) if isinstance(x, Int8) else (x.astype(dtype), None)
+
+
+def _own_heads(x_BKT: jax.Array, heads: int, axes: Axes) -> jax.Array:
     """Of whole key heads those that this device's ``heads`` query heads look at."""
-    group = heads * math.prod(current_layout().sizes[axis] for axis in axes) // x_BKTD.shape[1]
+    group = heads * math.prod(current_layout().sizes[axis] for axis in axes) // x_BKT.shape[1]
     first = jax.lax.axis_index(axes) * heads // group
-    return jax.lax.dynamic_slice_in_dim(x_BKTD, first, max(heads // group, 1), 1)
+    return jax.lax.dynamic_slice_in_dim(x_BKT, first, max(heads // group, 1), 1)
 
 
 def _check_heads(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes) -> None:

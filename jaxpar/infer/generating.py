@@ -17,10 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.errors import ConfigError, DivergedError, LayoutError, ModelError
+from jaxpar.errors import ConfigError, DivergedError, ModelError
+from jaxpar.infer import placing
 from jaxpar.infer.asked import Request, check_requests
 from jaxpar.infer.cached import CACHE_SEQ, Cached
-from jaxpar.infer.sampling import BROKEN, NONE, Sampling, next_tokens
+from jaxpar.infer.circle import Circle, last_of, stages_of
+from jaxpar.infer.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
+from jaxpar.inspect.report import Report
+from jaxpar.int8 import is_int8
 from jaxpar.layout import Layout, _ambient, hint, tracing_under
 from jaxpar.model import MakeModel, Tagged
 from jaxpar.state import abstract_state
@@ -31,7 +35,7 @@ _LEAST = 16
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "at", "left", "keys"],
+    data_fields=["cache", "tokens", "at", "left", "keys", "moving"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Decoding:
       at: its position [batch] int32.
       left: how many tokens each row may still make [batch] int32; 0 where it has ended.
       keys: a PRNG key for each row [batch].
+      moving: what is on its way between a pipeline's stages, and for how many ticks it has been; ``None`` without.
     """
 
     cache: Any
@@ -51,6 +56,7 @@ class Decoding:
     at: Any
     left: Any
     keys: Any
+    moving: Any = None
 
 
 class Generator:
@@ -60,6 +66,8 @@ class Generator:
 
     - ``prefill(params, prompts) -> (state, tokens)``; prompts as :meth:`prompts` makes them;
     - ``decode(params, state) -> (state, tokens)``; the state is donated. Tokens are [batch] int32, -1 for rows that have ended.
+
+    Over a pipeline (:mod:`jaxpar.infer.circle`) a step's tokens are the first group's next and all others' last: -3 for these in the first step.
 
     Prompts are filled up at their end, to one length; each row counts its own positions and has its own slots, so that no row's tokens depend
     on the others. The cache lies by the rules: ``batch``, ``kv_heads``, ``head_dim``, and its slots by ``cache_seq``, or as ``seq`` where the
@@ -77,7 +85,7 @@ class Generator:
     Raises:
       LayoutError: the mesh does not divide parameters or cache.
       ModelError: the model carries variables beside its parameters.
-      ConfigError: a size below 1, or a stop token that is none.
+      ConfigError: a size below 1, a stop token that is none, or a batch that makes no groups for a pipeline's stages.
 
     >>> import jax, optax
     >>> import jaxpar as jp
@@ -119,19 +127,27 @@ class Generator:
         self._state = state
         self._long = _with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
-        self.abstract = self._abstract()
+        self.circle = Circle.of(cached, stages_of(layout, cached), batch)
+        self.prepared, weights = placing.prepared(layout, state, cached.prepare)
+        cache, kept = placing.laid_cache(self._short, self._cache())
+        self._tensors = [*weights, *kept]
+        self.abstract = self._abstract(cache)
         self.prefill = jax.jit(self._prefill)
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
     @property
     def params(self) -> Any:
-        """The parameters as shapes with their shardings: what to restore, or to lower for."""
+        """The parameters as shapes with their shardings: what to restore. ``prepared``: those after :meth:`prepare`, to lower for."""
         return self._state.params
 
     def prepare(self, params: Any) -> Any:
-        """Parameters as each step reads them fastest, as in the dtype of the compute. The originals are kept."""
-        place = jax.tree.map(lambda x: x.sharding, self._state.params)
+        """Parameters as each step reads them fastest: in the dtype of the compute, or in int8. The originals are kept."""
+        place = jax.tree.map(lambda x: x.sharding, self.prepared)
         return jax.jit(self.cached.prepare, out_shardings=place)(params)
+
+    def explain(self) -> Report:
+        """Where every prepared parameter and every array of the cache lies, and why; as :func:`jaxpar.explain` of a training."""
+        return placing.report(self.layout, self._tensors)
 
     def prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Requests as ``prefill`` takes them: ``tokens`` [batch, seq], ``lengths``, ``left`` and ``keys`` [batch]; missing rows have ended."""
@@ -164,9 +180,11 @@ class Generator:
           seeds: of each request's own key; 0, 1, ... if not given.
 
         Raises:
-          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests.
+          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests;
+            parameters that were not prepared, of a model that keeps them otherwise than it was trained.
           DivergedError: logits that are not finite.
         """
+        self._check_prepared(params)
         requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
         if len(requests) > self.batch:
             raise ConfigError(
@@ -183,6 +201,7 @@ class Generator:
         seeds: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """What each request makes, without its prompt and without the stop token; ``batch`` requests at a time. As :meth:`stream`."""
+        self._check_prepared(params)
         requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
         made: list[list[int]] = [[] for _ in requests]
         for first in range(0, len(requests), self.batch):
@@ -192,13 +211,29 @@ class Generator:
                         made[row].append(token)
         return made
 
+    def _check_prepared(self, params: Any) -> None:
+        kept = [path for path, x in jax.tree_util.tree_leaves_with_path(self.prepared, is_leaf=is_int8) if is_int8(x)]
+        given = [path for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8) if is_int8(x)]
+        if kept != given:
+            raise ConfigError(
+                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of those given are so. Remedy: "
+                f"params = generator.prepare(params)."
+            )
+
     def _stream(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
-        state, found = self.prefill(params, self.prompts(requests))
-        for _ in range(max(request.most for request in requests)):
-            # The next step is on its way while this one's tokens are looked at.
-            state, coming = self.decode(params, state)
-            tokens = np.asarray(found).tolist()[: len(requests)]
-            found = coming
+        before: list[int] = []
+        for number, found in enumerate(self._steps(params, requests)):
+            tokens = found
+            if self.circle is not None and number:
+                # The first group is a step ahead of all others.
+                tokens = [
+                    old if row % self.circle.stages == 0 else new
+                    for row, (old, new) in enumerate(zip(before, found, strict=True))
+                ]
+            if self.circle is not None:
+                before = found
+                if number == 1:
+                    continue
             if BROKEN in tokens:
                 raise DivergedError(
                     f"Generator: the logits of request {tokens.index(BROKEN)} are not finite. Remedy: look at the checkpoint's parameters and at the "
@@ -208,26 +243,68 @@ class Generator:
                 return
             yield tokens
 
+    def _steps(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """The requests' tokens of the prefill, and of each step after it."""
+        state, found = self.prefill(params, self.prompts(requests))
+        for _ in range(max(request.most for request in requests) + (self.circle is not None)):
+            # The next step is on its way while this one's tokens are looked at.
+            state, coming = self.decode(params, state)
+            yield np.asarray(found).tolist()[: len(requests)]
+            found = coming
+
     def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
+        tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
         with _under(self.layout, self._long):
             model = self._state.static.kind.merge(params, self._state.rest)
-            tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
-            x, cache = self.cached.prefill(model, tokens_BS, self.slots)
+            if self.circle is not None:
+                empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.cache)
+                x, cache = self.circle.prefill(model, tokens_BS, lengths_B, self._laid(empty), self.slots)
+            else:
+                x, cache = self.cached.prefill(model, tokens_BS, self.slots)
         with _under(self.layout, self._short):
-            # A sum in which all but one are zeros, and not an index: the sequence may be split.
-            last_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1) == lengths_B[:, None] - 1
-            x = jnp.sum(jnp.where(jnp.expand_dims(last_BS, tuple(range(2, x.ndim))), x, 0), 1)
-            state = Decoding(cache, lengths_B * 0, lengths_B - 1, prompts["left"], prompts["keys"])
+            x = x if self.circle is not None else last_of(x, lengths_B)
+            moving = None if self.circle is None else self.circle.waiting(model)
+            state = Decoding(self._laid(cache), lengths_B * 0, lengths_B - 1, prompts["left"], prompts["keys"], moving)
             return self._drawn(state, self.cached.logits(model, x))
 
     def _decode(self, params: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
         with _under(self.layout, self._short):
             model = self._state.static.kind.merge(params, self._state.rest)
+            if self.circle is not None:
+                return self._around(self.circle, model, state)
             x, cache = self.cached.step(model, state.tokens, state.at, state.cache)
-            return self._drawn(replace(state, cache=cache), self.cached.logits(model, x))
+            return self._drawn(replace(state, cache=self._laid(cache)), self.cached.logits(model, x))
+
+    def _around(self, circle: Circle, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
+        """As many ticks as there are stages; in each, one group's next tokens."""
+        names = ("tokens", "at", "left")
+
+        def tick(carry: tuple[Decoding, jax.Array], t: jax.Array) -> tuple[tuple[Decoding, jax.Array], None]:
+            state, found_B = carry
+            out = (t + 1) % circle.stages
+            entering = circle.take(state.tokens, t)
+            x, moving, cache = circle.tick(model, entering, t, state.at, state.moving["x"], state.cache)
+            group = Decoding(None, *(circle.take(getattr(state, name), out) for name in (*names, "keys")))
+            after, drawn = self._drawn(group, self.cached.logits(model, x))
+            # In the first step after a prefill only the first group has gone all the way.
+            there = state.moving["ticks"] >= circle.stages - 1
+            rows = {
+                name: circle.put(
+                    getattr(state, name), jnp.where(there, getattr(after, name), getattr(group, name)), out
+                )
+                for name in names
+            }
+            found_B = circle.put(found_B, jnp.where(there, drawn, PENDING), out)
+            moving = {"x": moving, "ticks": state.moving["ticks"] + 1}
+            rows = {name: hint(x, "batch") for name, x in rows.items()}
+            return (replace(state, cache=self._laid(cache), moving=moving, **rows), hint(found_B, "batch")), None
+
+        nothing = jnp.full_like(state.tokens, PENDING)
+        carry, _ = jax.lax.scan(tick, (state, nothing), jnp.arange(circle.stages, dtype=jnp.int32))
+        return carry
 
     def _drawn(self, state: Decoding, logits_BV: jax.Array) -> tuple[Decoding, jax.Array]:
-        """The state with the next tokens, and these."""
+        """The rows with their next tokens, and these."""
         live_B = state.left > 0
         drawn_B = jnp.where(live_B, next_tokens(self.sampling, logits_BV, state.keys, state.at + 1), NONE)
         ended_B = drawn_B < 0
@@ -239,33 +316,36 @@ class Generator:
             "left": jnp.where(ended_B, 0, state.left - 1),
             "keys": state.keys,
         }
-        cache = jax.tree.map(lambda x, place: hint(x, *place.dims), state.cache, self._cache())
-        state = replace(state, cache=cache, **{name: hint(x, "batch") for name, x in small.items()})
-        return state, drawn_B
+        return replace(state, **{name: hint(x, "batch") for name, x in small.items()}), drawn_B
+
+    def _laid(self, cache: Any) -> Any:
+        return jax.tree.map(lambda x, place: hint(x, *place.dims), cache, self._cache())
 
     def _cache(self) -> Any:
-        return self.cached.cache(self.batch, self.slots)
+        cache = self.cached.cache(self.batch, self.slots)
+        if self.circle is None:
+            return cache
+        return jax.tree.map(self.circle.dims, cache, is_leaf=lambda x: isinstance(x, Tagged))
 
-    def _abstract(self) -> Decoding:
-        """The state as shapes with shardings; raises what the mesh does not divide."""
-        problems: list[str] = []
-        is_tag = lambda x: isinstance(x, Tagged)
-
-        def shape(path: Any, tagged: Tagged) -> jax.ShapeDtypeStruct:
-            name = f"cache/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-            found = self._short.resolve(tagged.dims, tagged.value.shape, dtype=tagged.value.dtype, path=name)
-            problems.extend(found.problems)
-            spec = jax.sharding.PartitionSpec(*found.axes)
-            place = jax.sharding.NamedSharding(self.layout.mesh, spec)
-            return jax.ShapeDtypeStruct(tagged.value.shape, tagged.value.dtype, sharding=place)
-
-        cache = jax.tree_util.tree_map_with_path(shape, self._cache(), is_leaf=is_tag)
-        if problems:
-            raise LayoutError(list(dict.fromkeys(problems)))
+    def _abstract(self, cache: Any) -> Decoding:
+        """The state as shapes with shardings, around a cache that is so already."""
         row = self._short.sharding(("batch",), (self.batch,))
         number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
         key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-        return Decoding(cache, number, number, number, jax.ShapeDtypeStruct((self.batch,), key, sharding=row))
+        keys = jax.ShapeDtypeStruct((self.batch,), key, sharding=row)
+        moving = None if self.circle is None else self._moving(self.circle)
+        return Decoding(cache, number, number, number, keys, moving)
+
+    def _moving(self, circle: Circle) -> Any:
+        """As a prefill gives it."""
+        with _under(self.layout, self._short):
+            merged = lambda params: self._state.static.kind.merge(params, self._state.rest)
+            shapes = jax.eval_shape(lambda params: circle.waiting(merged(params)), self.prepared)
+        where = {"x": circle.spec(self._short), "ticks": jax.sharding.PartitionSpec()}
+        laid = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.sharding.NamedSharding(self.layout.mesh, spec)
+        )
+        return {name: laid(x, where[name]) for name, x in shapes.items()}
 
     def _padded(self, longest: int) -> int:
         """The length that prompts are filled up to, which the rules can split."""

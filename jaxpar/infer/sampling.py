@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxpar.errors import ConfigError
 from jaxpar.layout import hint
 
-NONE, BROKEN = -1, -2
-"""In the place of a token: the request has ended; its logits are not finite."""
+NONE, BROKEN, PENDING = -1, -2, -3
+"""In the place of a token: the request has ended; its logits are not finite; it is on its way through a pipeline's stages."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxpar.errors import did_you_mean
 if TYPE_CHECKING:
     from jaxpar.inspect.memory import Memory
 
-PARTS = ("params", "opt_state", "rest", "batch", "activations", "other")
+PARTS = ("params", "opt_state", "rest", "batch", "activations", "other", "cache")
 """The groups of rows, in the order in which they are printed."""
 
 _COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "why not more")

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jaxpar.errors import ModelError, listing
+from jaxpar.int8 import is_int8
 from jaxpar.model.parts import Parts, Path, show
 from jaxpar.names import Names
 from jaxpar.nnx import names_of
@@ -26,7 +27,7 @@ class NNXKind:
 
     def merge(self, params: Any, rest: Any) -> Any:
         states = [
-            jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=is_waiting))
+            jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=lambda leaf: is_waiting(leaf) or is_int8(leaf)))
             for d, x in ((self.params, params), (self.rest, rest))
         ]
         return nnx.merge(self.graphdef, *states)

@@ -11,74 +11,120 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jaxpar as jp
-from jaxpar import hint
-from jaxpar.infer.cached import CACHE_DIMS, Cached
-from jaxpar.infer.caching import cached_attention, filled
+from jaxpar import Int8, hint, project
+from jaxpar.errors import ConfigError
+from jaxpar.infer.cached import Cached, Stack
+from jaxpar.infer.caching import cached_attention, empty, filled
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import Block, Llama, LlamaConfig, rope_table
 from jaxpar.staged import stacked_part
 
+SUMMED = {
+    "embedding": (-1,),
+    "head": (-2,),
+    "q": (-3,),
+    "k": (-3,),
+    "v": (-3,),
+    "o": (-3, -2),
+    "gate": (-2,),
+    "up": (-2,),
+    "down": (-2,),
+}
+"""The dims of each matrix that its product sums over: in int8 they share a scale."""
+_INT8 = "int8"
 
-def cached_llama(config: LlamaConfig) -> Cached:
-    """How a Llama of this configuration generates. Recomputation and copies are for training, and change nothing here."""
+
+def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> Cached:
+    """How a Llama of this configuration generates. Recomputation and copies are for training, and change nothing here.
+
+    Args:
+      config: of the training.
+      weights: ``int8`` keeps every matrix in 8-bit integers, with a scale for each of its columns (:class:`jaxpar.Int8`); norms stay. ``None``: in
+        the dtype of the compute. :meth:`jaxpar.Generator.prepare` rounds them.
+      cache: ``int8`` keeps keys and values in 8-bit integers, with a scale for each token and head. ``None``: in the dtype of the compute.
+
+    Raises:
+      ConfigError: another word.
+
+    >>> from jaxpar.models.llama import preset
+    >>> cached_llama(preset("tiny"), cache="int8").cache(1, 16)["keys"].values.value.dtype
+    dtype('int8')
+    """
+    for key, value in (("weights", weights), ("cache", cache)):
+        if value not in (_INT8, None):
+            raise ConfigError(f"cached_llama: {key} is {value!r}, but {_INT8!r} or None is wanted.")
     dtype = jnp.dtype(config.dtype)
+    kept = jnp.dtype(cache or dtype)
 
-    def cache(batch: int, slots: int) -> Any:
-        shape = jax.ShapeDtypeStruct((config.layers, batch, config.kv_heads, slots, config.head_dim), dtype)
-        return {name: jp.tag(shape, *CACHE_DIMS) for name in ("keys", "values")}
+    def shapes(batch: int, slots: int) -> Any:
+        return empty(config.layers, batch, config.kv_heads, slots, config.head_dim, kept)
 
     def embedded(model: Llama, tokens_BS: jax.Array) -> jax.Array:
-        return lookup(model.embedding[...], hint(tokens_BS, "batch", "seq"), dtype)
+        table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")
+        if not isinstance(table, Int8):
+            return lookup(table, tokens_BS, dtype)
+        scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
+        return (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
 
-    def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-        rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1), config)
-        leaves, block_of = stacked_part(model, ("blocks",))
+    def prompts(layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+        rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+        leaves, block_of = layers
 
         def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
             block: Block = block_of(leaves)
-            kept: dict[str, jax.Array] = {}
+            made: dict[str, Any] = {}
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                kept.update(keys=filled(k, slots), values=filled(v, slots))
+                made.update(keys=filled(k, slots, kept), values=filled(v, slots, kept))
                 return block.attention.context(q, k, v, None)
 
-            return block(x_BSE, rope, attend=attend), kept
+            return block(x_BSE, rope, attend=attend), made
 
-        return jax.lax.scan(layer, embedded(model, tokens_BS), leaves)
+        return jax.lax.scan(layer, x_BSE, leaves)
 
-    def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def token(layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any) -> tuple[jax.Array, Any]:
         rope = rope_table(at_B[:, None], config)
-        leaves, block_of = stacked_part(model, ("blocks",))
+        leaves, block_of = layers
 
         def layer(carry: Any, given: Any) -> tuple[Any, None]:
             x_BSE, cache = carry
             number, leaves = given
-            kept: dict[str, Any] = {}
+            after: dict[str, Any] = {}
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                o, kept["cache"] = cached_attention(q, k, v, cache, number, at_B)
+                o, after["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
                 return o
 
-            return (block_of(leaves)(x_BSE, rope, attend=attend), kept["cache"]), None
+            return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
 
-        numbers = jnp.arange(config.layers, dtype=jnp.int32)
+        numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
         # The cache goes from layer to layer whole: stacked anew from layers, all of it would be copied in every step.
-        (x_BSE, cache), _ = jax.lax.scan(layer, (embedded(model, tokens_B[:, None]), cache), (numbers, leaves))
+        carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
+        return carry
+
+    def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+        return prompts(stacked_part(model, stack.path), embedded(model, tokens_BS), slots)
+
+    def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        layers = stacked_part(model, stack.path)
+        x_BSE, cache = token(layers, embedded(model, tokens_B[:, None]), at_B, cache, (0, 1))
         return x_BSE[:, 0], cache
 
     def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
-        return hint(model.norm(x_BE) @ model.unembedding(), "batch", "vocab")
+        head_EV = model.embedding[...].T if config.tie_embeddings else model.head[...]
+        (z_BV,) = project(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
+        return hint(z_BV, "batch", "vocab")
 
-    return Cached(cache, prefill, step, logits, config.vocab, prepare=_matrices_in(dtype))
+    stack = Stack(("blocks",), embedded, prompts, token)
+    return Cached(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
 
 
-def _matrices_in(dtype: Any) -> Callable[[Any], Any]:
-    """Every parameter but those of norms in the dtype of the compute."""
+def _matrices(dtype: Any, kept: str | None) -> Callable[[Any], Any]:
+    """Every parameter but those of norms in the dtype of the compute, or in int8."""
 
-    def cast(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype(dtype), params
-        )
+    def one(path: Any, x: Any) -> Any:
+        if "norm" in jax.tree_util.keystr(path):
+            return x
+        return x.astype(dtype) if kept is None else Int8.of(x, SUMMED[path[-1].key])
 
-    return cast
+    return lambda params: jax.tree_util.tree_map_with_path(one, params)

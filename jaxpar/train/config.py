@@ -190,6 +190,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GenerateConfig:
+    """In what a generator keeps the model's weights and its cache; see :func:`jaxpar.models.decoding.cached_llama`."""
+
+    weights: Literal["int8"] | None = None
+    cache: Literal["int8"] | None = None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A run, as a YAML file describes it.
 
@@ -203,6 +211,7 @@ class RunConfig:
       compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
         are left alone.
       checkpoint: what to keep of the run, and whether to go on from that: ``{every: 100}``.
+      generate: in what ``jaxpar generate`` keeps weights and cache: ``{weights: int8, cache: int8}``.
       output: folder for metrics, curve and summary, relative to where the command runs.
     """
 
@@ -218,6 +227,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     compiler: dict[Platform, dict[str, CompilerOption]] = field(default_factory=dict)
     checkpoint: CheckpointConfig | None = None
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     output: str = "runs/default"
 
 

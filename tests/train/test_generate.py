@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,11 @@ from rich.console import Console
 
 import jaxpar as jp
 from jaxpar.cli import main
-from jaxpar.errors import CheckpointError
+from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.train.config import load_run
 from jaxpar.train.generate import _parameters, restored
 from jaxpar.train.job import Job, make_job
+from jaxpar.train.prompts import Answer, Page, read_prompts
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -82,6 +84,74 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
         restored(folder / "1", model.params, print)
 
 
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prompts_of_a_file_in_int8_until_a_text(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, folder = job_of(config), tmp_path / "checkpoints"
+    shapes = jp.abstract_state(job.layout(), job.make_model, optax.identity()).params
+    with jp.CheckpointManager(folder) as manager:
+        manager.save(1, {"params": saying(shapes, 1)}, layout=job.layout())
+    prompts, answers = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("abc\n\nuv\nh\n", encoding="utf-8")
+    asked = ["--prompts", str(prompts), "--max-new", "5", "--checkpoint", str(folder), "--json", str(answers)]
+    how = ["--stop", "gh", "--stop", "m", "--int8", "weights", "cache"]
+    assert main(["generate", str(config), *asked, *how]) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] abcdef", "[1] uvwxyz{", "[2] hijkl"]
+    found = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    assert found[0] == {"prompt": "abc", "text": "def", "tokens": 5, "ended": "stop"}
+    assert [row["ended"] for row in found] == ["stop", "length", "stop"]
+
+
+def test_each_prompt_has_its_block_of_a_terminal() -> None:
+    out, answers = Screen(), [Answer("a\x1b[2J", ()), Answer("b", ("yz",))]
+    with Page(out, answers, 4, alone=False) as page:
+        for tokens in (b"x\x07", b"xy", b"xq", b"xy"):
+            for answer, token in zip(answers, tokens, strict=True):
+                answer.add(token)
+            page.turn()
+        last = len(out.getvalue())
+        answers[0].end("length")
+    end = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()[last:])
+    assert end.split() == ["[4]", "a␛[2Jxxxx", "[5]", "b␇yq"], "neither moves the cursor, and what may be a stop waits"
+    assert answers[1].settled() == "\x07yq" and answers[1].end("length") == "y"
+
+
+def test_a_stop_text_that_begins_and_does_not_end() -> None:
+    answer = Answer("", ("aab",))
+    assert [answer.add(token) for token in b"xaaab"] == ["x", "", "", "a", ""]
+    assert (answer.text, answer.why) == ("xa", "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("p.txt", None, "No such file or directory. Remedy: a file of prompts, a line each."),
+        ("p.txt", b"\n \n", "there is no prompt in it. Remedy: one or more, a line each."),
+        ("p.txt", b"ab\xff", "byte 2 is no UTF-8. Remedy: save it as UTF-8."),
+        (
+            "p.jsonl",
+            b'"a\\nb"\n7\n',
+            'line 2 is no JSON string. Remedy: "..." in each line, or a name that does not end in .jsonl.',
+        ),
+        ("p.jsonl", b'"a\\nb"\n\n"c"', None),
+    ],
+)
+def test_files_of_prompts(name: str, content: bytes | None, text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    if text is None:
+        assert read_prompts(file) == ["a\nb", "c"]
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'--prompts {file}: {text}')}$"):
+        read_prompts(file)
+
+
 def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*arguments: str) -> str:
         assert main(["generate", str(config), *arguments]) == 1
@@ -97,6 +167,19 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
         "ConfigError: model: vocab is 208, but text is bytes, 256 different tokens. Remedy: the model.vocab of the training, 256 or more.\n"
     )
+    assert said("--prompt", "abc", "--temperature", "-1") == (
+        "ConfigError: sampling: temperature is -1.0, but 0 (the likeliest) or more is wanted.\n"
+    )
+    assert said("--prompt", "abc", "--temperature", "1", "--top-p", "1.5") == (
+        "ConfigError: sampling: top_p is 1.5, but a share above 0, up to 1, is wanted.\n"
+    )
+    assert said("--prompt", "abc", "--stop", "") == (
+        "ConfigError: generate: a stop text is empty, so that nothing could be made. Remedy: leave it out.\n"
+    )
+    assert said("--prompt", "abc", "--batch", "0") == (
+        "ConfigError: generate: batch is 0, but 1 or more prompts at once are wanted.\n"
+    )
+    assert said() == "ConfigError: generate: there is no prompt. Remedy: one or more.\n"
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
         "--prompt", "abc", "--cache", "18", "--max-new", "8", "--set", f"layout={LAYOUTS / 'ring.yaml'}"
     )

@@ -1,0 +1,120 @@
+"""What a decode step holds, reads and sends on a TPU: ``uv run python benchmarks/decode_bytes.py --topology v5e:4x4`` (extra tpu).
+
+Two layers of the 1B preset in bf16, 2,048 slots, are compiled for the topology with each mesh, batch and way of keeping weights and cache, and audited. What
+grows with the layers is told for each of the two, so that a model of L layers takes L times as much. ``held`` is what a step is given, all of which it reads once:
+weights and cache, a device. ``a token`` divides what all devices read by the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxpar.simulate import simulate_devices
+
+simulate_devices(1)
+
+import jax
+import jax.numpy as jnp
+
+import jaxpar as jp
+from jaxpar.models.decoding import cached_llama
+from jaxpar.models.llama import make_llama, preset
+from jaxpar.plan.aot import compile_program
+from jaxpar.topology import Topology
+
+LAYOUTS = Path(__file__).parent.parent / "configs" / "layouts"
+MESHES: dict[str, dict[str, int]] = {
+    "data": {"data": -1},
+    "model 2": {"data": -1, "model": 2},
+    "model 4": {"data": -1, "model": 4},
+    "model 8": {"data": -1, "model": 8},
+    "model 16": {"data": -1, "model": 16},
+    "context 2, model 4": {"data": -1, "context": 2, "model": 4},
+    "pipeline 2, model 4": {"data": -1, "pipeline": 2, "model": 4},
+    "pipeline 2, model 4, gathered": {"data": -1, "pipeline": 2, "model": 4},
+}
+KEPT: dict[str, dict[str, str]] = {
+    "bf16": {},
+    "int8 weights": {"weights": "int8"},
+    "int8": {"weights": "int8", "cache": "int8"},
+}
+
+
+def step_of(name: str, mesh: str, kept: str, batch: int, slots: int) -> dict[str, Any]:
+    """Figures of one compiled step."""
+    config = preset("1b", layers=2, param_dtype="bfloat16")
+    rules = jp.Layout.from_yaml(LAYOUTS / "tp.yaml", devices=2).rules.replace(vocab=("pipeline", "model"))
+    layout = jp.Layout(jp.MeshSpec(**MESHES[mesh]).on(name), rules)
+    cached = cached_llama(config, **KEPT[kept])
+    cached = replace(cached, stack=None) if mesh.endswith("gathered") else cached
+    model = jp.Generator(layout, make_llama(config), cached, batch=batch, slots=slots)
+
+    def step(state: Any, params: Any) -> Any:  # keys are no arrays to what is exported, and nothing is drawn
+        keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
+        state, tokens = model.decode.__wrapped__(params, replace(state, keys=keys))
+        return replace(state, keys=None), tokens
+
+    state = replace(model.abstract, keys=None)
+    program = compile_program(
+        Topology.parse(name), layout, step, (state, model.prepared), donated=len(jax.tree.leaves(state))
+    )
+    audit = jp.audit(program.as_text(), mesh=layout.mesh)
+    totals = {part: model.explain().total(part).device_bytes for part in ("params", "cache")}
+    memory = program.memory_analysis()
+    wire: dict[str, float] = {}
+    for one in audit.collectives:
+        wire["+".join(one.axes)] = wire.get("+".join(one.axes), 0) + one.wire_bytes * one.count
+    return {
+        "mesh": mesh,
+        "kept": kept,
+        "batch": batch,
+        "weights": totals["params"],
+        "cache": totals["cache"],
+        "temp": memory.temp_size_in_bytes,
+        "flops": audit.flops,
+        "read a token": (totals["params"] + totals["cache"]) * layout.mesh.size / batch,
+        "wire": audit.wire_bytes(),
+        "wire a token": audit.wire_bytes() * layout.mesh.size / batch,
+        "wire by axes": wire,
+        "collectives": sum(one.count for one in audit.collectives),
+        "cpu s": program.compile_cpu_seconds,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", default="v5e:4x4")
+    parser.add_argument("--batch", type=int, nargs="*", default=[16, 64, 256])
+    parser.add_argument("--slots", type=int, default=2048)
+    parser.add_argument("--mesh", nargs="*", choices=list(MESHES), default=list(MESHES))
+    parser.add_argument("--kept", nargs="*", choices=list(KEPT), default=list(KEPT))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    mib = lambda count: f"{count / 2**20:.2f} MiB"
+    print(f"two layers of 1B, {arguments.slots} slots, {arguments.topology}; bytes a device and step")
+    print(
+        "| mesh | kept | rows | weights | cache | temp | read a token | wire | wire a token | collectives | compile CPU s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for mesh in arguments.mesh:
+        for kept in arguments.kept:
+            for batch in arguments.batch:
+                row = step_of(arguments.topology, mesh, kept, batch, arguments.slots)
+                rows.append(row)
+                cells = [
+                    mib(row[name]) for name in ("weights", "cache", "temp", "read a token", "wire", "wire a token")
+                ]
+                texts = [mesh, kept, str(batch), *cells, f"{row['collectives']:g}", f"{row['cpu s']:.0f}"]
+                print(f"| {' | '.join(texts)} |", row["wire by axes"], flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""What int8 costs in quality: ``uv run python benchmarks/decode_int8.py --checkpoint runs/quickstart_resume/checkpoints``.
+
+A trained quickstart's model reads held-out text token by token through its cache, as it is, with weights in int8, with its cache in int8, and with both;
+told are the held-out losses of the same tokens, and how many greedy tokens agree with those of the model as it is: of each prompt's continuation, and where every token is
+given the same text before it. Exit 1 where a loss is more than ``--bound`` above that of fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxpar.simulate import simulate_devices
+
+simulate_devices(1)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxpar as jp
+from jaxpar.data import eval_batches, load_text
+from jaxpar.models.decoding import cached_llama
+from jaxpar.train.config import load_run
+from jaxpar.train.generate import restored
+from jaxpar.train.job import make_job
+
+ROOT = Path(__file__).parent.parent
+KEPT: dict[str, dict[str, str]] = {
+    "fp32": {},
+    "int8 weights": {"weights": "int8"},
+    "int8 cache": {"cache": "int8"},
+    "int8 both": {"weights": "int8", "cache": "int8"},
+}
+
+
+def read_through(model: jp.Generator, params: Any, batch: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
+    """The mean loss of each token after those before it, all of them read from the cache; and the likeliest tokens [batch, seq]."""
+
+    @jax.jit
+    def run(params: Any, tokens_BS: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        whole = model._state.static.kind.merge(params, {})
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.abstract.cache)
+
+        def one(cache: Any, given: Any) -> tuple[Any, Any]:
+            at, tokens_B, targets_B = given
+            x, cache = model.cached.step(whole, tokens_B, jnp.full_like(tokens_B, at), cache)
+            z_BV = jax.nn.log_softmax(model.cached.logits(whole, x))
+            loss_B = -jnp.take_along_axis(z_BV, targets_B[:, None], 1)[:, 0]
+            return cache, (loss_B.mean(), jnp.argmax(z_BV, -1))
+
+        numbers = jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
+        _, (losses, likeliest) = jax.lax.scan(one, empty, (numbers, tokens_BS.T, targets_BS.T))
+        return losses.mean(), likeliest.T
+
+    with model.layout:
+        loss, likeliest = run(params, jnp.asarray(batch["tokens"]), jnp.asarray(batch["targets"]))
+    return float(loss), np.asarray(likeliest)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_resume.yaml")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--batches", type=int, default=8, help="of held-out text, as many as the training evaluates on")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each row that are gone on with")
+    parser.add_argument("--bound", type=float, default=0.005, help="nats a token that int8 may cost")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    one = ("simulate=1", f"layout={ROOT / 'configs' / 'layouts' / 'dp.yaml'}")
+    job = make_job(load_run(arguments.config, one))
+    data, layout = job.config.data, job.layout()
+    layout = replace(layout, rules=layout.rules.replace(cache_seq=None))
+    text = load_text(data.source, seed=data.seed)
+    held = eval_batches(text.heldout, batch=data.batch, seq=data.seq, max_batches=arguments.batches)
+    batch = {name: np.concatenate([each[name] for each in held]) for name in ("tokens", "targets")}
+    rows = batch["tokens"].shape[0]
+    prompts = batch["tokens"][:, : arguments.prompt].tolist()
+    found: dict[str, dict[str, float]] = {}
+    likeliest, made, trained = {}, {}, None
+    for name, kept in KEPT.items():
+        model = jp.Generator(layout, job.make_model, cached_llama(job.model, **kept), batch=rows, slots=data.seq)
+        trained = restored(arguments.checkpoint, model.params, print)[0] if trained is None else trained
+        params = model.prepare(trained)
+        loss, likeliest[name] = read_through(model, params, batch)
+        made[name] = np.array(model.generate(params, prompts, most=data.seq - arguments.prompt))
+        parted = [
+            next((i for i, same in enumerate(a == b) if not same), len(a))
+            for a, b in zip(made[name], made["fp32"], strict=True)
+        ]
+        totals = {part: model.explain().total(part).bytes for part in ("params", "cache")}
+        found[name] = {
+            "loss": round(loss, 5),
+            "over fp32": round(loss - found["fp32"]["loss"], 5) if found else 0.0,
+            "same likeliest": round(float((likeliest[name] == likeliest["fp32"]).mean()), 4),
+            "same tokens": round(float((made[name] == made["fp32"]).mean()), 4),
+            "median tokens before they part": float(np.median(parted)),
+            **{f"{part} bytes": size for part, size in totals.items()},
+        }
+        print(name, found[name], flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row["over fp32"] <= arguments.bound for row in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
