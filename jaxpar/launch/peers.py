@@ -66,8 +66,13 @@ class Peer:
         return self.code is not None or self.lost is not None
 
     @property
+    def far(self) -> tuple[int, bool]:
+        """How far it came, to compare."""
+        return -1 if self.step is None else self.step, self.doing != "start"
+
+    @property
     def when(self) -> str:
-        """How far it came."""
+        """How far it came, to say."""
         return "before its first step" if self.step is None else f"after step {self.step}"
 
 
@@ -111,20 +116,21 @@ def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -
     if own:
         return Cause(_of_error(own[0], total), _ranks(own), again=all(peer.again for peer in own))
     still = [peer for peer in peers if not peer.ended and now - peer.tick > SILENT]
-    late = [peer for peer in peers if not peer.ended and now - peer.sign > allowance.of(peer)]
+    late = any(not peer.ended and now - peer.sign > allowance.of(peer) for peer in peers)
     if ended and still:
         return _hung(still, total, allowance, now)
     if ended:
         return Cause(_of_error(ended[0], total), _ranks(ended), sure=False)
-    return _hung(late, total, allowance, now) if late else None
+    # Who waits for another may be late a moment before it.
+    return _hung([peer for peer in peers if not peer.ended], total, allowance, now) if late else None
 
 
-def _hung(late: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause:
-    """Of processes that are late: those that do not run, else those behind, else those that do not wait for others."""
-    still = [peer for peer in late if now - peer.tick > SILENT]
+def _hung(running: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause:
+    """Of processes one of which is late: those that do not run, else those behind, else those that do not wait for others."""
+    still = [peer for peer in running if now - peer.tick > SILENT]
     if not still:
-        least = min(-1 if peer.step is None else peer.step for peer in late)
-        behind = [peer for peer in late if (-1 if peer.step is None else peer.step) == least]
+        least = min(peer.far for peer in running)
+        behind = [peer for peer in running if peer.far == least]
         blamed = [peer for peer in behind if not peer.waits] or behind
     else:
         blamed = still
