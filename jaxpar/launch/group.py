@@ -54,6 +54,8 @@ class Local:
       first, total: the number of this host's first process and how many there are on all hosts; by default these are all.
       coordinator: ``HOST:PORT`` of process 0; by default a free port of the loopback interface.
       variables: for a process's environment, beside this one's, by its rank; ``None`` takes one away.
+      console: process 0 writes here; without, into its log as the others do.
+      append: keep what an earlier run's logs hold.
       grace: seconds between SIGTERM and SIGKILL.
       clock: seconds, as ``time.monotonic`` gives them.
     """
@@ -66,13 +68,15 @@ class Local:
         total: int | None = None,
         coordinator: str | None = None,
         variables: Callable[[int], Mapping[str, str | None]] = lambda rank: {},
+        console: bool = True,
+        append: bool = False,
         grace: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._logs, self._first, self._total, self._coordinator = logs, first, total, coordinator
         self._grace, self._clock, self._variables = grace, clock, variables
         self._running: dict[int, _Child] = {}
-        self._fresh = True
+        self._fresh, self._console = not append, console
         self.peers: list[Peer] = []
 
     def start(self, command: Command, count: int) -> None:
@@ -91,7 +95,9 @@ class Local:
             for rank in range(self._first, self._first + count):
                 environ = {n: text for n, text in {**os.environ, **self._variables(rank)}.items() if text is not None}
                 with self.log(rank).open(mode, encoding="utf-8") as log:
-                    self._running[rank] = _Child(command(rank, total, address), environ, log, own=rank != 0)
+                    self._running[rank] = _Child(
+                        command(rank, total, address), environ, log, own=rank != 0 or not self._console
+                    )
                 self.peers.append(Peer(rank, self._clock()))
         except OSError as error:
             self.end()

@@ -153,14 +153,8 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
         raise LaunchError(
             f"--processes is {count}, but the chips of a TPU host belong to one process. Remedy: --processes 1."
         )
-    each = (
-        shares.share(len(real), count, "GPUs")
-        if real
-        else 1
-        if devices is None
-        else shares.share(devices, total, "simulated devices")
-    )
-    fits = functools.partial(_misfit, loaded, each=each) if real or devices is not None else lambda count: None
+    each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
+    fits = functools.partial(_misfit, loaded, each=each) if known else lambda count: None
     if (why := fits(total)) is not None:
         _, text = shares.refit(total, each, fits)
         raise LaunchError(f"{text or why}. Remedy: another number of processes, mesh or batch.")
@@ -189,6 +183,16 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
     latest = functools.partial(_latest, run)
     supervisor = Supervisor(group, command, count, policy, latest, lambda most: shares.refit(most, each, fits))
     return supervisor.run()
+
+
+def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | None, *, ray: bool) -> tuple[int, bool]:
+    """Devices of one process; and whether that is known."""
+    placed = run.supervise.resources.get("GPU", run.supervise.resources.get("TPU")) if ray else None
+    if placed is not None:
+        return int(placed), True
+    if real:
+        return shares.share(real, count, "GPUs"), True
+    return (1, False) if simulated is None else (shares.share(simulated, total, "simulated devices"), True)
 
 
 def _check_nesting(count: int, asked: Asked) -> None:
