@@ -6,6 +6,7 @@ Ray places the actors and says when a node is gone; all else is as on one host. 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,9 @@ from jaxpar.launch.peers import Peer
 
 _CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
 """Beginnings of variables that a process gets from whoever launches it, beside those of its node."""
+
+_NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
+"""Where a Ray of one's own listens. Ray turns 127.0.0.1 into the host's address on its network, but leaves the rest of the loopback as it is."""
 
 
 class Member:
@@ -116,9 +120,15 @@ class RayGroup:
         self._asked: dict[int, Any] = {}
         self.peers: list[Peer] = []
         self._again = False
-        if not ray.is_initialized():
-            here = {} if "RAY_ADDRESS" in os.environ else {"_node_ip_address": LOOPBACK, "include_dashboard": False}
-            ray.init(log_to_driver=False, **here)
+        here = {} if "RAY_ADDRESS" in os.environ else {"_node_ip_address": _NEAR, "include_dashboard": False}
+        try:
+            if not ray.is_initialized():
+                ray.init(log_to_driver=False, **here)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LaunchError(
+                f"Ray cannot be reached or started: {first} Remedy: RAY_ADDRESS=HOST:PORT of a cluster that runs, or `ray start --head` first."
+            ) from error
 
     def start(self, command: Command, count: int) -> None:
         """Start ``count`` processes, each where Ray has a place for it, spread over the nodes.
