@@ -156,8 +156,9 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
     each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
     fits = functools.partial(_misfit, loaded, each=each) if known else lambda count: None
     if (why := fits(total)) is not None:
-        _, text = shares.refit(total, each, fits)
-        raise LaunchError(f"{text or why}. Remedy: another number of processes, mesh or batch.")
+        raise LaunchError(
+            f"{total} processes of {each} devices: {why}. Remedy: another number of processes, mesh or batch."
+        )
     if run.checkpoint is None and policy.restarts:
         print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
 
