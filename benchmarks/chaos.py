@@ -172,6 +172,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--corruptions", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--processes", type=int, default=0, help="kill and stop processes of a run of so many, and nothing else"
+    )
+    parser.add_argument("--trials", type=int, default=2, help="of each, with --processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -179,6 +183,11 @@ def main() -> int:
         child(asked.child, asked.steps)
         return 0
     dice, lines = random.Random(asked.seed), []
+    if asked.processes:
+        from chaos_processes import processes
+
+        with tempfile.TemporaryDirectory() as folder:
+            return int("NOT as wanted" in " ".join(processes(asked.processes, asked.trials, dice, Path(folder))))
     with tempfile.TemporaryDirectory() as folder:
         if asked.corruptions:
             lines += corruptions(asked.corruptions, dice, Path(folder))

@@ -30,15 +30,21 @@ class Train:
 
     config: Config
     set: Settings = ()
+    processes: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and start them again if one fails")
+    ] = None
+    coordinator: Annotated[
+        str | None, tyro.conf.arg(metavar="HOST:PORT", help="where process 0 listens (with --processes: on loopback)")
+    ] = None
+    process_count: Annotated[int | None, tyro.conf.arg(help="how many processes there are, on all hosts")] = None
+    process_id: Annotated[int | None, tyro.conf.arg(help="which of them this is, or the first of --processes")] = None
+    ray: Annotated[bool, tyro.conf.arg(help="start the processes on a Ray cluster (extra ray)")] = False
 
     def run(self) -> int:
-        from rich.console import Console
+        from jaxpar.train.launching import Asked, go
 
-        job = _job(self.config, self.set, run=True)
-        from jaxpar.train.loop import train
-
-        train(job, Console(highlight=False, soft_wrap=True))
-        return 0
+        asked = Asked(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
+        return go(self.config, self.set, asked)
 
 
 @dataclass(frozen=True)

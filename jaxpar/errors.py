@@ -95,6 +95,10 @@ class DamagedError(CheckpointError):
     """A checkpoint is not as it was written: a flipped bit, a missing or swapped file, a manifest that contradicts itself."""
 
 
+class LaunchError(JaxparError, RuntimeError):
+    """A run's processes cannot be started or found: an environment half set, a port in use, devices that cannot be shared out."""
+
+
 class VerificationError(JaxparError, AssertionError):
     """A layout does not compute what one device computes."""
 

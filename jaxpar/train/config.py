@@ -197,6 +197,28 @@ class GenerateConfig:
     cache: Literal["int8"] | None = None
 
 
+class SuperviseConfig:
+    """How ``jaxpar train --processes N`` keeps the processes that it starts; see :class:`jaxpar.launch.supervisor.Policy`.
+
+    Attributes:
+      processes: how many, where the command line does not say.
+      allowance: seconds that a step may take before its process counts as hung; saves and evaluations between steps are part of it.
+      compile_allowance: the same for whatever comes before the first step (start, restore, compile) and after the last.
+      restarts: how often the run is started again, from its newest checkpoint, at most.
+      backoff: seconds before the first restart, doubled with each.
+      elastic: after a process is lost, go on with those that remain, or with as many of them as fit the layout.
+      resources: of each process, with ``--ray``: ``{CPU: 4, GPU: 1}``.
+    """
+
+    processes: int | None = None
+    allowance: float = 300.0
+    compile_allowance: float = 1800.0
+    restarts: int = 3
+    backoff: float = 1.0
+    elastic: bool = False
+    resources: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A run, as a YAML file describes it.
@@ -212,6 +234,7 @@ class RunConfig:
         are left alone.
       checkpoint: what to keep of the run, and whether to go on from that: ``{every: 100}``.
       generate: in what ``jaxpar generate`` keeps weights and cache: ``{weights: int8, cache: int8}``.
+      supervise: how its processes are kept, where there are several: ``{processes: 2, allowance: 60}``.
       output: folder for metrics, curve and summary, relative to where the command runs.
     """
 
@@ -228,6 +251,7 @@ class RunConfig:
     compiler: dict[Platform, dict[str, CompilerOption]] = field(default_factory=dict)
     checkpoint: CheckpointConfig | None = None
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
     output: str = "runs/default"
 
 

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.errors import JaxparError
+from jaxpar.launch.detect import TPU_PORT, address_in
 from jaxpar.versions import satisfies
 
 Status = Literal["ok", "warn", "bad"]
-PORT = 8482
-"""Where jax's coordinator listens on Cloud TPU; elsewhere the address or the launcher says."""
 _SLOW = ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _EXACT = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -199,23 +198,9 @@ def cache(folder: Path) -> Check:
     return Check("cache", "ok", finding)
 
 
-def coordinator_address(variables: Mapping[str, str]) -> tuple[str, str]:
-    """The address that jax.distributed would take for its coordinator here, and who says so; empty where nobody does."""
-    if "JAX_COORDINATOR_ADDRESS" in variables:
-        return variables["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"
-    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if all(name in variables for name in slurm):
-        first = re.sub(r"\[(\d+).*", r"\1", variables["SLURM_STEP_NODELIST"]).split(",")[0]
-        # jax spreads jobs over the last 4,096 ports.
-        return f"{first}:{int(variables['SLURM_JOB_ID']) % 2**12 + 65535 - 2**12 + 1}", "Slurm"
-    if "TPU_WORKER_HOSTNAMES" in variables:
-        return f"{variables['TPU_WORKER_HOSTNAMES'].split(',')[0]}:{PORT}", "TPU_WORKER_HOSTNAMES"
-    return "", ""
-
-
 def coordinator(variables: Mapping[str, str]) -> Check:
     """Whether jax's coordinator, which asks nobody who he is, would listen to more than it must."""
-    address, source = coordinator_address(variables)
+    address, source = address_in(variables)
     bind = variables.get("JAX_COORDINATOR_BIND_ADDRESS", "")
     # What jax.distributed.initialize does: every interface, on the coordinator's port, unless told otherwise.
     listens = bind or f"[::]:{address.rpartition(':')[2]}"
@@ -246,8 +231,8 @@ def _local(address: str) -> bool:
 
 def port(variables: Mapping[str, str]) -> Check:
     """Whether the coordinator's port is free on this machine."""
-    address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or coordinator_address(variables)[0]
-    text = address.rpartition(":")[2] or str(PORT)
+    address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or address_in(variables)[0]
+    text = address.rpartition(":")[2] or str(TPU_PORT)
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         return Check("port", "bad", f"the coordinator's address {address!r} ends in no port", "write HOST:PORT")
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as s:

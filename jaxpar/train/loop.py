@@ -22,9 +22,10 @@ from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
 from jaxpar.errors import ConfigError, DivergedError
 from jaxpar.inspect.compare import first_nonfinite
 from jaxpar.inspect.report import show_bytes
+from jaxpar.launch import heartbeat
 from jaxpar.topology import platform_of
 from jaxpar.train.job import BATCH_DIMS, Job
-from jaxpar.train.metrics import MetricsWriter, draw_loss, peak_flops
+from jaxpar.train.metrics import MetricsWriter, draw_loss, output_of, peak_flops
 from jaxpar.train.progress import StepLine
 from jaxpar.train.saving import Saver, here
 
@@ -79,7 +80,7 @@ def train(job: Job, console: Console) -> Summary:
     held = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
     _introduce(job, layout, text, console)
     summary = Summary(bigram=bigram_entropy(text.heldout))
-    folder = Path(config.output)
+    folder = output_of(config.output)
     with _stop_on_interrupt() as stopped, Saver(job, layout, console) as saver, ExitStack() as opened:
         flight = _flight(job, layout)
         found = saver.restore(None if flight is None else flight.state)
@@ -115,6 +116,7 @@ def _run(
     heldout = [_put(layout, batch) for batch in held]
     position = stream.get_state() if saver.active else {}
     batch = _put(layout, next(stream))
+    heartbeat.doing("compile")
     with console.status("compiling the step ..."):
         started = time.perf_counter()
         state = _first_state(job, layout, found, flight)
@@ -141,6 +143,7 @@ def _run(
                 batch = _put(layout, next(stream))  # made while the device works
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
             seconds = time.perf_counter() - started
+            heartbeat.beat(number)
             skipped = _was_skipped(job, metrics, number, console)
             summary.skipped = summary.skipped + 1 if skipped else 0
             if skipped:
@@ -156,6 +159,8 @@ def _run(
             done, ends = number == config.train.steps, number == config.train.steps or stopped()
             if done and flight is not None:
                 state, _ = flight.step.flush(state)  # the last updates, of what is still on its way
+            if ends:
+                heartbeat.doing("last save")
             if ends or number % config.train.eval_every == 0:
                 look(number)
             line.update(number, loss, summary.heldout, rate, seconds, mfu)

@@ -23,6 +23,14 @@ def peak_flops(device_kind: str) -> float | None:
     return device.bf16 if device else None
 
 
+def output_of(folder: str) -> Path:
+    """Where this process writes: the run's folder, or, where it is not the first of several, one of its own below its logs."""
+    import jax
+
+    rank = jax.process_index()
+    return Path(folder) / "logs" / f"process-{rank}" if rank else Path(folder)
+
+
 class MetricsWriter:
     """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 

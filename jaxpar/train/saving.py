@@ -20,7 +20,7 @@ from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.train.job import Job
 
-_OWN = ("checkpoint", "generate", "output", "simulate")
+_OWN = ("checkpoint", "generate", "output", "simulate", "supervise")
 """Keys of a configuration that say nothing of the numbers."""
 
 

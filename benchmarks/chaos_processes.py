@@ -1,0 +1,154 @@
+"""What ``chaos.py --processes N`` does: a run of N processes under its supervisor, of which one is killed, then one stopped.
+
+Seconds are the supervisor's: from the signal to the line that names the process, and to the first step after the restart. What the restart spends compiling
+(as the run itself prints it) is told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWANCE, AGAIN, STEPS = 15.0, 30.0, 100_000
+
+
+class Run:
+    """A supervised run, and each line that it prints with its time."""
+
+    def __init__(self, folder: Path, processes: int):
+        self.folder, self.lines = folder, list[tuple[float, str]]()
+        config = {
+            "model": {
+                "family": "llama",
+                "preset": "tiny",
+                "layers": 1,
+                "embed": 16,
+                "heads": 2,
+                "head_dim": 8,
+                "mlp": 24,
+            },
+            "layout": str(ROOT / "configs/layouts/fsdp.yaml"),
+            "simulate": processes,
+            "data": {"source": "synthetic", "batch": 4 * processes, "seq": 16},
+            "train": {"steps": STEPS, "eval_every": STEPS, "eval_batches": 1},
+            "checkpoint": {"every": 20},
+            "supervise": {"allowance": ALLOWANCE, "restarts": 1000, "backoff": 1.0},
+            "output": str(folder / "run"),
+        }
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "jaxpar.cli", "train", str(folder / "run.yaml"), "--processes", str(processes)]
+        # Light compiles: what is measured is all else.
+        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
+
+    def child(self, rank: int) -> int:
+        """The process number of a rank."""
+        for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            ours = str(self.folder / "run.yaml").encode() in words
+            if ours and b"--process-id" in words and words[words.index(b"--process-id") + 1] == str(rank).encode():
+                return pid
+        raise SystemExit(f"process {rank} is not there:\n" + "\n".join(line for _, line in self.lines[-20:]))
+
+    def step(self) -> int:
+        """The last step of which there is a record."""
+        try:
+            lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
+            return max(json.loads(line)["step"] for line in lines if line.endswith("}"))
+        except (OSError, ValueError):
+            return 0
+
+    def until(self, ready: Callable[[], bool], what: str, limit: float = 900) -> float:
+        """Wait; the time when it was so."""
+        end = time.monotonic() + limit
+        while not ready():
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise SystemExit(f"{what} did not come:\n" + "\n".join(line for _, line in self.lines[-20:]))
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def find(self, pattern: str, after: int) -> tuple[float, str] | None:
+        """The first line from the ``after``-th on that matches."""
+        return next(((at, line) for at, line in self.lines[after:] if re.search(pattern, line)), None)
+
+    def end(self) -> None:
+        """Kill the supervisor's children through it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def hit(run: Run, rank: int, number: signal.Signals) -> tuple[float, float, float, str]:
+    """Signal a process; seconds until it is named, until the run steps again, spent compiling in between; and the line."""
+    before, start = len(run.lines), run.step()
+    run.until(lambda: run.step() > start + 25, "progress")
+    os.kill(run.child(rank), number)
+    sent = time.monotonic()
+    run.until(lambda: run.find(r"^restart ", before) is not None, "a restart")
+    named = run.find(rf"^process(es)? .*{rank}.* of ", before)
+    assert named is not None
+    file = run.folder / "run/metrics.jsonl"
+    run.until(lambda: run.find(r"^compiled in", before) is not None, "the compile")
+    found = run.find(r"^compiled in ([\d.]+)", before)
+    assert found is not None
+    size = file.stat().st_size
+    again = run.until(lambda: file.stat().st_size > size, "a step")
+    return named[0] - sent, again - sent, float(found[1].split()[2]), named[1]
+
+
+def processes(count: int, trials: int, dice: random.Random, root: Path) -> list[str]:
+    """Kill and stop, ``trials`` times each; a line for each kind, with what was found and what is wanted."""
+    folder = root / "processes"
+    folder.mkdir()
+    run, lines = Run(folder, count), list[str]()
+    try:
+        run.until(lambda: run.step() > 20, "the first steps")
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            ranks = [dice.randrange(count) for _ in range(trials)]
+            results = [hit(run, rank, number) for rank in ranks]
+            named, again = max(r[0] for r in results), max(r[1] - r[2] for r in results)
+            right = sum(f"process {rank} of {count}" in r[3] for rank, r in zip(ranks, results, strict=True))
+            compiles = ", ".join(f"{r[2]:.0f}" for r in results)
+            limit = ALLOWANCE + 1 if number == signal.SIGSTOP else AGAIN
+            good = right == trials and named <= limit and (number == signal.SIGSTOP or again <= AGAIN)
+            wanted = (
+                f"wanted: {AGAIN:g} s"
+                if number == signal.SIGKILL
+                else f"wanted: named within {ALLOWANCE:g} s of the last step"
+            )
+            lines.append(
+                f"{number.name}, {count} processes: {right} of {trials} named, after {named:.1f} s at most; stepping again after {again:.1f} s at most, without "
+                f"compiles of {compiles} s ({wanted}): {'as wanted' if good else 'NOT as wanted'}"
+            )
+            lines += [f"  {r[3]}" for r in results]
+            print(*lines[-1 - trials :], sep="\n", flush=True)
+    finally:
+        run.end()
+    return lines

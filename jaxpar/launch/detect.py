@@ -1,0 +1,188 @@
+"""Which launcher started this process, and as which of how many: Slurm, Open MPI, Kubernetes, Cloud TPU; by the environment alone.
+
+What is found is handed to ``jax.distributed.initialize``, whose own detection does the rest. It starts alone, without a word, where an environment
+is half set; here that is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.errors import LaunchError
+
+TPU_PORT = 8482
+"""Where jax's coordinator listens among TPU hosts."""
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_BY_HAND = "or say --coordinator HOST:PORT --process-count N --process-id I by hand (--process-count 1: alone)"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A launcher that was found.
+
+    Attributes:
+      name: of the launcher.
+      method: jax's name for it, ``None`` where jax finds it by itself alone.
+      count, rank: how many processes, and which of them this is; ``None`` where only the launcher's server knows.
+      address: of process 0, where it is known.
+    """
+
+    name: str
+    method: str | None
+    count: int | None = None
+    rank: int | None = None
+    address: str | None = None
+
+    def __str__(self) -> str:
+        who = (
+            "jax.distributed asks its server for the rest"
+            if self.rank is None
+            else f"process {self.rank} of {self.count}"
+        )
+        return f"{self.name}: {who}" + (f", coordinator {self.address}" if self.address else "")
+
+
+def detect(
+    variables: Mapping[str, str],
+    *,
+    installed: Callable[[str], bool] = lambda module: importlib.util.find_spec(module) is not None,
+    exists: Callable[[str], bool] = lambda path: Path(path).exists(),
+) -> Cluster | None:
+    """The launcher that these variables speak of, of several processes; ``None`` where this one is alone.
+
+    Args:
+      variables: the environment.
+      installed: whether a module could be imported.
+      exists: whether a file is there.
+
+    Raises:
+      LaunchError: a launcher's variables are set in part, contradict each other, or want a package that is not installed.
+
+    >>> slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[01-04]", "SLURM_NTASKS": "4"}
+    >>> print(detect({**slurm, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}))
+    Slurm: process 2 of 4, coordinator node01:61447
+    >>> detect({}) is None
+    True
+    """
+    for find in (_slurm, _ompi, _tpu_hosts, _kubernetes, _tpu_machine):
+        if (found := find(variables, installed, exists)) is not None:
+            return found if found.count != 1 else None
+    return None
+
+
+type _Ask = Callable[[str], bool]
+
+
+def _slurm(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+    if _number(variables, "SLURM_NTASKS", 1) < 2:
+        return None
+    missing = [name for name in _SLURM if name not in variables]
+    if missing:
+        raise _half("Slurm", "SLURM_NTASKS", variables, missing, "start it with srun")
+    count, rank = _place("Slurm", variables, "SLURM_NTASKS", "SLURM_PROCID")
+    # jax spreads jobs over the last 4,096 ports.
+    port = variables.get("JAX_COORDINATOR_PORT") or _number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440
+    return Cluster("Slurm", "slurm", count, rank, f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}")
+
+
+def _ompi(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+    if _number(variables, "OMPI_COMM_WORLD_SIZE", 1) < 2:
+        return None
+    missing = [name for name in _OMPI if name not in variables]
+    if missing:
+        raise _half("Open MPI", "OMPI_COMM_WORLD_SIZE", variables, missing, "start it with mpirun")
+    if "OMPI_MCA_orte_hnp_uri" not in variables and not installed("mpi4py"):
+        raise LaunchError(
+            f"Open MPI: this is process {variables['OMPI_COMM_WORLD_RANK']} of {variables['OMPI_COMM_WORLD_SIZE']}, but from Open MPI 5 on jax asks "
+            f"mpi4py where process 0 is, which is not installed. Remedy: pip install mpi4py, {_BY_HAND}."
+        )
+    return Cluster("Open MPI", "ompi", *_place("Open MPI", variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
+
+
+def _tpu_hosts(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+    hosts = [host for host in variables.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    slices = _number(variables, "MEGASCALE_NUM_SLICES", 1)
+    if len(hosts) * slices < 2:
+        return None
+    wanted = ["TPU_WORKER_ID", *(["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"] if slices > 1 else [])]
+    missing = [name for name in wanted if name not in variables]
+    if missing:
+        named = "TPU_WORKER_HOSTNAMES" if slices == 1 else "MEGASCALE_NUM_SLICES"
+        raise _half("Cloud TPU", named, variables, missing, "start it where the TPU's own launcher does")
+    rank = _number(variables, "TPU_WORKER_ID", 0) + _number(variables, "MEGASCALE_SLICE_ID", 0) * len(hosts)
+    host = variables.get("MEGASCALE_COORDINATOR_ADDRESS", hosts[0]).split(":")[0]
+    return Cluster(
+        "Cloud TPU", None, len(hosts) * slices, rank, f"{host}:{variables.get('JAX_COORDINATOR_PORT') or TPU_PORT}"
+    )
+
+
+def _kubernetes(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+    # Every pod has the first; one of an Indexed Job has the second too.
+    if "KUBERNETES_SERVICE_HOST" not in variables or "JOB_COMPLETION_INDEX" not in variables:
+        return None
+    if not installed("kubernetes"):
+        raise LaunchError(
+            f"Kubernetes: this is pod {variables['JOB_COMPLETION_INDEX']} of an Indexed Job, but the package kubernetes, with which jax asks for the "
+            f"others, is not installed. Remedy: pip install 'jax[k8s]', {_BY_HAND}."
+        )
+    return Cluster("Kubernetes", "k8s")
+
+
+def _tpu_machine(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+    chips = exists("/dev/accel0") or exists("/dev/vfio/0")
+    if not chips or not installed("libtpu") or "TPU_SKIP_MDS_QUERY" in variables:
+        return None
+    if variables.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
+        return None
+    return Cluster("Cloud TPU", None)
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of nodes.
+
+    >>> first_host("node[003,007-015],other"), first_host("a,b")
+    ('node003', 'a')
+    """
+    return re.sub(r"\[(\d+).*", r"\1", nodes).split(",")[0]
+
+
+def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
+    """The address that jax.distributed would take for its coordinator here, and who says so; empty where nobody does."""
+    if "JAX_COORDINATOR_ADDRESS" in variables:
+        return variables["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"
+    if all(name in variables for name in _SLURM):
+        port = _number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440
+        return f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}", "Slurm"
+    if "TPU_WORKER_HOSTNAMES" in variables:
+        return f"{variables['TPU_WORKER_HOSTNAMES'].split(',')[0]}:{TPU_PORT}", "TPU_WORKER_HOSTNAMES"
+    return "", ""
+
+
+def _half(name: str, said: str, variables: Mapping[str, str], missing: list[str], remedy: str) -> LaunchError:
+    gone = ", ".join(missing)
+    return LaunchError(
+        f"{name}: {said} is {variables[said]}, but {gone} {'is' if len(missing) == 1 else 'are'} not set, so this process cannot tell which one it "
+        f"is. Remedy: {remedy}, {_BY_HAND}."
+    )
+
+
+def _place(name: str, variables: Mapping[str, str], count: str, rank: str) -> tuple[int, int]:
+    both = _number(variables, count, 1), _number(variables, rank, 0)
+    if not 0 <= both[1] < both[0]:
+        raise LaunchError(
+            f"{name}: {rank} is {both[1]}, but {count} is {both[0]}. Remedy: unset what an older job left, {_BY_HAND}."
+        )
+    return both
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name, str(default))
+    # Slurm writes some counts as 4(x2).
+    if not text.strip().isdecimal():
+        raise LaunchError(f"{name} is {text!r}, but a number is wanted. Remedy: unset it, {_BY_HAND}.")
+    return int(text)

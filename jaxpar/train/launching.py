@@ -1,0 +1,244 @@
+"""``jaxpar train`` as one process, as one of several, or as the supervisor of several."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.checkpoint.checking import steps_in
+from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
+from jaxpar.launch import heartbeat, shares
+from jaxpar.launch.detect import Cluster, detect
+from jaxpar.launch.group import Group, Local, check_free
+from jaxpar.launch.joining import Place, found, join, place_of
+from jaxpar.launch.supervisor import Policy, Supervisor
+from jaxpar.train.config import Loaded, RunConfig, load_run
+from jaxpar.zero import Zero
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of processes; see ``jaxpar train --help``."""
+
+    processes: int | None = None
+    coordinator: str | None = None
+    process_count: int | None = None
+    process_id: int | None = None
+    ray: bool = False
+
+
+def go(config: Path, settings: Sequence[str], asked: Asked) -> int:
+    """Train, or supervise processes that do; returns the exit status.
+
+    Raises:
+      LaunchError: processes cannot be started, shared out or found.
+      JaxparError: as :func:`jaxpar.train.loop.train`.
+    """
+    loaded = load_run(config, settings)
+    if heartbeat.connect():
+        with _reporting():
+            return _train(loaded, asked)
+    policy = policy_of(loaded.config)
+    count = asked.processes if asked.processes is not None else loaded.config.supervise.processes
+    if count is None and not asked.ray:
+        return _train(loaded, asked)
+    return _supervise(config, settings, loaded, asked, policy, 1 if count is None else count)
+
+
+def _train(loaded: Loaded, asked: Asked) -> int:
+    """Train in this process, which may be one of several."""
+    from rich.console import Console
+
+    place = place_of(asked.coordinator, asked.process_count, asked.process_id)
+    what, console = found(place, alone=asked.process_count == 1), Console(highlight=False, soft_wrap=True)
+    if what is not None:
+        # A host that is gone is noticed by the others' supervisors through jax alone.
+        join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
+    _choose_devices(loaded.config, what)
+    from jaxpar.train.job import make_job
+    from jaxpar.train.loop import train
+
+    job = make_job(loaded)
+    if what is not None:
+        _join_checks(loaded.config)
+        console.print(f"launch  {what}")
+    train(job, console)
+    return 0
+
+
+def _choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
+    """The devices that this process simulates, where there are no others."""
+    from jaxpar.simulate import prefer_accelerators
+
+    count = 1 if what is None else what.count or 1
+    if config.simulate is not None:
+        prefer_accelerators(shares.share(config.simulate, count, "simulated devices ('simulate')"))
+
+
+def _join_checks(config: RunConfig) -> None:
+    import jax
+
+    if config.checkpoint is not None and config.checkpoint.minutes is not None and jax.process_count() > 1:
+        raise ConfigError(
+            f"checkpoint.minutes is {config.checkpoint.minutes:g}, but {jax.process_count()} processes have as many clocks, and would save different steps. "
+            f"Remedy: checkpoint.every."
+        )
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Tell the supervisor of an error, and end at once: at an ordinary end jax waits minutes for its peers, which wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        heartbeat.raised(
+            error,
+            again=not isinstance(error, JaxparError) or isinstance(error, CheckpointError | DiskError | LaunchError),
+        )
+        if isinstance(error, JaxparError):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def policy_of(config: RunConfig) -> Policy:
+    """How a run's processes are kept, as its table ``supervise`` says.
+
+    Raises:
+      ConfigError: a number that is none.
+    """
+    said = config.supervise
+    for name in ("allowance", "compile_allowance"):
+        if not getattr(said, name) > 0:
+            raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but seconds above 0 are wanted.")
+    for name in ("restarts", "backoff"):
+        if not getattr(said, name) >= 0:
+            raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but 0 or more is wanted.")
+    return Policy(said.allowance, said.compile_allowance, said.restarts, said.backoff, said.elastic)
+
+
+def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Asked, policy: Policy, count: int) -> int:
+    """Run ``count`` processes of this run to their end."""
+    run = loaded.config
+    if count < 1:
+        raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
+    _check_nesting(count, asked)
+    total, first = asked.process_count or count, asked.process_id or 0
+    if asked.coordinator is None and (total != count or first):
+        raise LaunchError(
+            f"--processes {count} with --process-count {total} and --process-id {first} are some of several hosts' processes. Remedy: --coordinator "
+            f"HOST:PORT, an address of process 0's host."
+        )
+    if first + count > total:
+        raise LaunchError(f"--processes {count} from --process-id {first} on are more than --process-count {total}.")
+    if policy.elastic and total != count:
+        raise LaunchError(
+            f"supervise.elastic is on, but {count} of {total} processes run here: this supervisor cannot tell those of other hosts that there are "
+            f"fewer now. Remedy: supervise.elastic: false, or --ray, which has one supervisor for all hosts."
+        )
+    devices = shares.simulated(run.simulate, os.environ)
+    real = [] if asked.ray else shares.gpus(os.environ)
+    if not asked.ray and shares.has_tpu(os.environ) and count > 1:
+        raise LaunchError(
+            f"--processes is {count}, but the chips of a TPU host belong to one process. Remedy: --processes 1."
+        )
+    each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
+    fits = functools.partial(_misfit, loaded, each=each) if known else lambda count: None
+    if (why := fits(total)) is not None:
+        raise LaunchError(
+            f"{total} processes of {each} devices: {why}. Remedy: another number of processes, mesh or batch."
+        )
+    if run.checkpoint is None and policy.restarts:
+        print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
+
+    def command(rank: int, total: int, address: str) -> list[str]:
+        again = ["checkpoint.resume=auto"] if run.checkpoint is not None and supervisor.causes else []
+        sets = [*settings, *again, *([] if devices is None or real else [f"simulate={each * total}"])]
+        words = [
+            sys.executable,
+            "-m",
+            "jaxpar.cli",
+            "train",
+            str(config),
+            *(word for one in sets for word in ("--set", one)),
+        ]
+        return [
+            *words,
+            "--process-count",
+            str(total),
+            *(["--coordinator", address, "--process-id", str(rank)] if total > 1 else []),
+        ]
+
+    group = _group(run, asked, real, each, first, total if total != count or first else None)
+    latest = functools.partial(_latest, run)
+    supervisor = Supervisor(group, command, count, policy, latest, lambda most: shares.refit(most, each, fits))
+    return supervisor.run()
+
+
+def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | None, *, ray: bool) -> tuple[int, bool]:
+    """Devices of one process; and whether that is known."""
+    placed = run.supervise.resources.get("GPU", run.supervise.resources.get("TPU")) if ray else None
+    if placed is not None:
+        return int(placed), True
+    if real:
+        return shares.share(real, count, "GPUs"), True
+    return (1, False) if simulated is None else (shares.share(simulated, total, "simulated devices"), True)
+
+
+def _check_nesting(count: int, asked: Asked) -> None:
+    """A launcher's task that starts processes of its own would make several runs of one."""
+    if asked.coordinator is not None or asked.process_count is not None:
+        return
+    cluster = detect(os.environ)
+    if cluster is not None and cluster.rank is not None:
+        raise LaunchError(
+            f"--processes {count} starts a run of its own, but this is process {cluster.rank} of {cluster.count} of {cluster.name}, each of which would. "
+            f"Remedy: leave --processes out, as {cluster.name} starts all processes; or say with --coordinator, --process-count and --process-id which of "
+            f"the run's processes these are."
+        )
+
+
+def _misfit(loaded: Loaded, count: int, *, each: int) -> str | None:
+    asked, layout = loaded.config.parallel.optimizer, loaded.layout
+    zero = Zero(0) if asked is None else Zero(asked.stage, "data", shard_group=asked.shard_group)
+    return shares.misfit(count, each, loaded.config.data.batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
+
+
+def _group(run: RunConfig, asked: Asked, real: list[str], each: int, first: int, total: int | None) -> Group:
+    logs = Path(run.output) / "logs"
+
+    def variables(rank: int) -> dict[str, str | None]:
+        found: dict[str, str | None] = {"PYTHONUNBUFFERED": "1"}
+        if "XLA_FLAGS" in os.environ:
+            found["XLA_FLAGS"] = shares.without_flag(os.environ["XLA_FLAGS"])
+        if real:
+            local = (rank - first) * each
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(real[local : local + each])
+        return found
+
+    if asked.ray:
+        from jaxpar.launch.ray import RayGroup
+
+        return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
+    if asked.coordinator is not None and first == 0:
+        check_free(asked.coordinator)
+    return Local(logs, first=first, total=total, coordinator=asked.coordinator, variables=variables)
+
+
+def _latest(run: RunConfig) -> int | None:
+    """The newest step that a restart finds, if its bytes are as they were written."""
+    if run.checkpoint is None:
+        return None
+    steps: list[Any] = steps_in(Path(run.checkpoint.directory or f"{run.output}/checkpoints"))
+    return steps[-1] if steps else None
