@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 import pytest
 import yaml
 from rich.console import Console
 
 import jaxpar as jp
 from jaxpar.checkpoint.checking import check, steps_in
+from jaxpar.checkpoint.manifest import read
 from jaxpar.cli import main
 from jaxpar.data import batches
 from jaxpar.errors import CheckpointError, ConfigError, DataError
@@ -170,3 +174,35 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, is not")
     assert main(["convert", "--verify", str(tmp_path)]) == 1
     assert "holds no whole checkpoint: manifest.json is missing." in capsys.readouterr().err
+
+
+def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:
+    """Fifty steps after a checkpoint; a Llama's, in processes with so many devices, in benchmarks/elastic.py."""
+
+    def go(layout: jp.Layout, state: Any, stream: Any, steps: int) -> tuple[Any, list[float], list[bytes]]:
+        step, losses, seen = jp.train_step(layout, mlp.loss), list[Any](), list[bytes]()
+        for _ in range(steps):
+            tokens = next(stream)["tokens"]
+            state, metrics = step(state, jp.put(layout, np.asarray(tokens, np.float32) / 64 - 1, "batch", "embed"))
+            losses.append(metrics["loss"])
+            seen.append(tokens.tobytes())
+        return state, [float(loss) for loss in losses], seen
+
+    def text() -> Any:
+        return batches(np.random.default_rng(0).integers(0, 128, 5000), batch=24, seq=16, seed=3)
+
+    tx, layout, stream = optax.adam(1e-2), mlp.layout(), text()
+    state, _, _ = go(layout, jp.init(layout, mlp.make, tx), stream, 5)
+    jp.save(tmp_path / "5", state, layout=layout, about={"position": stream.get_state()})
+    _, losses, seen = go(layout, state, stream, 50)
+    stream.close()
+    assert len(set(seen)) == 50 and losses[-1] < losses[0] / 2
+    rules = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
+    mesh = jp.MeshSpec(data=2, model=2).build(jax.devices()[:4])
+    other, again = mlp.layout(rules, mesh), text()
+    again.set_state(read(tmp_path / "5").about["position"])
+    found = jp.restore(tmp_path / "5", jp.abstract_state(other, mlp.make, tx))
+    _, theirs, also = go(other, found, again, 50)
+    again.close()
+    assert also == seen
+    np.testing.assert_allclose(theirs, losses, rtol=1e-5)
