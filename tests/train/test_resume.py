@@ -36,8 +36,8 @@ RUN: dict[str, Any] = {
     "precision": {"compute": "bfloat16", "scale": {"initial": 65536, "interval": 2}},
     "data": {"source": "synthetic", "batch": 8, "seq": 16},
     "optimizer": {"learning_rate": 1e-2, "warmup": 2},
-    "train": {"steps": 6, "eval_every": 6, "eval_batches": 1, "accumulate": 2},
-    "checkpoint": {"every": 2},
+    "train": {"steps": 6, "eval_every": 4, "eval_batches": 1, "accumulate": 2},
+    "checkpoint": {"every": 2, "best": {"metric": "heldout_loss", "keep": 2}},
 }
 
 
@@ -99,6 +99,28 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
         assert [(r["step"], r[name]) for r in records if name in r] == [
             (r["step"], r[name]) for r in never if name in r
         ]
+
+
+def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:
+    """And the folder keeps the best, also after a restart: test_retention_the_best_steps in tests/test_checkpoints.py."""
+    lines = [json.loads(line) for line in (whole.parent / "metrics.jsonl").read_text().splitlines()]
+    known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    assert [check(whole / str(step)).about.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
+    config = write(tmp_path, "run")
+    for changes, text in (
+        (
+            ("checkpoint.every=5",),
+            "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
+            "Remedy: every: 4, or metric: loss.",
+        ),
+        (("checkpoint.best.keep=0",), "checkpoint: best.keep is 0, but a number above 0 is wanted."),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+            saver(config, *changes)
+    with pytest.raises(ConfigError, match=r"best: metric is 'accuracy', but 'heldout_loss' or 'loss' is wanted"):
+        saver(config, "checkpoint.best.metric=accuracy")
+    with saver(config, "checkpoint.every=null", "checkpoint.minutes=1", "checkpoint.best.metric=loss"):
+        pass
 
 
 def test_another_layout_gets_the_same_bytes(whole: Path, tmp_path: Path) -> None:
