@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import socket
@@ -22,10 +21,11 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from forked import Forked, load
 
 import jaxpar as jp
 
@@ -98,50 +98,33 @@ def _resident(name: str) -> int:
 
 def memory() -> int:
     """A line for each layout that was saved; the worst process counts."""
-    import optax  # noqa: F401 (loaded once, before processes are forked)
-    import orbax.checkpoint  # noqa: F401
-
-    warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")  # jax is loaded, but no backend runs
-    jp.restore, jp.save, jp.MeshSpec
+    load()
     good = True
-    with tempfile.TemporaryDirectory() as root:
-        for devices in (DEVICES, 1):
-            folder = Path(root) / f"of{devices}"
-            forked([lambda: save_model(folder, devices)])
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            told = [Path(root) / f"{devices}.{rank}" for rank in range(DEVICES)]
-            forked([lambda r=r, t=t: restore_share(folder, r, port, t) for r, t in enumerate(told)])  # type: ignore[misc]
-            rises = [json.loads(t.read_text()) for t in told]
-            worst, mb = max(rises, key=lambda rise: rise["peak"]), 1e6
-            allowed = 1.5 * worst["share"] + 200e6
-            good &= worst["peak"] <= allowed
-            print(
-                f"saved over {devices} devices, restored on one of {DEVICES}: share {worst['share'] / mb:.0f} MB; resident memory rises by "
-                f"{worst['peak'] / mb:.0f} MB at most (allowed {allowed / mb:.0f}), by {worst['after'] / mb:.0f} MB when all is there",
-                flush=True,
-            )
-            shutil.rmtree(folder)
+    for devices in (DEVICES, 1):
+        with tempfile.TemporaryDirectory() as root:
+            good &= _shares(Path(root), devices)
     return 0 if good else 1
 
 
-def forked(works: list[Callable[[], None]]) -> None:
-    """Each in a process of its own, which has all imports and no jax backend yet; all at once."""
-    running = []
-    for work in works:
-        if not (pid := os.fork()):
-            try:
-                work()
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        running.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in running]):
-        sys.exit("a process FAILED")
+def _shares(root: Path, devices: int) -> bool:
+    """Save over so many devices, restore on 8, each in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = [root / str(rank) for rank in range(DEVICES)]
+    if Forked(save_model, root / "model", devices).wait():
+        sys.exit("the process that saves FAILED")
+    running = [Forked(restore_share, root / "model", rank, port, file) for rank, file in enumerate(told)]
+    if any([process.wait() for process in running]):  # noqa: C419 (all of them)
+        sys.exit("a process that restores FAILED")
+    worst, mb = max((json.loads(file.read_text()) for file in told), key=lambda rise: rise["peak"]), 1e6
+    allowed = 1.5 * worst["share"] + 200e6
+    print(
+        f"saved over {devices} devices, restored on one of {DEVICES}: share {worst['share'] / mb:.0f} MB; resident memory rises by "
+        f"{worst['peak'] / mb:.0f} MB at most (allowed {allowed / mb:.0f}), by {worst['after'] / mb:.0f} MB when all is there",
+        flush=True,
+    )
+    return bool(worst["peak"] <= allowed)
 
 
 def main() -> int:

@@ -81,7 +81,9 @@ def run(folder: Path, steps: int, changes: dict[str, Any]) -> tuple[dict[int, fl
         train["accumulate"] = 2
     data = {**RUN, **changes, "train": train, "output": str(folder / "out")}
     (folder / "run.yaml").write_text(yaml.safe_dump(data))
-    done = subprocess.run([sys.executable, __file__, "--child", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", str(folder)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{folder.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
@@ -109,7 +111,10 @@ def main() -> int:
             worst = max(abs(found[n] - losses[n]) / abs(losses[n]) for n in steps)
             same = batches == order[FIRST:]
             good &= worst <= BOUND and same and list(found) == list(steps)
-            print(f"{name:32} {asked.steps} steps: within {worst:.1e}; batches {'the same' if same else 'DIFFER'}", flush=True)
+            print(
+                f"{name:32} {asked.steps} steps: within {worst:.1e}; batches {'the same' if same else 'DIFFER'}",
+                flush=True,
+            )
     return 0 if good else 1
 
 

@@ -21,7 +21,6 @@ import yaml
 
 from jaxpar.errors import ConfigError, did_you_mean
 
-
 _MOST_BYTES, _MOST_VALUES, _MOST_DEPTH, _MOST_DIGITS = 1 << 18, 20_000, 32, 100
 """What a configuration may have at most: bytes in a file, values with all aliases written out, values in each other, characters of a number."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -33,7 +32,9 @@ class _StrictLoader(yaml.SafeLoader):
     def __init__(self, text: str | bytes):
         super().__init__(text)
         self._values = self._depth = self._deepest = 0
-        self._anchored: dict[str, tuple[int, int]] = {}  # values and depth of what an anchor stands for, once it is whole
+        self._anchored: dict[
+            str, tuple[int, int]
+        ] = {}  # values and depth of what an anchor stands for, once it is whole
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
@@ -80,7 +81,9 @@ class _StrictLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in lines:
                     first = lines[key.tag, key.value]
-                    self._refuse(f"the key {key.value!r} stands twice, first on line {first}. Remedy: keep one", key.start_mark)
+                    self._refuse(
+                        f"the key {key.value!r} stands twice, first on line {first}. Remedy: keep one", key.start_mark
+                    )
                 lines[key.tag, key.value] = key.start_mark.line + 1
         return node
 
@@ -114,7 +117,7 @@ def load_yaml(path: str | os.PathLike[str], *, _extending: tuple[Path, ...] = ()
         with file.open("rb") as f:
             text = f.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{str(file):.200}: cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{file!s:.200}: cannot be read: {error.strerror}.") from error
     data = parse_yaml(text, str(file))
     parent = data.pop("extends", None)
     if parent is None:

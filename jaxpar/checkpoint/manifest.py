@@ -172,6 +172,8 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
             if os.fstat(f.fileno()).st_size > _MOST_BYTES:
                 raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has. {REMEDY}")
             content = f.readall().decode()
+    except DamagedError:  # which is an OSError too
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{file.parent} holds no whole checkpoint: {NAME} is missing.{_steps(file.parent)}"
@@ -263,7 +265,11 @@ def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> T
     if len(tensor.shape) != len(tensor.chunk) or len(tensor.shape) > _MOST_DIMS or not tensor.itemsize:
         raise ValueError(f"{at}: shape {list(tensor.shape)} does not go with pieces of {list(tensor.chunk)}")
     if tensor.bytes and not 0 < tensor.piece_bytes <= _MOST_PIECE:
-        empty = "its pieces are empty" if not tensor.piece_bytes else f"a piece has {tensor.piece_bytes:,} bytes, but {_MOST_PIECE:,} are the most"
+        empty = (
+            "its pieces are empty"
+            if not tensor.piece_bytes
+            else f"a piece has {tensor.piece_bytes:,} bytes, but {_MOST_PIECE:,} are the most"
+        )
         raise ValueError(f"{at}: {empty}")
     number = (
         math.prod(-(-size // step) for size, step in zip(tensor.shape, tensor.chunk, strict=True))
