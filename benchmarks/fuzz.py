@@ -62,7 +62,6 @@ def altered(data: bytes) -> bytes:
             lambda: dice.PickValueInList(
                 ["../a", "arrays/w", "/a", "", None, True, 1.5, [], {}, [0], [2, 3], {"a": 1}]
             ),
-            lambda: at[key],
         ]
         made = dice.PickValueInList(ways)()
         where = dice.ConsumeIntInRange(0, 5)

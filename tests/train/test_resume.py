@@ -106,16 +106,14 @@ def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_pat
     known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
     assert [check(whole / str(step)).about.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
     config = write(tmp_path, "run")
-    for changes, text in (
-        (
-            ("checkpoint.every=5",),
-            "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
-            "Remedy: every: 4, or metric: loss.",
-        ),
-        (("checkpoint.best.keep=0",), "checkpoint: best.keep is 0, but a number above 0 is wanted."),
-    ):
+    never = (
+        "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
+        "Remedy: every: 4, or metric: loss."
+    )
+    none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
+    for change, text in (("checkpoint.every=5", never), ("checkpoint.best.keep=0", none)):
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-            saver(config, *changes)
+            saver(config, change)
     with pytest.raises(ConfigError, match=r"best: metric is 'accuracy', but 'heldout_loss' or 'loss' is wanted"):
         saver(config, "checkpoint.best.metric=accuracy")
     with saver(config, "checkpoint.every=null", "checkpoint.minutes=1", "checkpoint.best.metric=loss"):
