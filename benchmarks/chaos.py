@@ -27,6 +27,8 @@ from jaxpar.checkpoint.checking import check, problems_of, steps_in, unfinished_
 from jaxpar.checkpoint.manifest import NAME
 
 DEVICES, ROWS, WIDTH = 4, 16, 64
+STARTING = 1.0
+"""CPU seconds in which a run starts, restores and makes its first step."""
 
 
 def plain(folder: Path, steps: int) -> None:
@@ -127,11 +129,20 @@ def kills(
 
 def _wait_for(run: Forked, folder: Path, before: int, aim: str, dice: random.Random) -> None:
     """Until it is time to kill: soon after the start, or, once the run has saved a step, at any moment or in a save."""
-    while aim != "start" and run.poll() is None and len(steps_in(folder)) == before:
+    early = dice.uniform(0, STARTING)
+    while run.poll() is None and (_cpu(run) < early if aim == "start" else len(steps_in(folder)) == before):
         time.sleep(0.001)
+    if aim == "start":
+        return
     until = time.monotonic() + dice.uniform(0, 0.3)
     while run.poll() is None and (time.monotonic() < until or (aim == "save" and not _saving(folder))):
         time.sleep(0.0005)
+
+
+def _cpu(run: Forked) -> float:
+    """Seconds that it has computed, by which a busy machine does not change where it is hit."""
+    *_, user, system = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _differing(folder: Path, true: dict[int, Any]) -> int:
@@ -213,7 +224,7 @@ def main() -> int:
     dice, lines = random.Random(asked.seed), []
     with tempfile.TemporaryDirectory() as folder:
         if asked.kills:  # before this process has a backend, which no fork survives
-            load()
+            load(*(() if asked.plain else ("optax", "jaxpar.data", "jaxpar.step", "jaxpar.state")))
             aims = [asked.aim] if asked.aim else ["any", "save", "start"]
             lines += kills(plain if asked.plain else child, asked.kills, asked.steps, aims, dice, Path(folder))
             print(lines[-1], flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -12,15 +13,14 @@ from collections.abc import Callable
 import jaxpar as jp
 
 
-def load() -> None:
-    """Import what forked processes will need. Nothing of it starts a backend or a thread."""
-    import optax  # noqa: F401
+def load(*modules: str) -> None:
+    """Import what forked processes will need: orbax, these modules and these names of jaxpar. Nothing of it starts a backend or a thread."""
     import orbax.checkpoint  # noqa: F401
 
-    import jaxpar.data  # noqa: F401
-
-    for name in ("CheckpointManager", "Layout", "Precision", "abstract_state", "init", "put", "restore", "train_step"):
+    for name in ("CheckpointManager", "MeshSpec", "restore", "save"):
         getattr(jp, name)
+    for module in modules:
+        importlib.import_module(module)
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
 
 
