@@ -1,8 +1,10 @@
 """Kills and corruptions, and what is left after them: ``uv run python benchmarks/chaos.py [--kills 50 --corruptions 1000]``.
 
-A small run (Adam, dropout by key, shuffled data, accumulation, a loss scale) saves every step. It is killed by SIGKILL, at a random moment or while a save
-is at work, started again, killed again, until it has come to its end; after each kill every step in its folder is held, checksum by checksum, against
-those of a run that was never killed. Then a checkpoint of one MiB is damaged in random ways, and each must be found. Exit 1 if anything is missed.
+A small run (Adam, dropout by key, shuffled data, accumulation, a loss scale) saves every step. It is killed by SIGKILL, at a random moment, while a save
+is at work, or while it starts and restores (``--aim``; by default all in turn), started again, killed again, until it has come to its end; after each kill every
+step in its folder is held, checksum by checksum, against those of a run that was never killed. The runs are forked from one process that has imported
+everything, and share what they compile (jax's persistent cache): a kill costs some two CPU seconds. ``--plain`` compiles nothing at all: steps are numpy, saves
+and restores the real ones, between the same kills. Then a checkpoint of one MiB is damaged in random ways, and each must be found. Exit 1 if anything is missed.
 """
 
 from __future__ import annotations
@@ -11,19 +13,41 @@ import argparse
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from forked import Forked, load
 
 import jaxpar as jp
 from jaxpar.checkpoint.checking import check, problems_of, steps_in, unfinished_in
 from jaxpar.checkpoint.manifest import NAME
 
 DEVICES, ROWS, WIDTH = 4, 16, 64
+STARTING = 1.0
+"""CPU seconds in which a run starts, restores and makes its first step."""
+
+
+def plain(folder: Path, steps: int) -> None:
+    """A run whose steps are numpy: goes on from what the folder holds, to the last step."""
+    jp.simulate_devices(2)
+    import jax
+    import numpy as np
+
+    spread = jax.sharding.NamedSharding(jp.MeshSpec(data=-1).build(), jax.sharding.PartitionSpec("data"))
+    like = {name: jax.ShapeDtypeStruct((16, 16), "float32", sharding=spread) for name in ("mean", "weights")}
+    with jp.CheckpointManager(folder, keep=None) as manager:
+        found = manager.restore_latest(like)
+        last = 0 if found is None else found.step
+        mean, weights = np.zeros((2, 16, 16), np.float32) if found is None else map(np.asarray, found.state.values())
+        for number in range(last + 1, steps + 1):
+            noise = np.random.default_rng(number).normal(size=weights.shape).astype(np.float32)
+            mean = np.float32(0.9) * mean + np.tanh(weights + noise)
+            weights = weights - np.float32(0.1) * mean
+            manager.save(number, jax.device_put({"mean": mean, "weights": weights}, spread))
 
 
 def child(folder: Path, steps: int) -> None:
@@ -36,6 +60,9 @@ def child(folder: Path, steps: int) -> None:
 
     from jaxpar.data import batches
 
+    jax.config.update("jax_compilation_cache_dir", str(folder.parent / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None, params={"embed": "data"}))
 
     def make_model(key: jax.Array) -> Any:
@@ -65,51 +92,69 @@ def child(folder: Path, steps: int) -> None:
     stream.close()
 
 
-def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--child", str(folder), "--steps", str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-
 def sums(folder: Path, step: int) -> Any:
     return {path: tensor.sums for path, tensor in check(folder / str(step), step).tensors.items()}
 
 
-def kills(number: int, steps: int, dice: random.Random, root: Path) -> list[str]:
-    """Kill runs until so many kills are done; a line for each run that had its end, and for all that went wrong."""
-    reference, wrong, done, runs, in_save = root / "never", 0, 0, 0, 0
-    if start(reference, steps).wait():
+def kills(
+    work: Callable[[Path, int], None], number: int, steps: int, aims: list[str], dice: random.Random, root: Path
+) -> list[str]:
+    """Kill runs until so many kills are done; a line with what became of them."""
+    reference, folder = root / "never", root / "killed"
+    if Forked(work, reference, steps).wait():
         return ["the run that is never killed FAILED"]
     true = {step: sums(reference, step) for step in steps_in(reference)}
-    folder = root / "killed"
+    wrong, done, runs, in_save, early = 0, 0, 0, 0, 0
     while done < number:
-        run, before = start(folder, steps), len(steps_in(folder))
-        aim = dice.choice(["save", "any"])
-        while run.poll() is None and len(steps_in(folder)) == before:
-            time.sleep(0.001)
-        until = time.monotonic() + dice.uniform(0, 0.3)
-        while run.poll() is None and (time.monotonic() < until or (aim == "save" and not _saving(folder))):
-            time.sleep(0.0005)
+        run, before = Forked(work, folder, steps), len(steps_in(folder))
+        _wait_for(run, folder, before, dice.choice(aims), dice)
         run.kill()
         ended = run.wait() == 0
         done += not ended
         in_save += not ended and bool(unfinished_in(folder))
-        for step in steps_in(folder):
-            try:
-                wrong += sums(folder, step) != true[step]
-            except jp.errors.JaxparError as error:
-                print(error)
-                wrong += 1
+        early += not ended and len(steps_in(folder)) == before
+        wrong += _differing(folder, true)
         if ended:
             runs += 1
             wrong += steps_in(folder) != list(true)
             shutil.rmtree(folder)
     if folder.exists():
-        wrong += (
-            start(folder, steps).wait() != 0 or steps_in(folder) != list(true) or sums(folder, steps) != true[steps]
-        )
+        wrong += Forked(work, folder, steps).wait() != 0 or steps_in(folder) != list(true)
+        wrong += _differing(folder, true)
         runs += 1
     verdict = "every step equals that of a run never killed" if not wrong else f"{wrong} steps WRONG"
-    return [f"SIGKILL: {done} kills ({in_save} during a save) in {runs} runs of {steps} steps: {verdict}"]
+    where = f"{in_save} during a save, {early} before it had saved anything"
+    return [f"SIGKILL: {done} kills ({where}) in {runs} runs of {steps} steps: {verdict}"]
+
+
+def _wait_for(run: Forked, folder: Path, before: int, aim: str, dice: random.Random) -> None:
+    """Until it is time to kill: soon after the start, or, once the run has saved a step, at any moment or in a save."""
+    early = dice.uniform(0, STARTING)
+    while run.poll() is None and (_cpu(run) < early if aim == "start" else len(steps_in(folder)) == before):
+        time.sleep(0.001)
+    if aim == "start":
+        return
+    until = time.monotonic() + dice.uniform(0, 0.3)
+    while run.poll() is None and (time.monotonic() < until or (aim == "save" and not _saving(folder))):
+        time.sleep(0.0005)
+
+
+def _cpu(run: Forked) -> float:
+    """Seconds that it has computed, by which a busy machine does not change where it is hit."""
+    *_, user, system = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _differing(folder: Path, true: dict[int, Any]) -> int:
+    """How many steps are not those of the run never killed."""
+    wrong = 0
+    for step in steps_in(folder):
+        try:
+            wrong += sums(folder, step) != true[step]
+        except jp.errors.JaxparError as error:
+            print(error)
+            wrong += 1
+    return wrong
 
 
 def _saving(folder: Path) -> bool:
@@ -177,11 +222,9 @@ def main() -> int:
     )
     parser.add_argument("--trials", type=int, default=2, help="of each, with --processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--aim", choices=("any", "save", "start"), default=None, help="at what to aim all kills")
+    parser.add_argument("--plain", action="store_true", help="steps without jit")
     asked = parser.parse_args()
-    if asked.child is not None:
-        child(asked.child, asked.steps)
-        return 0
     dice, lines = random.Random(asked.seed), []
     if asked.processes:
         from chaos_processes import processes
@@ -189,11 +232,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             return int("NOT as wanted" in " ".join(processes(asked.processes, asked.trials, dice, Path(folder))))
     with tempfile.TemporaryDirectory() as folder:
+        if asked.kills:  # before this process has a backend, which no fork survives
+            load(*(() if asked.plain else ("optax", "jaxpar.data", "jaxpar.step", "jaxpar.state")))
+            aims = [asked.aim] if asked.aim else ["any", "save", "start"]
+            lines += kills(plain if asked.plain else child, asked.kills, asked.steps, aims, dice, Path(folder))
+            print(lines[-1], flush=True)
         if asked.corruptions:
             lines += corruptions(asked.corruptions, dice, Path(folder))
-            print(lines[-1], flush=True)
-        if asked.kills:
-            lines += kills(asked.kills, asked.steps, dice, Path(folder))
             print(lines[-1], flush=True)
     good = [
         f" {asked.corruptions} of {asked.corruptions} detected" in line

@@ -3,12 +3,20 @@
 Plain orbax is ``StandardCheckpointer`` as its documentation shows it (OCDBT, zstd): it has no checksums. ``raw`` is orbax as jaxpar asks it, without
 jaxpar's checksums: what they cost alone. Kinds take turns, so that what else the machine does falls on all of them; medians. What is restored is compared
 bit for bit. The pause is what an asynchronous save keeps the caller for. No time of an accelerator: a simulated device's memory is the host's.
+
+``--memory``: the tensors of a 135M-parameter Llama with Adam's moments (fp32), saved by one process, then restored by 8 processes (``jax.distributed`` over
+loopback) of one device each: how far the resident memory of each rises at its highest (``VmHWM``, reset before) beside its share of the bytes. Exit 1 beyond
+1.5 shares and 200 MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import re
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -17,9 +25,106 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import Forked, load
+
 import jaxpar as jp
 
 DEVICES, ROWS = 8, 1024
+LAYERS, EMBED, HEADS, MLP, VOCAB = 30, 576, 9, 1536, 49152
+WEIGHTS = {
+    "embed": (VOCAB, EMBED),
+    "q": (LAYERS, EMBED, HEADS * 64),
+    "k": (LAYERS, EMBED, HEADS // 3 * 64),
+    "v": (LAYERS, EMBED, HEADS // 3 * 64),
+    "out": (LAYERS, HEADS * 64, EMBED),
+    "gate": (LAYERS, EMBED, MLP),
+    "up": (LAYERS, EMBED, MLP),
+    "down": (LAYERS, MLP, EMBED),
+    "norms": (LAYERS, 2, EMBED),
+}
+"""Of the 135M shape, layers stacked; the table of words is read and written by the same weights."""
+
+
+def shapes(devices: int) -> dict[str, Any]:
+    """Weights and both moments; the last dim but one split over all devices, but for the norms."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jp.MeshSpec(data=-1).build(jax.devices()[:devices])
+
+    def one(name: str, shape: tuple[int, ...]) -> Any:
+        spec = PartitionSpec(*(None,) * (len(shape) - 2), None if name == "norms" else "data")
+        return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+
+    return {kind: {n: one(n, shape) for n, shape in WEIGHTS.items()} for kind in ("params", "mu", "nu")}
+
+
+def save_model(folder: Path, devices: int) -> None:
+    """Save numbers of a model that lies over so many devices."""
+    jp.simulate_devices(devices)
+    import jax
+    import numpy as np
+
+    dice = np.random.default_rng(0)
+    put = lambda x: jax.device_put(dice.random(x.shape, np.float32), x.sharding)
+    jp.save(folder, jax.tree.map(put, shapes(devices)))
+
+
+def restore_share(folder: Path, rank: int, port: int, told: Path) -> None:
+    """One of the processes: restores what its device has, and leaves how many bytes that took."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, DEVICES, rank, coordinator_bind_address=address)
+    like = shapes(DEVICES)
+    share = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(like))
+    jax.block_until_ready(jax.numpy.zeros(8))
+    Path("/proc/self/clear_refs").write_text("5")  # begins VmHWM anew
+    before = _resident("VmRSS")
+    found = jax.block_until_ready(jp.restore(folder, like))
+    held = sum(s.data.nbytes for x in jax.tree.leaves(found) for s in x.addressable_shards)
+    assert held == share, (held, share)
+    rise = {"share": share, "peak": _resident("VmHWM") - before, "after": _resident("VmRSS") - before}
+    told.write_text(json.dumps(rise))
+    jax.distributed.shutdown()
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def memory() -> int:
+    """A line for each layout that was saved; the worst process counts."""
+    load()
+    good = True
+    for devices in (DEVICES, 1):
+        with tempfile.TemporaryDirectory() as root:
+            good &= _shares(Path(root), devices)
+    return 0 if good else 1
+
+
+def _shares(root: Path, devices: int) -> bool:
+    """Save over so many devices, restore on 8, each in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = [root / str(rank) for rank in range(DEVICES)]
+    if Forked(save_model, root / "model", devices).wait():
+        sys.exit("the process that saves FAILED")
+    running = [Forked(restore_share, root / "model", rank, port, file) for rank, file in enumerate(told)]
+    if any([process.wait() for process in running]):  # noqa: C419 (all of them)
+        sys.exit("a process that restores FAILED")
+    worst, mb = max((json.loads(file.read_text()) for file in told), key=lambda rise: rise["peak"]), 1e6
+    allowed = 1.5 * worst["share"] + 200e6
+    print(
+        f"saved over {devices} devices, restored on one of {DEVICES}: share {worst['share'] / mb:.0f} MB; resident memory rises by "
+        f"{worst['peak'] / mb:.0f} MB at most (allowed {allowed / mb:.0f}), by {worst['after'] / mb:.0f} MB when all is there",
+        flush=True,
+    )
+    return bool(worst["peak"] <= allowed)
 
 
 def main() -> int:
@@ -30,7 +135,10 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write (default: the system's temporary folder)"
     )
+    parser.add_argument("--memory", action="store_true", help="of a process that restores its share, instead")
     asked = parser.parse_args()
+    if asked.memory:
+        return memory()
     jp.simulate_devices(DEVICES)
     import jax
     import numpy as np

@@ -1,7 +1,8 @@
 """Strict configuration: YAML read by ``yaml.safe_load``'s rules into frozen dataclasses, where nothing is ignored.
 
 An unknown key, a duplicate key, a wrong type or a tag that would build an object is a ``ConfigError`` that names the
-file, the key and what would be right.
+file, the key and what would be right. So is a text that would take long to read, or become large: bytes, depth, digits and values are
+bounded, with every alias counted as what it stands for.
 """
 
 from __future__ import annotations
@@ -20,9 +21,58 @@ import yaml
 
 from jaxpar.errors import ConfigError, did_you_mean
 
+_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH, _MOST_DIGITS = 1 << 18, 20_000, 32, 100
+"""What a configuration may have at most: bytes in a file, values with all aliases written out, values in each other, characters of a number."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
 
 class _StrictLoader(yaml.SafeLoader):
-    """``yaml.SafeLoader`` that refuses a key written twice, which YAML would resolve silently to the last one."""
+    """``yaml.SafeLoader`` that refuses a key written twice, which YAML would resolve silently to the last one, and what is too much."""
+
+    def __init__(self, text: str | bytes):
+        super().__init__(text)
+        self._values = self._depth = self._deepest = 0
+        self._anchored: dict[
+            str, tuple[int, int]
+        ] = {}  # values and depth of what an anchor stands for, once it is whole
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in self._anchored:
+                values, depth = self._anchored[event.anchor]
+                self._add(values, self._depth + depth, event.start_mark)
+            elif event.anchor in self.anchors:
+                self._refuse(f"the alias {event.anchor!r} stands inside of what it stands for", event.start_mark)
+            return super().compose_node(parent, index)
+        values, deepest = self._values, self._deepest
+        self._depth += 1
+        self._deepest = self._depth
+        self._add(1, self._depth, event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor is not None:
+            self._anchored[event.anchor] = (self._values - values, self._deepest - self._depth)
+        self._deepest = max(deepest, self._deepest)
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
+            self._refuse(f"a number of {len(node.value):,} characters. Remedy: {_MOST_DIGITS} at most", node.start_mark)
+        return node
+
+    def _add(self, values: int, depth: int, mark: Any) -> None:
+        self._values += values
+        self._deepest = max(self._deepest, depth)
+        if self._values > _MOST_VALUES:
+            text = f"more than {_MOST_VALUES:,} values, aliases written out. Remedy: fewer aliases, or a shorter file"
+            self._refuse(text, mark)
+        if depth > _MOST_DEPTH:
+            self._refuse(f"more than {_MOST_DEPTH} values inside each other. Remedy: a flatter file", mark)
+
+    def _refuse(self, text: str, mark: Any) -> None:
+        raise yaml.composer.ComposerError(None, None, text, mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -31,8 +81,9 @@ class _StrictLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in lines:
                     first = lines[key.tag, key.value]
-                    text = f"the key {key.value!r} stands twice, first on line {first}. Remedy: keep one"
-                    raise yaml.composer.ComposerError(None, None, text, key.start_mark)
+                    self._refuse(
+                        f"the key {key.value!r} stands twice, first on line {first}. Remedy: keep one", key.start_mark
+                    )
                 lines[key.tag, key.value] = key.start_mark.line + 1
         return node
 
@@ -55,14 +106,19 @@ def load_yaml(path: str | os.PathLike[str], *, _extending: tuple[Path, ...] = ()
     """The mapping in a YAML file; a key ``extends: other.yaml`` lays it over that file (see :func:`merge`).
 
     Raises:
-      ConfigError: the file is missing, is not valid YAML, holds a tag that would build an object, repeats a key, or is
-        not a mapping.
+      ConfigError: the file is missing, is not valid YAML, holds a tag that would build an object, repeats a key, is
+        not a mapping, or is too large or too deep for a configuration.
     """
     file = Path(path)
-    if not file.is_file():
-        beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-        raise ConfigError(f"{file}: no such file.{did_you_mean(file.name, beside)}")
-    data = parse_yaml(file.read_bytes(), str(file))
+    try:
+        if not file.is_file():
+            beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+            raise ConfigError(f"{file}: no such file.{did_you_mean(file.name, beside)}")
+        with file.open("rb") as f:
+            text = f.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file!s:.200}: cannot be read: {error.strerror}.") from error
+    data = parse_yaml(text, str(file))
     parent = data.pop("extends", None)
     if parent is None:
         return data
@@ -103,18 +159,18 @@ def parse_yaml(text: str | bytes, name: str = "yaml") -> dict[str, Any]:
 
 
 def _parse(text: str | bytes, name: str) -> Any:
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{name}: more than {_MOST_BYTES:,} bytes, which no configuration has.")
     try:
         return _StrictLoader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise ConfigError(f"{name}: line {line}: {problem}.") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        AttributeError,
-    ) as error:  # bytes that are no text, or a date such as 2024-13-45
-        raise ConfigError(f"{name}: {str(error).splitlines()[0]}.") from error
+    # Bytes that are no text, a date such as 2024-13-45, or `!!int ""`, `!!bool x`.
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{name}: {said}.") from error
 
 
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

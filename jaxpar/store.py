@@ -322,7 +322,7 @@ class Store:
         try:
             found = json.loads(file.read_text())
             record, checksum = dict(found["record"]), found["checksum"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise DiskError(f"{file} cannot be read. {_SNAPSHOT}") from None
         if checksum != _checksum(record):
             raise DiskError(f"{file} is not what was written: its checksum is wrong. {_SNAPSHOT}")

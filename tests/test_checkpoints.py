@@ -423,13 +423,18 @@ def test_a_damaged_newest_step_falls_back_and_says_so(tmp_path: Path) -> None:
             manager.restore_latest(LIKE)
 
 
-def test_retention_the_best_step_and_what_killed_saves_left(tmp_path: Path) -> None:
+def test_retention_the_best_steps_and_what_killed_saves_left(tmp_path: Path) -> None:
     (tmp_path / "5.unfinished").mkdir()
     _, manager = three(tmp_path, keep=1, best="min")
     with manager:
         assert manager.steps() == [10, 30] and manager.best() == 10 and manager.saved == 30
         assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "30", "lock"]
         assert (tmp_path / "30").stat().st_mode & 0o77 == 0
+    with jp.CheckpointManager(tmp_path, keep=1, best="min", keep_best=2) as again:  # the metrics are 5 and 15
+        for step, metric in ((40, 7.0), (50, None), (60, 5.0)):
+            assert again.save(step, {"w": jnp.ones(4)}, metric=metric) and again.wait()
+        assert again.steps() == [10, 60] and again.best() == 60
+        assert again.save(70, {"w": jnp.ones(4)}, metric=9.0) and again.wait() and again.steps() == [10, 60, 70]
 
 
 def test_when_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +450,7 @@ def test_when_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for options, text in (
         ({"keep": 0}, "keep is 0"),
         ({"every": 1, "minutes": 1}, "both say when"),
+        ({"keep_best": 0}, "keep_best is 0"),
         ({"best": "loss"}, "best is 'loss', but 'min' or 'max' is wanted"),
     ):
         with pytest.raises(ConfigError, match=text):

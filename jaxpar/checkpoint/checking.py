@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, Tensor, read
-from jaxpar.checkpoint.strict import inside
+from jaxpar.checkpoint.strict import inside, opened
 from jaxpar.errors import CheckpointError, DamagedError
 
 _AT_ONCE = 1 << 20
@@ -192,7 +192,7 @@ def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview)
     """
     size, total = manifest.files[name]
     try:
-        with locate(root, name).open("rb", buffering=0) as f:
+        with opened(locate(root, name)) as f:
             there = os.fstat(f.fileno()).st_size
             if there != size or size != into.nbytes:
                 raise DamagedError(
@@ -234,7 +234,7 @@ def check_values(
 def crc_of(file: Path) -> tuple[int, int]:
     """Bytes and CRC-32 of a file."""
     size = total = 0
-    with file.open("rb", buffering=0) as f:
+    with opened(file) as f:
         while block := f.read(_AT_ONCE):
             size, total = size + len(block), zlib.crc32(block, total)
     return size, total

@@ -44,9 +44,10 @@ class CheckpointManager:
 
     Args:
       directory: of the run's checkpoints; made when needed.
-      keep: how many of the newest steps to keep; ``None`` keeps all. The best one is kept beside.
+      keep: how many of the newest steps to keep; ``None`` keeps all. The best ones are kept beside.
       every: save when so many steps have passed, or ``minutes``; what :meth:`due` says.
-      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`.
+      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal ones the newest. Manifests hold it, so it outlives the process.
+      keep_best: how many of the best steps to keep.
       asynchronous: write in the background; a save waits for the one before.
       verify: read back what was written, and hold it against what was in memory.
       tell: takes what a user should know, as a text; by default it is a warning.
@@ -72,11 +73,17 @@ class CheckpointManager:
         every: int | None = None,
         minutes: float | None = None,
         best: Literal["min", "max"] | None = None,
+        keep_best: int = 1,
         asynchronous: bool = True,
         verify: bool = True,
         tell: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=3),
     ):
-        for name, value, kind in (("keep", keep, int), ("every", every, int), ("minutes", minutes, int | float)):
+        for name, value, kind in (
+            ("keep", keep, int),
+            ("every", every, int),
+            ("minutes", minutes, int | float),
+            ("keep_best", keep_best, int),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
                 raise ConfigError(f"CheckpointManager: {name} is {value!r}, but a number above 0 is wanted.")
         if every is not None and minutes is not None:
@@ -84,7 +91,7 @@ class CheckpointManager:
         if best not in (None, "min", "max"):
             raise ConfigError(f"CheckpointManager: best is {best!r}, but 'min' or 'max' is wanted.")
         self.directory = Path(os.path.abspath(directory))
-        self._keep, self._every, self._minutes, self._best = keep, every, minutes, best
+        self._keep, self._every, self._minutes, self._best, self._keep_best = keep, every, minutes, best, keep_best
         self._asynchronous, self._verify, self._tell = asynchronous, verify, tell
         self._lock: Lock | None = None
         self._saving: tuple[int, Saving] | None = None
@@ -108,10 +115,7 @@ class CheckpointManager:
 
     def best(self) -> int | None:
         """The step whose metric is best, of those that have one; ``None`` without."""
-        found = [(value, step) for step in self.steps() if (value := self._metric(step)) is not None]
-        if not found or self._best is None:
-            return None
-        return (min if self._best == "min" else max)(found, key=lambda pair: pair[0])[1]
+        return next(iter(self._ranked()), None)
 
     def due(self, step: int) -> bool:
         """Whether it is time to save after ``step``: by number, by the clock, or because the last save failed a while ago."""
@@ -248,6 +252,14 @@ class CheckpointManager:
         what = "checkpoint" if step is None else f"checkpoint of step {step} not saved"
         self._tell(f"{what}: {text} {last}; it will be tried again in {RETRY:g} s.")
 
+    def _ranked(self) -> list[int]:
+        """The steps that have a metric, the best one first; none if nothing is best."""
+        if self._best is None:
+            return []
+        found = [(value, step) for step in self.steps() if (value := self._metric(step)) is not None]
+        sign = 1 if self._best == "min" else -1
+        return [step for _, step in sorted(found, key=lambda pair: (sign * pair[0], -pair[1]))]
+
     def _metric(self, step: int) -> float | None:
         try:
             value = read(self.directory / str(step)).about.get("metric")
@@ -260,7 +272,7 @@ class CheckpointManager:
         if self._keep is None or jax.process_index() != 0:
             return
         good = [step for step in self.steps() if step <= newest and step not in self._bad]
-        kept = {*good[-self._keep :], self.best()}
+        kept = {*good[-self._keep :], *self._ranked()[: self._keep_best]}
         for step in self.steps():
             if step < min(good[-self._keep :]) and step not in kept:
                 self._delete(self.directory / str(step))

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint.strict import count, counts, inside, table, text
+from jaxpar.checkpoint.strict import count, counts, inside, opened, table, text
 from jaxpar.errors import CheckpointError, DamagedError
 
 NAME, SCHEMA = "manifest.json", 1
 ARRAYS, DISK = "arrays", "disk"
 """Where in a checkpoint orbax's arrays lie, and the files of an optimizer's state that is on disk."""
 type Bounds = tuple[tuple[int, int], ...]
-_MOST_BYTES, _MOST_DIMS, _MOST_SIZE = 1 << 30, 32, 1 << 48
+_MOST_BYTES, _MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 1 << 30, 32, 1 << 48, 1 << 30
 _KEYS = ("about", "checksum", "files", "layout", "schema", "step", "tensors", "versions")
 _TENSOR = ("chunk", "dims", "dtype", "folder", "itemsize", "key", "shape", "spec", "sums")
 
@@ -168,9 +168,12 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     """
     file = Path(folder) / NAME
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has. {REMEDY}")
-        content = file.read_bytes().decode()
+        with opened(file) as f:
+            if os.fstat(f.fileno()).st_size > _MOST_BYTES:
+                raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has. {REMEDY}")
+            content = f.readall().decode()
+    except DamagedError:  # which is an OSError too
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{file.parent} holds no whole checkpoint: {NAME} is missing.{_steps(file.parent)}"
@@ -261,8 +264,13 @@ def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> T
         raise ValueError(f"{at}: the folder {tensor.folder!r:.80} would lie outside of the checkpoint's folder")
     if len(tensor.shape) != len(tensor.chunk) or len(tensor.shape) > _MOST_DIMS or not tensor.itemsize:
         raise ValueError(f"{at}: shape {list(tensor.shape)} does not go with pieces of {list(tensor.chunk)}")
-    if tensor.bytes and not tensor.piece_bytes:
-        raise ValueError(f"{at}: its pieces are empty")
+    if tensor.bytes and not 0 < tensor.piece_bytes <= _MOST_PIECE:
+        empty = (
+            "its pieces are empty"
+            if not tensor.piece_bytes
+            else f"a piece has {tensor.piece_bytes:,} bytes, but {_MOST_PIECE:,} are the most"
+        )
+        raise ValueError(f"{at}: {empty}")
     number = (
         math.prod(-(-size // step) for size, step in zip(tensor.shape, tensor.chunk, strict=True))
         if tensor.bytes

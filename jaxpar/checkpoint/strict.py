@@ -1,7 +1,12 @@
-"""Parsed JSON, taken only as what it should be: anything else is a ``ValueError`` that says where and what."""
+"""Names, files and parsed JSON, taken only as what they should be: anything else is a ``ValueError`` or ``OSError`` that says what."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+from io import FileIO
+from pathlib import Path
 from typing import Any
 
 
@@ -15,6 +20,19 @@ def inside(name: str) -> bool:
     return (
         "\\" not in name and name.isprintable() and len(name) <= 4096 and all(p not in ("", ".", "..") for p in parts)
     )
+
+
+def opened(file: Path) -> FileIO:
+    """A file to read, without a buffer.
+
+    Raises:
+      OSError: it is none: a pipe, of which reading never ends, a device, a folder.
+    """
+    found = FileIO(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
+        found.close()
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return found
 
 
 def table(data: Any, key: str) -> dict[str, Any]:

@@ -288,9 +288,13 @@ def warnings_in(log: str) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept: ``$JAXPAR_CACHE``, else ``~/.cache/jaxpar``."""
+    """Where compiled programs are kept, for this user alone: ``$JAXPAR_CACHE``, else ``~/.cache/jaxpar``."""
     folder = Path(os.environ.get("JAXPAR_CACHE", Path.home() / ".cache" / "jaxpar")) / "compiled"
-    folder.mkdir(parents=True, exist_ok=True)
+    for one in (folder.parent, folder):  # `parents` would be made with the usual mode
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_mode & 0o077 and found.st_uid == os.getuid():
+        folder.chmod(0o700)  # made by an older jaxpar, or by hand
     return folder
 
 

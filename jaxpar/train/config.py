@@ -172,6 +172,15 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class BestConfig:
+    """Which steps are kept beside the newest: ``keep`` of those whose ``metric`` is the least (``mode: max``: the most), also after a restart."""
+
+    metric: Literal["heldout_loss", "loss"] = "heldout_loss"
+    mode: Literal["min", "max"] = "min"
+    keep: int = 1
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What a run keeps of itself, and whether it goes on from that; see :class:`jaxpar.CheckpointManager`.
 
@@ -179,6 +188,7 @@ class CheckpointConfig:
       directory: of the checkpoints, relative to where the command runs; ``checkpoints`` in the run's output if not given.
       every, minutes: save after so many steps, or so many minutes; the last step is saved in any case.
       keep: how many of the newest.
+      best: which to keep beside: ``{metric: heldout_loss, mode: min, keep: 2}``. A step has a held-out loss where ``train.eval_every`` says so.
       resume: ``auto`` goes on from the newest good step if there is one, ``must`` wants one, ``never`` begins anew.
     """
 
@@ -186,6 +196,7 @@ class CheckpointConfig:
     every: int | None = None
     minutes: float | None = None
     keep: int = 3
+    best: BestConfig | None = None
     resume: Literal["auto", "never", "must"] = "auto"
 
 

@@ -51,6 +51,13 @@ class Summary:
         """The last held-out loss."""
         return self.evals[-1][1] if self.evals else math.nan
 
+    def latest(self) -> dict[str, float]:
+        """What is known of the last step, as far as it is finite: its loss, and the held-out one if it was looked for."""
+        found = {"loss": self.losses[-1]} if self.losses else {}
+        if self.evals and self.evals[-1][0] == self.steps:
+            found["heldout_loss"] = self.evals[-1][1]
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
 
 def train(job: Job, console: Console) -> Summary:
     """Run a job: print the layout, train, evaluate on held-out text, write metrics, checkpoints and ``loss.png``.
@@ -164,7 +171,7 @@ def _run(
             if ends or number % config.train.eval_every == 0:
                 look(number)
             line.update(number, loss, summary.heldout, rate, seconds, mfu)
-            about = {"position": position, "skipped": summary.skipped} if saver.active else {}
+            about = {"position": position, "skipped": summary.skipped, "metrics": summary.latest()}
             saver.after(number, state, about, step, last=ends)
             if ends:
                 break

@@ -18,6 +18,7 @@ import jaxpar as jp
 from jaxpar.checkpoint.managing import CheckpointManager, Restored
 from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.train.config import BestConfig
 from jaxpar.train.job import Job
 
 _OWN = ("checkpoint", "generate", "output", "simulate", "supervise")
@@ -44,13 +45,22 @@ class Saver:
         asked = job.config.checkpoint
         if asked is None:
             return
+        _check_best(job)
+        best = asked.best or BestConfig()
         directory = asked.directory or f"{job.config.output}/checkpoints"
         try:
             self._manager = CheckpointManager(
-                directory, keep=asked.keep, every=asked.every, minutes=asked.minutes, tell=self._tell
+                directory,
+                keep=asked.keep,
+                every=asked.every,
+                minutes=asked.minutes,
+                best=best.mode if asked.best else None,
+                keep_best=best.keep,
+                tell=self._tell,
             )
         except ConfigError as error:
-            raise ConfigError(str(error).replace("CheckpointManager", "checkpoint", 1)) from None
+            text = str(error).replace("CheckpointManager", "checkpoint", 1).replace("keep_best", "best.keep")
+            raise ConfigError(text) from None
         if asked.resume == "never" and (steps := self._manager.steps()):
             self._manager.close()
             raise ConfigError(
@@ -113,7 +123,8 @@ class Saver:
             began = time.perf_counter()
             disk = runner if isinstance(runner, jp.DiskStep) else None
             told = {**about, "config": _plain(self._job), "name": self._job.name}
-            self.saves += self._manager.save(step, state, layout=self._layout, about=told, disk=disk)
+            metric = _metric(self._job, about)
+            self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, about=told, disk=disk)
             self.pause = max(self.pause, time.perf_counter() - began)
         if last:
             self._manager.wait()
@@ -129,6 +140,27 @@ class Saver:
 
     def _tell(self, text: str) -> None:
         self._console.print(f"[bold]{escape(text)}[/]")
+
+
+def _check_best(job: Job) -> None:
+    """Whether steps that are saved have the metric that the best of them are to be known by."""
+    asked, train = job.config.checkpoint, job.config.train
+    if asked is None or asked.best is None or asked.best.metric == "loss":
+        return
+    both = math.lcm(asked.every, train.eval_every) if asked.every is not None and asked.every > 0 else math.inf
+    if both > train.steps:
+        when = f"every {asked.every} steps" if asked.every is not None else "by the clock"
+        raise ConfigError(
+            f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved {when} before step {train.steps} "
+            f"has none. Remedy: every: {train.eval_every}, or metric: loss."
+        )
+
+
+def _metric(job: Job, about: Mapping[str, Any]) -> float | None:
+    """By which the best steps are known, if this one has it."""
+    asked = job.config.checkpoint
+    value = about.get("metrics", {}).get(asked.best.metric) if asked is not None and asked.best is not None else None
+    return None if value is None else float(value)
 
 
 def here(position: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 import pytest
 import yaml
 from rich.console import Console
 
 import jaxpar as jp
 from jaxpar.checkpoint.checking import check, steps_in
+from jaxpar.checkpoint.manifest import read
 from jaxpar.cli import main
 from jaxpar.data import batches
 from jaxpar.errors import CheckpointError, ConfigError, DataError
@@ -32,8 +35,8 @@ RUN: dict[str, Any] = {
     "precision": {"compute": "bfloat16", "scale": {"initial": 65536, "interval": 2}},
     "data": {"source": "synthetic", "batch": 8, "seq": 16},
     "optimizer": {"learning_rate": 1e-2, "warmup": 2},
-    "train": {"steps": 6, "eval_every": 6, "eval_batches": 1, "accumulate": 2},
-    "checkpoint": {"every": 2},
+    "train": {"steps": 6, "eval_every": 4, "eval_batches": 1, "accumulate": 2},
+    "checkpoint": {"every": 2, "best": {"metric": "heldout_loss", "keep": 2}},
 }
 
 
@@ -95,6 +98,26 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
         assert [(r["step"], r[name]) for r in records if name in r] == [
             (r["step"], r[name]) for r in never if name in r
         ]
+
+
+def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:
+    """And the folder keeps the best, also after a restart: test_retention_the_best_steps in tests/test_checkpoints.py."""
+    lines = [json.loads(line) for line in (whole.parent / "metrics.jsonl").read_text().splitlines()]
+    known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    assert [check(whole / str(step)).about.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
+    config = write(tmp_path, "run")
+    never = (
+        "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
+        "Remedy: every: 4, or metric: loss."
+    )
+    none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
+    for change, text in (("checkpoint.every=5", never), ("checkpoint.best.keep=0", none)):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+            saver(config, change)
+    with pytest.raises(ConfigError, match=r"best: metric is 'accuracy', but 'heldout_loss' or 'loss' is wanted"):
+        saver(config, "checkpoint.best.metric=accuracy")
+    with saver(config, "checkpoint.every=null", "checkpoint.minutes=1", "checkpoint.best.metric=loss"):
+        pass
 
 
 def test_another_layout_gets_the_same_bytes(whole: Path, tmp_path: Path) -> None:
@@ -170,3 +193,35 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, is not")
     assert main(["convert", "--verify", str(tmp_path)]) == 1
     assert "holds no whole checkpoint: manifest.json is missing." in capsys.readouterr().err
+
+
+def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:
+    """Fifty steps after a checkpoint; a Llama's, in processes with so many devices, in benchmarks/elastic.py."""
+
+    def go(layout: jp.Layout, state: Any, stream: Any, steps: int) -> tuple[Any, list[float], list[bytes]]:
+        step, losses, seen = jp.train_step(layout, mlp.loss), list[Any](), list[bytes]()
+        for _ in range(steps):
+            tokens = next(stream)["tokens"]
+            state, metrics = step(state, jp.put(layout, np.asarray(tokens, np.float32) / 64 - 1, "batch", "embed"))
+            losses.append(metrics["loss"])
+            seen.append(tokens.tobytes())
+        return state, [float(loss) for loss in losses], seen
+
+    def text() -> Any:
+        return batches(np.random.default_rng(0).integers(0, 128, 5000), batch=24, seq=16, seed=3)
+
+    tx, layout, stream = optax.adam(1e-2), mlp.layout(), text()
+    state, _, _ = go(layout, jp.init(layout, mlp.make, tx), stream, 5)
+    jp.save(tmp_path / "5", state, layout=layout, about={"position": stream.get_state()})
+    _, losses, seen = go(layout, state, stream, 50)
+    stream.close()
+    assert len(set(seen)) == 50 and losses[-1] < losses[0] / 2
+    rules = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
+    mesh = jp.MeshSpec(data=2, model=2).build(jax.devices()[:4])
+    other, again = mlp.layout(rules, mesh), text()
+    again.set_state(read(tmp_path / "5").about["position"])
+    found = jp.restore(tmp_path / "5", jp.abstract_state(other, mlp.make, tx))
+    _, theirs, also = go(other, found, again, 50)
+    again.close()
+    assert also == seen
+    np.testing.assert_allclose(theirs, losses, rtol=1e-5)

@@ -1,0 +1,188 @@
+"""What an enemy may write, found by coverage: ``uv run --with atheris python benchmarks/fuzz.py config [--cpu-seconds 600]``; or ``manifest``.
+
+Atheris (libFuzzer for Python) makes bytes that reach new lines, from the repository's own configurations and a true manifest on. ``config`` reads them as a run's
+YAML, up to the dataclasses; ``manifest`` as the text of a manifest and as its JSON with the checksum set right, up to every piece, and what is taken must be
+written as it was read. Anything but an error of ours is a crash, and so is an input that takes two CPU seconds or a gigabyte. Exit 1 on a crash; the input is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import atheris
+
+with atheris.instrument_imports(include=["jaxpar", "yaml"]):
+    import yaml  # noqa: F401
+
+    from jaxpar.checkpoint import manifest, strict
+    from jaxpar.checkpoint.manifest import Manifest
+    from jaxpar.config import build, parse_yaml
+    from jaxpar.errors import JaxparError
+    from jaxpar.train.config import RunConfig
+
+ROOT, SLOW = Path(__file__).parents[1], 2.0
+TENSOR = {"dtype": "float32", "itemsize": 4, "shape": [4, 6], "chunk": [2, 6], "folder": "arrays/w", "sums": [1, 2]}
+WHOLE = {
+    "tensors": {"w": {**TENSOR, "dims": ["embed", None], "spec": "P('data')", "key": None}},
+    "files": {"arrays/w/0.0": [48, 1], "arrays/w/1.0": [48, 2], "arrays/w/.zarray": [9, 3]},
+    "step": 7,
+    "versions": {"jax": "0"},
+    "layout": {"mesh": {"data": 2}},
+    "about": {"config": {"a": [1, 2.5, "x", None, True]}},
+}
+
+
+def config(data: bytes) -> None:
+    """A run's YAML."""
+    build(RunConfig, parse_yaml(data, "c.yaml"), "c.yaml")
+
+
+def altered(data: bytes) -> bytes:
+    """The true manifest's JSON with some values in it replaced, moved or taken away, as the bytes say."""
+    dice, whole = atheris.FuzzedDataProvider(data), json.loads(json.dumps(WHOLE))
+    for _ in range(dice.ConsumeIntInRange(1, 4)):
+        at: Any = whole
+        while isinstance(at, dict | list) and at:
+            key = dice.PickValueInList(list(at) if isinstance(at, dict) else list(range(len(at))))
+            if not isinstance(at[key], dict | list) or not at[key] or dice.ConsumeIntInRange(0, 3) == 0:
+                break
+            at = at[key]
+        ways: list[Callable[[], Any]] = [
+            lambda: dice.ConsumeIntInRange(-1, 9),
+            lambda: 1 << dice.ConsumeIntInRange(0, 70),
+            lambda: dice.ConsumeUnicodeNoSurrogates(8),
+            lambda: dice.PickValueInList(
+                ["../a", "arrays/w", "/a", "", None, True, 1.5, [], {}, [0], [2, 3], {"a": 1}]
+            ),
+        ]
+        made = dice.PickValueInList(ways)()
+        where = dice.ConsumeIntInRange(0, 5)
+        if where == 0:
+            del at[key]
+        elif where == 1 and isinstance(at, dict):
+            at[dice.ConsumeUnicodeNoSurrogates(6)] = made
+        elif where == 1:
+            at.append(made)
+        else:
+            at[key] = made
+    return json.dumps(whole).encode()
+
+
+def as_manifest(data: bytes) -> None:
+    """A manifest's text, or its JSON without the checksum."""
+    data = altered(data[1:]) if data[:1] == b"\0" else data
+    text = data.decode("utf-8", "replace")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and "checksum" not in found:
+        made = Manifest.from_data(found, "m")
+        assert Manifest.from_json(made.to_json(), "m") == made
+        for tensor in made.tensors.values():
+            assert strict.inside(tensor.folder)
+            assert all(made.files[name][0] == tensor.piece_bytes <= 1 << 30 for name, _, _ in tensor.pieces())
+        return
+    Manifest.from_json(text, "m")
+
+
+def seeds(kind: str, folder: Path) -> Path:
+    """A corpus to begin with, and a dictionary of what bytes seldom happen to be; returns the dictionary."""
+    if kind == "config":
+        for file in [*(ROOT / "configs").rglob("*.yaml")]:
+            (folder / file.name).write_bytes(file.read_bytes())
+        words = [
+            "&a",
+            "*a",
+            "<<: *a",
+            "!!int",
+            "!!float",
+            "!!binary",
+            "!!timestamp",
+            "!!set",
+            "!!omap",
+            "!!python/name:x",
+            "? ",
+            "|",
+            ">-",
+            "%YAML",
+        ]
+        words += list(RunConfig.__dataclass_fields__)
+    else:
+        (folder / "data").write_text(json.dumps(WHOLE))
+        (folder / "text").write_text(Manifest.from_data(WHOLE, "m").to_json())
+        (folder / "altered").write_bytes(bytes(64))
+        words = [
+            "null",
+            "true",
+            "[]",
+            "{}",
+            "-1",
+            "1e400",
+            "NaN",
+            "../",
+            "281474976710656",
+            *manifest._KEYS,
+            *manifest._TENSOR,
+        ]
+    file = folder.parent / "words"
+    file.write_text("".join(f'"{word}"\n' for word in words))
+    return file
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("config", "manifest"))
+    parser.add_argument("--cpu-seconds", type=float, default=600)
+    asked = parser.parse_args()
+    target: Callable[[bytes], Any] = config if asked.kind == "config" else as_manifest
+    runs, taken, slowest = 0, 0, 0.0
+
+    def once(data: bytes) -> None:
+        nonlocal runs, taken, slowest
+        began = time.process_time()
+        try:
+            target(data)
+            taken += 1
+        except JaxparError:
+            pass
+        ended = time.process_time()
+        slowest, runs = max(slowest, ended - began), runs + 1
+        if ended - began > SLOW:
+            raise TimeoutError(f"{ended - began:.1f} CPU seconds for {len(data)} bytes")
+        if ended > asked.cpu_seconds:
+            print(
+                f"{asked.kind}: {runs:,} inputs in {ended:.0f} CPU seconds, {taken:,} taken, the others refused by name; the slowest took {slowest:.2f} s",
+                flush=True,
+            )
+            os._exit(0)
+
+    with tempfile.TemporaryDirectory() as root:
+        corpus = Path(root) / "corpus"
+        corpus.mkdir()
+        words = seeds(asked.kind, corpus)
+        atheris.Setup(
+            [
+                sys.argv[0],
+                str(corpus),
+                f"-dict={words}",
+                "-max_len=4096",
+                "-timeout=120",
+                "-rss_limit_mb=1024",
+                "-print_final_stats=1",
+            ],
+            once,
+        )
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
