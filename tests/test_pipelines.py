@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_step import SGD, check_same, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ModelError
@@ -97,27 +96,13 @@ def run(
     **options: Any,
 ) -> tuple[dict[str, float], Any]:
     """Metrics and gradients of one step."""
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
     batch = batch_of() if batch is None else batch
-    with jax.default_matmul_precision("highest"), layout:
-        state = jp.init(layout, make, optax.sgd(0.1))
-        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False, **options)
-        _, metrics = step.lower(state, batch).compile(compiler_options=QUICK)(state, batch)
-    grads = jax.device_get(metrics.pop("grads"))
-    return {name: float(value) for name, value in metrics.items()}, grads
+    return one_step(layout_of(RULES, sizes), loss, make, batch, pipeline=pipeline, **options)[:2]
 
 
 @pytest.fixture(scope="module")
 def one_device() -> tuple[dict[str, float], Any]:
     return run({"data": 1})
-
-
-def check_same(got: Any, want: Any, bound: float = 2e-6) -> None:
-    for name, value in want[0].items():
-        assert got[0][name] == pytest.approx(value, rel=bound, abs=bound), name
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True)
-    for (keys, a), b in pairs:
-        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
 
 
 # name, mesh, microbatches, chunks, what is kept, layers of each piece
@@ -144,10 +129,10 @@ def test_stages_that_do_their_own_alone_give_the_same(name: str, keeps: Any, one
 
 
 def test_no_collective_stands_where_stages_part() -> None:
-    layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2).build(jax.devices()[:4]), RULES)
+    layout = layout_of(RULES, {"pipeline": 2, "data": 2})
     pipeline = jp.Pipeline(jp.schedule("zb_h1", stages=2, microbatches=4), lowering="divergent")
     with layout:
-        state = jp.init(layout, make_model, optax.sgd(0.1))
+        state = jp.abstract_state(layout, make_model, SGD)
         step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch_of())
     compiled = step.compile(compiler_options=QUICK)
     report = jp.audit(compiled, mesh=layout.mesh)
@@ -200,7 +185,7 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
     layout = jp.Layout(jp.MeshSpec(pipeline=4, data=2).build(), RULES)
     sizes = []
     with layout:
-        state = jp.init(layout, make_model, optax.sgd(0.1))
+        state = jp.abstract_state(layout, make_model, SGD)
         for microbatches in (4, 16):
             batch = {name: jnp.concatenate([x, x]) for name, x in batch_of().items()}
             schedule = jp.schedule("1f1b", stages=4, microbatches=microbatches)
@@ -215,7 +200,7 @@ def test_what_some_ticks_do_is_not_done_in_all() -> None:
     layout = jp.Layout(jp.MeshSpec(pipeline=4).build(jax.devices()[:4]), RULES)
     schedule = jp.schedule("1f1b", stages=4, microbatches=8)
     with layout:
-        state = jp.init(layout, make_model, optax.sgd(0.1))
+        state = jp.abstract_state(layout, make_model, SGD)
         step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
     report = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
     counts = {

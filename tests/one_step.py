@@ -1,0 +1,58 @@
+"""One step of a small model on a mesh: what tests that hold a step against one device have in common."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+SGD = optax.sgd(0.1)
+
+
+def layout_of(rules: jp.Rules, sizes: dict[str, int]) -> jp.Layout:
+    """On as many of the devices as ``sizes`` take."""
+    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
+
+
+@functools.cache
+def leaves_of(make: Any, rules: jp.Rules, tx: Any = SGD) -> list[Any]:
+    """The leaves of a first state on the host, made once: ``init`` gives the same in every layout, and compiles for each."""
+    layout = layout_of(rules, {"data": 1})
+    with jax.default_matmul_precision("highest"), layout:
+        state = jp.init(layout, make, tx)
+    data = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    host = lambda x: jax.random.wrap_key_data(np.asarray(jax.random.key_data(x))) if data(x) else np.asarray(x)
+    return [host(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = None, **options: Any) -> Any:
+    """Metrics, gradients on the host and the program of one step; ``first`` makes the same parameters as ``make`` does."""
+    with jax.default_matmul_precision("highest"), layout:
+        shapes = jp.abstract_state(layout, make, SGD)
+        step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+        # These programs run once: making them fast takes longer than running them.
+        compiled = step.lower(shapes, batch).compile(compiler_options={"xla_backend_optimization_level": 0})
+        state = jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(first or make, layout.rules))
+        _, metrics = compiled(state, batch)
+    grads = jax.device_get(metrics.pop("grads"))
+    return {name: float(value) for name, value in metrics.items()}, grads, compiled
+
+
+def check_grads(got: Any, want: Any, bound: float) -> None:
+    """Relative to each tensor's largest entry."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (keys, a), b in pairs:
+        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
+
+
+def check_same(got: Any, want: Any, bound: float = 2e-6) -> None:
+    """Metrics and gradients."""
+    for name, value in want[0].items():
+        assert got[0][name] == pytest.approx(value, rel=bound, abs=bound), name
+    check_grads(got[1], want[1], bound)
