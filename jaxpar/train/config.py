@@ -208,6 +208,7 @@ class GenerateConfig:
     cache: Literal["int8"] | None = None
 
 
+@dataclass(frozen=True)
 class SuperviseConfig:
     """How ``jaxpar train --processes N`` keeps the processes that it starts; see :class:`jaxpar.launch.supervisor.Policy`.
 
