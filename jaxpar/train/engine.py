@@ -28,10 +28,12 @@ class Engine:
         self._flight: jp.AsynchronousStep | None = None
         self._first: Any = None
         self.like: Any = None
+        self.late = 0
+        """After how many steps more a batch may still turn out to be bad, as it is on its way."""
         self.step: Callable[..., Any]
         if isinstance(job.pipeline, jp.Asynchronous):
-            self._flight = jp.AsynchronousStep(layout, job.loss_fn, **job.step_options())
-            self._first = self._flight.start(self._initial(), put(layout, _nothing(job)))
+            self.late, self._flight = 1, jp.AsynchronousStep(layout, job.loss_fn, **job.step_options())
+            self._first = self._initial()
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             self.like = jax.tree.map(abstract, self._first)
 
@@ -63,9 +65,10 @@ class Engine:
         if isinstance(self.step, jp.DiskStep) and disk is not None:
             self.step.rewind(state, disk)
 
-    def _initial(self) -> jp.TrainState:
+    def _initial(self) -> Any:
         job = self._job
-        return jp.init(self._layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
+        state = jp.init(self._layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
+        return state if self._flight is None else self._flight.start(state, put(self._layout, _nothing(job)))
 
     def __enter__(self) -> Self:
         return self

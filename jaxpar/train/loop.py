@@ -239,7 +239,7 @@ class Run:
           DivergedError: there is none, or it happened too often.
         """
         watch, saver, asked, summary = self._watch, self._saver, self._job.config.train, self.summary
-        first, what = number - watch.bad + 1, watching.told(watch, number, loss, self._where)
+        first, what = number - watch.bad + 1 - self._engine.late, watching.told(watch, number, loss, self._where)
         found, cause = None, None
         if saver.active and self._passed.rollbacks < asked.rollbacks:
             self._state = None  # its memory is wanted

@@ -148,6 +148,10 @@ def hopeless(what: str, watch: Watch, passed: Passed, config: TrainConfig, *, fi
     """The error of a run that cannot roll back: ``what`` is the trouble, ``first`` its first step."""
     kept = "Nothing of them was kept" if watch.trouble == "skipped" else "They changed the state"
     remedies = ["a smaller optimizer.learning_rate or a clip_norm"]
+    if watch.trouble == "skipped":
+        remedies.append(f"train.max_skipped={config.max_skipped} allows more of them")
+    else:
+        remedies.append("a larger train.spike.sigmas, factor or patience")
     if not checkpoints:
         back = "without checkpoint: there is nothing to roll back to"
         remedies.append("checkpoint: {every: 100}, to go back and pass over these batches")
@@ -157,8 +161,4 @@ def hopeless(what: str, watch: Watch, passed: Passed, config: TrainConfig, *, fi
     else:
         back = f"there is no good checkpoint of a step before {first} to roll back to"
         remedies.append("a smaller checkpoint.every")
-    if watch.trouble == "skipped":
-        remedies.append(f"train.max_skipped={config.max_skipped} allows more of them")
-    else:
-        remedies.append("a larger train.spike.sigmas, factor or patience")
     return f"{what} {kept}, and {back}. Remedy: {'; '.join(remedies)}."

@@ -178,18 +178,18 @@ def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
     [
         (
             "skipped", 0, False,
-            "X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a smaller optimizer.learning_rate or a "
-            "clip_norm; checkpoint: {every: 100}, to go back and pass over these batches; train.max_skipped=1 allows more of them.",
+            ("X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a smaller optimizer.learning_rate or a "
+            "clip_norm; train.max_skipped=1 allows more of them; checkpoint: {every: 100}, to go back and pass over these batches."),
         ),
         (
             "skipped", 3, True,
-            "X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.rollbacks=3 allows. Remedy: a smaller "
-            "optimizer.learning_rate or a clip_norm; train.max_skipped=1 allows more of them.",
+            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.rollbacks=3 allows. Remedy: a smaller "
+            "optimizer.learning_rate or a clip_norm; train.max_skipped=1 allows more of them."),
         ),
         (
             "spike", 1, True,
-            "X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: a smaller "
-            "optimizer.learning_rate or a clip_norm; a smaller checkpoint.every; a larger train.spike.sigmas, factor or patience.",
+            ("X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: a smaller "
+            "optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a smaller checkpoint.every."),
         ),
     ],
 )  # fmt: skip
