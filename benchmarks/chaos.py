@@ -3,6 +3,7 @@
 A small run (Adam, dropout by key, shuffled data, accumulation, a loss scale) saves every step. It is killed by SIGKILL, at a random moment or while a save
 is at work, started again, killed again, until it has come to its end; after each kill every step in its folder is held, checksum by checksum, against
 those of a run that was never killed. Then a checkpoint of one MiB is damaged in random ways, and each must be found. Exit 1 if anything is missed.
+``--terminate 4``: SIGTERM to one process of four (:mod:`chaos_terminate`).
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--corruptions", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--terminate", type=int, default=0, help="SIGTERM to one process of so many, and nothing else")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -179,6 +181,11 @@ def main() -> int:
         child(asked.child, asked.steps)
         return 0
     dice, lines = random.Random(asked.seed), []
+    if asked.terminate:
+        from chaos_terminate import terminate
+
+        with tempfile.TemporaryDirectory() as folder:
+            return int("NOT as wanted" in terminate(asked.terminate, 3, dice, Path(folder))[-1])
     with tempfile.TemporaryDirectory() as folder:
         if asked.corruptions:
             lines += corruptions(asked.corruptions, dice, Path(folder))
