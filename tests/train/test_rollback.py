@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Kept(Engine):
 class Stream:
     """A run's batches, numbered from 1 wherever it begins: those in ``bad`` are marked, those in ``dropped`` never come."""
 
-    def __init__(self, bad: set[int], dropped: set[int], *arguments: Any, **options: Any):
+    def __init__(self, bad: Collection[int], dropped: Collection[int], *arguments: Any, **options: Any):
         fresh = batches(*arguments, **options)
         self._numbers = {next(fresh)["tokens"].tobytes(): number for number in range(1, 30)}
         fresh.close()
@@ -118,22 +118,21 @@ def staged(job: Job) -> Job:
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a job by a name, with some bad batches and some that never come; returns the folder, what it printed, and its summary."""
+    jobs: dict[Any, Job] = {}
     engines: dict[Any, Engine] = {}
 
     def run(
-        name: str, make: Any, *settings: str, bad: set[int] = frozenset(), dropped: set[int] = frozenset()
+        name: str, make: Any, *settings: str, bad: Collection[int] = (), dropped: Collection[int] = ()
     ) -> tuple[Path, str, Any]:
-        file, screen = tmp_path / f"{name}.yaml", io.StringIO()
-        file.write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / name)}))
+        file, screen, key = tmp_path / "run.yaml", io.StringIO(), (make, settings)
+        if key not in jobs:
+            file.write_text(yaml.safe_dump(RUN))
+            jobs[key] = make(make_job(load_run(file, settings)))
+        job = replace(jobs[key], config=replace(jobs[key].config, output=str(tmp_path / name)))
         monkeypatch.setattr(loop, "batches", lambda *a, **o: Stream(bad, dropped, *a, **o))
         if not any("disk" in setting for setting in settings):
-            engine = lambda job, layout: engines.setdefault((make, settings), Kept(job, layout))
-            monkeypatch.setattr(loop, "Engine", engine)
-        console = Console(file=screen, width=300, highlight=False)
-        try:
-            summary = loop.train(make(make_job(load_run(file, settings))), console)
-        finally:
-            (tmp_path / f"{name}.txt").write_text(screen.getvalue())
+            monkeypatch.setattr(loop, "Engine", lambda job, layout: engines.setdefault(key, Kept(job, layout)))
+        summary = loop.train(job, Console(file=screen, width=300, highlight=False))
         return tmp_path / name, screen.getvalue(), summary
 
     return run
