@@ -218,6 +218,7 @@ class Run:
         if news is None:
             return
         self._signal = max(one.signal for one in news)
+        self._stop.late = bool(self._signal)
         slow, among = self._stragglers.add(news), self._stragglers
         if slow is None:
             return

@@ -27,6 +27,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked, self._when = 0, 0.0
+        self.late = False
+        """Whether the run ends as another process was asked to: this one's own signal may come yet, and must not spoil the end."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -37,8 +39,11 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        late = self.late and not self.asked and bool(self._before)
         for number in list(self._before):
             self._give_back(number)
+        if late:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -241,3 +241,17 @@ def test_sigterm_ends_a_run_after_its_step_and_says_that_nothing_is_saved(
     assert "stopped by SIGTERM\nnothing was saved, as the run has no checkpoint: key\nsteps             3 in" in screen
     assert [step for step, _ in summary.evals] == [0] and not (folder / "loss.png").exists()  # in a hurry
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_manager_goes_back_before_a_step_and_takes_the_clock_of_the_first_process(tmp_path: Path) -> None:
+    like = {"w": jax.ShapeDtypeStruct((4,), "float32")}
+    with jp.CheckpointManager(tmp_path, minutes=10, asynchronous=False) as manager:
+        for step in (1, 2, 3):
+            assert manager.save(step, {"w": jnp.full(4, step, jnp.float32)})
+        found = manager.restore_latest(like, before=3)
+        assert found is not None and found.step == 2 and found.state["w"].tolist() == [2] * 4
+        manager.forget(2)
+        assert manager.steps() == [1, 2] and manager.saved is None and manager.restore_latest(like, before=1) is None
+        assert not manager.overdue and not manager.due(4) and manager.due(4, overdue=True)
+        manager._last -= 601
+        assert manager.overdue and manager.due(4) and not manager.due(4, overdue=False)

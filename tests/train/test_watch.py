@@ -232,6 +232,17 @@ def test_the_second_signal_is_as_if_nobody_listened() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_a_signal_that_comes_after_the_end_that_others_asked_for_spoils_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Stop() as stop:
+            stop.late = True
+        os.kill(os.getpid(), signal.SIGTERM)  # which would end this process
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_outside_of_the_main_thread_no_handler_is_set() -> None:
     before, found = signal.getsignal(signal.SIGTERM), list[Any]()
 
