@@ -174,6 +174,7 @@ def main() -> int:
     parser.add_argument("--corruptions", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--terminate", type=int, default=0, help="SIGTERM to one process of so many, and nothing else")
+    parser.add_argument("--trials", type=int, default=2, help="of each, with --terminate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -185,7 +186,7 @@ def main() -> int:
         from chaos_terminate import terminate
 
         with tempfile.TemporaryDirectory() as folder:
-            return int("NOT as wanted" in terminate(asked.terminate, 3, dice, Path(folder))[-1])
+            return int("NOT as wanted" in terminate(asked.terminate, asked.trials, dice, Path(folder))[-1])
     with tempfile.TemporaryDirectory() as folder:
         if asked.corruptions:
             lines += corruptions(asked.corruptions, dice, Path(folder))

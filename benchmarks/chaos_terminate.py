@@ -95,7 +95,11 @@ def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, floa
         for run, screen in zip(runs, screens, strict=True):
             run.kill()
             screen.close()
-    codes, step = [run.returncode for run in runs], steps_in(checkpoints)[-1]
+    codes = [run.returncode for run in runs]
+    if not steps_in(checkpoints):
+        last = "\n".join((folder / f"{rank}.txt").read_text()[-2000:] for rank in range(count))
+        return f"WRONG: exits {codes} before the first checkpoint:\n{last}", 0.0
+    step = steps_in(checkpoints)[-1]
     check(checkpoints / str(step), step)
     saved = (checkpoints / str(step) / NAME).stat().st_mtime
     same = all(f"steps             {step} in" in (folder / f"{rank}.txt").read_text() for rank in range(count))

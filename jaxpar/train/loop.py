@@ -165,7 +165,6 @@ class Run:
                 self._take_batch()  # after the last step came to nothing
             given, self._batch = self._batch, None
             self._state, metrics = self._engine.step(self._state, given)
-            self._exchange.send(lambda: self._tally.news(self._stop.asked, self._saver.overdue))
             sent = time.perf_counter()
             if number < steps:
                 self._take_batch()  # made while the device works
@@ -213,7 +212,7 @@ class Run:
 
     def _hear(self, number: int) -> None:
         """Take what the processes tell each other, where this is a step to do so."""
-        news = self._exchange.receive()
+        news = self._exchange.after_step(lambda: self._tally.news(self._stop.asked, self._saver.overdue))
         self._overdue = news is not None and news[0].overdue
         if news is None:
             return

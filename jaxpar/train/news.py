@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
 
 import jax
 import numpy as np
@@ -45,30 +44,26 @@ class News:
 class Exchange:
     """Brings the news of all processes together, in the same steps in each of them.
 
-    A few numbers go over the devices behind a step's own work, so nobody waits for them. How many steps it is to the next exchange follows from
-    what was exchanged, so that all processes count the same. One process alone has its own news after every step, and no device is asked.
+    A few numbers go over the devices between two steps. How many steps it is to the next exchange follows from what was exchanged, so that all
+    processes count the same. One process alone has its own news after every step, and no device is asked.
     """
 
     def __init__(self, process_count: int | None = None):
-        self._count = jax.process_count() if process_count is None else process_count
-        self._left, self._sent = 1, None if self._count == 1 else _gathering()
-        self._pending: Any = None
+        alone = (jax.process_count() if process_count is None else process_count) == 1
+        self._left, self._gather = 1, None if alone else _gathering()
 
-    def send(self, news: Callable[[], News]) -> None:
-        """Once a step, when its own work is on its way; ``news`` is asked where it is time to."""
+    def after_step(self, mine: Callable[[], News]) -> list[News] | None:
+        """The news of each process, in steps where there are any: to be called after each, when its results are there.
+
+        Not while a step is at work: the collectives of two programs at once may meet each other's messages (Gloo, which CPUs use, ends the process).
+        """
         self._left -= 1
-        if not self._left:
-            self._pending = news if self._sent is None else self._sent(news())
-
-    def receive(self) -> list[News] | None:
-        """Once a step, when its loss is there: the news of each process, where there are any. One alone is asked only now."""
-        if self._pending is None:
+        if self._left:
             return None
-        pending, self._pending = self._pending, None
-        if self._sent is None:
+        if self._gather is None:
             self._left = 1
-            return [pending()]
-        found = [_read(row) for row in np.asarray(pending)]
+            return [mine()]
+        found = [_read(row) for row in np.asarray(self._gather(mine()))]
         self._left = steps_between(max(one.seconds / one.steps if one.steps else _PERIOD for one in found))
         return found
 

@@ -212,12 +212,9 @@ def test_a_process_is_slow_where_its_own_time_counts() -> None:
 
 
 def test_one_process_has_its_own_news_after_every_step() -> None:
-    exchange, now = Exchange(1), [0]
+    exchange = Exchange(1)
     for asked in (0, 15):
-        exchange.send(lambda: News(signal=now[0]))
-        now[0] = asked  # also what comes while the step is at work
-        assert exchange.receive() == [News(signal=asked)]
-    assert exchange.receive() is None
+        assert exchange.after_step(lambda: News(signal=asked)) == [News(signal=asked)]
 
 
 def test_the_second_signal_is_as_if_nobody_listened() -> None:
