@@ -5,6 +5,7 @@ is at work, or while it starts and restores (``--aim``; by default all in turn),
 step in its folder is held, checksum by checksum, against those of a run that was never killed. The runs are forked from one process that has imported
 everything, and share what they compile (jax's persistent cache): a kill costs some two CPU seconds. ``--plain`` compiles nothing at all: steps are numpy, saves
 and restores the real ones, between the same kills. Then a checkpoint of one MiB is damaged in random ways, and each must be found. Exit 1 if anything is missed.
+``--processes 4`` kills and stops one process of four under a supervisor (:mod:`chaos_processes`), ``--terminate 4`` sends SIGTERM to one (:mod:`chaos_terminate`).
 """
 
 from __future__ import annotations
@@ -220,7 +221,8 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=0, help="kill and stop processes of a run of so many, and nothing else"
     )
-    parser.add_argument("--trials", type=int, default=2, help="of each, with --processes")
+    parser.add_argument("--terminate", type=int, default=0, help="SIGTERM to one process of so many, and nothing else")
+    parser.add_argument("--trials", type=int, default=2, help="of each, with --processes and --terminate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aim", choices=("any", "save", "start"), default=None, help="at what to aim all kills")
     parser.add_argument("--plain", action="store_true", help="steps without jit")
@@ -231,6 +233,11 @@ def main() -> int:
 
         with tempfile.TemporaryDirectory() as folder:
             return int("NOT as wanted" in " ".join(processes(asked.processes, asked.trials, dice, Path(folder))))
+    if asked.terminate:
+        from chaos_terminate import terminate
+
+        with tempfile.TemporaryDirectory() as folder:
+            return int("NOT as wanted" in terminate(asked.terminate, asked.trials, dice, Path(folder))[-1])
     with tempfile.TemporaryDirectory() as folder:
         if asked.kills:  # before this process has a backend, which no fork survives
             load(*(() if asked.plain else ("optax", "jaxpar.data", "jaxpar.step", "jaxpar.state")))

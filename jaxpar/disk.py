@@ -196,6 +196,16 @@ class DiskStep:
         """
         self._store.snapshot(Path(folder) / self._store.path.name)
 
+    def rewind(self, state: TrainState, folder: str | Path) -> None:
+        """Go back to a restored state: the moments of a snapshot come in the place of those here, and no program is compiled anew.
+
+        Raises:
+          DiskError: the snapshot is of another run or step than the state, or damaged.
+        """
+        self._store.restore(Path(folder) / self._store.path.name)
+        self._step = int(state.step)
+        self._store.open(self._step)
+
     def moments(self, path: str) -> list[np.ndarray]:
         """What is on disk of one array, as ``opt_state/0/mu/w``: each shard of this process, whole.
 

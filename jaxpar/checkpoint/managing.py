@@ -117,16 +117,22 @@ class CheckpointManager:
         """The step whose metric is best, of those that have one; ``None`` without."""
         return next(iter(self._ranked()), None)
 
-    def due(self, step: int) -> bool:
-        """Whether it is time to save after ``step``: by number, by the clock, or because the last save failed a while ago."""
-        now = time.monotonic()
+    def due(self, step: int, *, overdue: bool | None = None) -> bool:
+        """Whether it is time to save after ``step``: by number, by the clock, or because the last save failed a while ago.
+
+        Of several processes all must save the same steps: ``overdue`` is then that of the first one, in the place of this one's.
+        """
         if self._saving is not None and self._saving[1].done:
             self.wait()
-        if now >= self._retry:
+        if self.overdue if overdue is None else overdue:
             return True
-        if self._every is not None:
-            return step % self._every == 0
-        return self._minutes is not None and now - self._last >= self._minutes * 60
+        return self._every is not None and step % self._every == 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether this process's clock says that it is time to save, or to try again."""
+        now = time.monotonic()
+        return now >= self._retry or (self._minutes is not None and now - self._last >= self._minutes * 60)
 
     def save(
         self,
@@ -192,9 +198,14 @@ class CheckpointManager:
         return Restored(restore(folder, like, only=only, rename=rename, step=step), step, read(folder))
 
     def restore_latest(
-        self, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None
+        self,
+        like: Any,
+        *,
+        only: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        before: int | None = None,
     ) -> Restored | None:
-        """The newest step that is as it was written; every newer one that is not is told with what is wrong with it.
+        """The newest step that is as it was written (of those ``before`` a step); every newer one that is not is told with what is wrong with it.
 
         Returns:
           ``None`` where no step was ever saved.
@@ -206,7 +217,7 @@ class CheckpointManager:
         problems = [
             f"{self.directory / name} is not finished" for name in unfinished_in(self.directory) if STEP.fullmatch(name)
         ]
-        steps = self.steps()
+        steps = [step for step in self.steps() if before is None or step < before]
         for step in reversed(steps):
             try:
                 if jax.process_count() > 1:  # what one process does not read another would: they must all take one step
@@ -224,6 +235,15 @@ class CheckpointManager:
                 f"{self.directory}: none of the steps {steps} is as it was written: {' '.join(problems)}"
             )
         return None
+
+    def forget(self, after: int) -> None:
+        """Delete the steps after this one, which a run that goes back to it will not come to; what cannot be deleted is told."""
+        self.wait()
+        if self._saved is not None and self._saved > after:
+            self._saved = None
+        for step in self.steps() if jax.process_index() == 0 else []:
+            if step > after:
+                self._delete(self.directory / str(step))
 
     def close(self) -> None:
         """Wait for the save at work, and give the folder back."""

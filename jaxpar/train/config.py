@@ -155,17 +155,47 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class SpikeConfig:
+    """Which losses are spikes; a run rolls back after ``patience`` of them in a row.
+
+    Attributes:
+      sigmas: a spike is so many standard deviations (by the median of deviations) above the median of the last good losses; 6 if neither is said.
+      factor: or so many times the median.
+      window: how many losses that is; before, nothing is a spike.
+      patience: how many spikes in a row are too many.
+    """
+
+    sigmas: float | None = None
+    factor: float | None = None
+    window: int = 50
+    patience: int = 3
+
+
+@dataclass(frozen=True)
+class StragglerConfig:
+    """Which process of several is slow: its own time in a step (data, bookkeeping) is ``factor`` times that of the others, over ``every`` steps."""
+
+    factor: float = 2.0
+    every: int = 50
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation.
 
     ``accumulate`` cuts each batch into so many microbatches. A step whose loss or gradients are not finite changes nothing but
-    the step's number; after ``max_skipped`` of them in a row the run stops. ``skip_nonfinite: false`` lets them pass.
+    the step's number; ``skip_nonfinite: false`` lets them pass. After ``max_skipped`` of them in a row, or too many spikes of the loss
+    (``spike: {}``; none are looked for without), the run goes back to its newest good checkpoint and passes over the batches since;
+    ``rollbacks`` times at most, then it stops.
     """
 
     steps: int = 100
     accumulate: int = 1
     skip_nonfinite: bool = True
     max_skipped: int = 3
+    spike: SpikeConfig | None = None
+    rollbacks: int = 3
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 8
@@ -298,5 +328,28 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     for key, value in positive.items():
         if value < 1:
             raise ConfigError(f"{file}: {key} is {value}, but at least 1 is wanted.")
+    _check_watch(config.train, str(file))
     layout = merge(load_yaml(file.parent / config.layout), {"mesh": config.mesh, "rules": config.rules})
     return Loaded(config, layout, file.stem)
+
+
+def _check_watch(train: TrainConfig, file: str) -> None:
+    """What spikes, stragglers and rollbacks are asked to be."""
+    if train.rollbacks < 0:
+        raise ConfigError(f"{file}: train.rollbacks is {train.rollbacks}, but 0 or more is wanted.")
+    least = {
+        "train.straggler.factor": (train.straggler.factor, 1.0),
+        "train.straggler.every": (train.straggler.every, 0),
+    }
+    if train.spike is not None:
+        spike = train.spike
+        if spike.sigmas is not None and spike.factor is not None:
+            raise ConfigError(
+                f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} both say what a spike is. Remedy: leave one out."
+            )
+        least |= {"train.spike.window": (spike.window, 1), "train.spike.patience": (spike.patience, 0)}
+        least["train.spike.sigmas"] = (1.0 if spike.sigmas is None else spike.sigmas, 0.0)
+        least["train.spike.factor"] = (2.0 if spike.factor is None else spike.factor, 1.0)
+    for key, (value, bound) in least.items():
+        if not value > bound:
+            raise ConfigError(f"{file}: {key} is {value:g}, but a number above {bound:g} is wanted.")

@@ -6,57 +6,32 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 import jaxpar as jp
 from jaxpar.checkpoint.managing import Restored
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
-from jaxpar.errors import ConfigError, DivergedError
+from jaxpar.errors import CheckpointError, ConfigError, DivergedError
 from jaxpar.inspect.compare import first_nonfinite
-from jaxpar.inspect.report import show_bytes
 from jaxpar.launch import heartbeat
-from jaxpar.topology import platform_of
-from jaxpar.train.job import BATCH_DIMS, Job
-from jaxpar.train.metrics import MetricsWriter, draw_loss, output_of, peak_flops
+from jaxpar.train import watch as watching
+from jaxpar.train.engine import Engine, put
+from jaxpar.train.goodput import Goodput
+from jaxpar.train.job import Job
+from jaxpar.train.metrics import MetricsWriter, peak_flops
+from jaxpar.train.news import Exchange, News, Stragglers
 from jaxpar.train.progress import StepLine
 from jaxpar.train.saving import Saver, here
-
-
-@dataclass
-class Summary:
-    """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``, ``skipped`` in a row at the end."""
-
-    steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    evals: list[tuple[int, float]] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    bigram: float = math.nan
-    tokens_per_second: float = math.nan
-    mfu: float | None = None
-    compile_seconds: float = 0.0
-    seconds: float = 0.0
-    interrupted: bool = False
-    skipped: int = 0
-
-    @property
-    def heldout(self) -> float:
-        """The last held-out loss."""
-        return self.evals[-1][1] if self.evals else math.nan
-
-    def latest(self) -> dict[str, float]:
-        """What is known of the last step, as far as it is finite: its loss, and the held-out one if it was looked for."""
-        found = {"loss": self.losses[-1]} if self.losses else {}
-        if self.evals and self.evals[-1][0] == self.steps:
-            found["heldout_loss"] = self.evals[-1][1]
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+from jaxpar.train.signals import Stop
+from jaxpar.train.summary import Summary, conclude, introduce
+from jaxpar.train.watch import Passed, Watch
 
 
 def train(job: Job, console: Console) -> Summary:
@@ -67,209 +42,321 @@ def train(job: Job, console: Console) -> Summary:
       console: where progress and summary go.
 
     Returns:
-      What was printed at the end. Ctrl-C ends the run after the step it is in, and everything is written as for a full
-      run; a second Ctrl-C ends it at once.
+      What was printed at the end. SIGTERM and Ctrl-C end the run after the step it is in, in all of its processes after the same one, and everything is
+      written as for a full run (after SIGTERM without a last evaluation and the picture); a second signal ends it at once.
 
     Raises:
       LayoutError: the layout does not fit; raised before anything is compiled.
       ConfigError, DataError: the run's data cannot feed its model.
-      DivergedError: too many steps in a row were not finite.
+      DivergedError: too many steps in a row were not finite, or spikes, and the run cannot roll back.
       CheckpointError: the run was to go on from a checkpoint, and cannot.
     """
-    began = time.perf_counter()
-    config, layout, text = job.config, job.layout(), load_text(job.config.data.source)
+    began, account, config, layout = time.perf_counter(), Goodput(), job.config, job.layout()
+    text = load_text(config.data.source)
     if text.vocab > job.model.vocab:
         raise ConfigError(
             f"model: vocab is {job.model.vocab}, but the text has {text.vocab} different tokens. Remedy: a vocab of at "
             f"least {text.vocab}."
         )
     # Held-out batches and layout are checked before the first compile.
-    held = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
-    _introduce(job, layout, text, console)
-    summary = Summary(bigram=bigram_entropy(text.heldout))
-    folder = output_of(config.output)
-    with _stop_on_interrupt() as stopped, Saver(job, layout, console) as saver, ExitStack() as opened:
-        flight = _flight(job, layout)
-        found = saver.restore(None if flight is None else flight.state)
-        writer = opened.enter_context(MetricsWriter(folder, None if found is None else found.step))
-        _run(job, layout, text, held, summary, writer, console, stopped, opened, saver, found, flight)
-    summary.interrupted = stopped()
+    heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
+    introduce(job, layout, text, console)
+    folder = Path(config.output)
+    with Stop() as stop, Saver(job, layout, console) as saver, Engine(job, layout) as engine:
+        with account.spend("restore"):
+            found = saver.restore(engine.like)
+        after = None if found is None else found.step
+        with MetricsWriter(folder, after, writes=jax.process_index() == 0) as writer:
+            run = Run(job, layout, text, engine, saver, writer, account, console, stop)
+            summary = run.go(found, heldout)
     summary.seconds = time.perf_counter() - began
-    _conclude(summary, folder, console, saver)
+    conclude(summary, folder, console, saver)
     return summary
 
 
-def _run(
-    job: Job,
-    layout: jp.Layout,
-    text: Text,
-    held: list[dict[str, np.ndarray]],
-    summary: Summary,
-    writer: MetricsWriter,
-    console: Console,
-    stopped: Callable[[], bool],
-    opened: ExitStack,
-    saver: Saver,
-    found: Restored | None,
-    flight: _Flight | None,
-) -> None:
-    """Initialise or go on, compile and step, filling ``summary`` as it goes."""
-    config, tokens_a_step = job.config, job.config.data.batch * job.config.data.seq
-    device = jax.devices()[0]
-    peak = peak_flops(device.device_kind)
-    flops_a_step = job.model.flops_per_token(config.data.seq) * tokens_a_step
-    stream = batches(text.train, seed=config.data.seed, **_cut(job, layout))
-    first = 0 if found is None else _go_on(found, stream, writer, summary)
-    heldout = [_put(layout, batch) for batch in held]
-    position = stream.get_state() if saver.active else {}
-    batch = _put(layout, next(stream))
-    heartbeat.doing("compile")
-    with console.status("compiling the step ..."):
-        started = time.perf_counter()
-        state = _first_state(job, layout, found, flight)
-        step = opened.enter_context(_step_of(job, layout, state, batch, flight, saver.disk(found)))
-        evaluate = jp.eval_step(layout, job.loss_fn, **job.eval_options()).lower(state, heldout[0]).compile()
-        summary.compile_seconds = time.perf_counter() - started
-    console.print(f"compiled in {summary.compile_seconds:.1f} s")
+class Run:
+    """A run at work: its state, the batch to come, and those who look after it."""
 
-    def look(number: int) -> None:
-        loss = float(np.mean([float(evaluate(state, b)["loss"]) for b in heldout]))
-        summary.evals.append((number, loss))
-        writer.write(number, heldout_loss=loss)
+    def __init__(
+        self,
+        job: Job,
+        layout: jp.Layout,
+        text: Text,
+        engine: Engine,
+        saver: Saver,
+        writer: MetricsWriter,
+        account: Goodput,
+        console: Console,
+        stop: Stop,
+    ):
+        asked = job.config.train
+        self._job, self._layout, self._engine, self._saver, self._writer = job, layout, engine, saver, writer
+        self._account, self._console, self._stop = account, console, stop
+        self._watch, self._passed = Watch(asked.max_skipped, asked.spike), Passed()
+        self._exchange, self._stragglers, self._tally = Exchange(), Stragglers(asked.straggler), Tally(account)
+        self._stream = batches(text.train, seed=job.config.data.seed, **_cut(job, layout))
+        self._rate = _rates(job, layout)
+        self._state: Any = None
+        self._batch: Any = None
+        self._position: dict[str, Any] = {}
+        self._signal, self._overdue = 0, False  # as all processes know them
+        self._where = ""  # the numbers of the last skipped step stopped to be finite
+        self.summary = Summary(bigram=bigram_entropy(text.heldout))
 
-    with StepLine(console, config.train.steps) as line:
-        if not summary.evals:
-            look(first)
-        for number in range(first + 1, config.train.steps + 1):
+    def go(self, found: Restored | None, heldout: list[dict[str, np.ndarray]]) -> Summary:
+        """Initialise or go on, compile and step to the end; the summary."""
+        summary, account, steps = self.summary, self._account, self._job.config.train.steps
+        number = 0 if found is None else self._take_up(found)
+        self._heldout = [put(self._layout, batch) for batch in heldout]
+        self._take_batch()
+        heartbeat.doing("compile")
+        with self._console.status("compiling the step ..."), account.spend("compile"):
             started = time.perf_counter()
-            given = batch
-            state, metrics = step(state, batch)
-            if saver.active:
-                position = stream.get_state()  # before the batch of the next step is taken
-            if number < config.train.steps:
-                batch = _put(layout, next(stream))  # made while the device works
+            self._state = self._engine.first_state(None if found is None else found.state)
+            self._engine.compile(self._state, self._batch, self._heldout[0], self._saver.disk(found))
+            summary.compile_seconds = time.perf_counter() - started
+        self._console.print(f"compiled in {summary.compile_seconds:.1f} s")
+        # Only the first of several processes has the records: it must not do what the others do not.
+        if found is None or (not summary.evals and jax.process_count() == 1):
+            self._evaluate(number)
+        self._writer.note(number, **account.record())
+        self._tally.start()
+        with StepLine(self._console, steps) as line:
+            while number < steps and not self._signal:
+                number += 1
+                loss, seconds = self._step(number)
+                self._hear(number)
+                line.update(number, loss, summary.heldout, *self._rate(seconds))
+                if self._watch.trouble:
+                    number = self._roll_back(number, loss)
+                elif number < steps and not self._signal:
+                    self._look_after(number)
+            if summary.step_times:  # else the run had come to its end before
+                self._finish(number)
+        self._stream.close()
+        summary.signal, summary.goodput = self._signal, account.record()
+        self._writer.note(number, **summary.goodput)
+        return summary
+
+    def _take_up(self, found: Restored) -> int:
+        """Go on where a checkpoint left the run: data, records, what was bad in a row; returns the step it is at."""
+        about, summary, records = found.manifest.about, self.summary, self._writer.before
+        self._stream.set_state(here(about.get("position", {})))
+        self._watch.take_up(about)
+        self._passed = Passed.of(about)
+        self._account.take_up(self._writer.found, found.step)
+        losses = {record["step"]: float(record["loss"]) for record in records if "loss" in record}
+        evals = {record["step"]: float(record["heldout_loss"]) for record in records if "heldout_loss" in record}
+        summary.losses = [losses.get(i, math.nan) for i in range(1, found.step + 1)]
+        summary.steps, summary.evals = found.step, sorted(evals.items())
+        self._tell_passed()
+        return found.step
+
+    def _take_batch(self) -> None:
+        """The next batch, and the position before it, which is that of the state so far."""
+        if self._saver.active:
+            self._position = self._stream.get_state()
+        self._batch = put(self._layout, next(self._stream))
+
+    def _step(self, number: int) -> tuple[float, float]:
+        """One step, its record and what is to be thought of it; its loss, and how many seconds it took."""
+        steps, summary = self._job.config.train.steps, self.summary
+        with self._account.spend("steps"):
+            started = time.perf_counter()
+            if self._batch is None:
+                self._take_batch()  # after the last step came to nothing
+            given, self._batch = self._batch, None
+            self._state, metrics = self._engine.step(self._state, given)
+            sent = time.perf_counter()
+            if number < steps:
+                self._take_batch()  # made while the device works
+            elif self._saver.active:
+                self._position = self._stream.get_state()
+            taken, idle = time.perf_counter(), metrics["loss"].is_ready()
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
-            seconds = time.perf_counter() - started
-            heartbeat.beat(number)
-            skipped = _was_skipped(job, metrics, number, console)
-            summary.skipped = summary.skipped + 1 if skipped else 0
-            if skipped:
-                _report_skipped(job, layout, state, given, number, summary.skipped, console)
-            summary.steps = number
-            summary.losses.append(loss)
-            summary.step_times.append(seconds)
-            mfu = flops_a_step / seconds / (peak * layout.mesh.size) if peak else None
-            rate = tokens_a_step / seconds
-            writer.write(
-                number, loss=loss, grad_norm=norm, step_seconds=seconds, tokens_per_second=rate, **_maybe("mfu", mfu)
-            )
-            done, ends = number == config.train.steps, number == config.train.steps or stopped()
-            if done and flight is not None:
-                state, _ = flight.step.flush(state)  # the last updates, of what is still on its way
-            if ends:
-                heartbeat.doing("last save")
-            if ends or number % config.train.eval_every == 0:
-                look(number)
-            line.update(number, loss, summary.heldout, rate, seconds, mfu)
-            about = {"position": position, "skipped": summary.skipped, "metrics": summary.latest()}
-            saver.after(number, state, about, step, last=ends)
-            if ends:
-                break
-    stream.close()
-    if not summary.step_times:
-        return  # the run had come to its end before
-    typical = statistics.median(summary.step_times)
-    summary.tokens_per_second = tokens_a_step / typical
-    summary.mfu = flops_a_step / typical / (peak * layout.mesh.size) if peak else None
-
-
-def _first_state(job: Job, layout: jp.Layout, found: Restored | None, flight: _Flight | None) -> Any:
-    """Of a checkpoint, of a pipeline that is not emptied, or the initial one."""
-    if found is not None:
-        return found.state
-    if flight is not None:
-        return flight.state
-    return jp.init(layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
-
-
-def _was_skipped(job: Job, metrics: dict[str, Any], number: int, console: Console) -> bool:
-    """Whether a step was skipped that counts against the run."""
-    skipped = bool(metrics.get("skipped", False))
-    scale, floor = float(metrics.get("loss_scale", 0.0)), job.precision.scale
-    if skipped and floor is not None and scale > floor.minimum:
-        # Part of finding the scale; below its minimum it would be the run's own fault.
-        console.print(f"[bold]step {number} skipped[/]: not finite under a loss scale of {scale:g}")
-        return False
-    return skipped
-
-
-def _go_on(found: Restored, stream: Any, writer: MetricsWriter, summary: Summary) -> int:
-    """Take up a run where a checkpoint left it: data, records, steps skipped in a row; returns the step it is at."""
-    about = found.manifest.about
-    stream.set_state(here(about.get("position", {})))
-    losses = {record["step"]: float(record["loss"]) for record in writer.before if "loss" in record}
-    summary.steps, summary.losses = found.step, [losses.get(i, math.nan) for i in range(1, found.step + 1)]
-    summary.evals = [(r["step"], float(r["heldout_loss"])) for r in writer.before if "heldout_loss" in r]
-    summary.skipped = int(about.get("skipped", 0))
-    return found.step
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A pipeline that is not emptied between steps, and its state before the first."""
-
-    step: jp.AsynchronousStep
-    state: Any
-
-
-def _flight(job: Job, layout: jp.Layout) -> _Flight | None:
-    """That of a run, if it has such a pipeline."""
-    if not isinstance(job.pipeline, jp.Asynchronous):
-        return None
-    step = jp.AsynchronousStep(layout, job.loss_fn, **job.step_options())
-    state = jp.init(layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
-    data = job.config.data
-    nothing = {name: np.zeros((data.batch // jax.process_count(), data.seq), np.int32) for name in job.batch_names()}
-    return _Flight(step, step.start(state, _put(layout, nothing)))
-
-
-@contextmanager
-def _step_of(
-    job: Job,
-    layout: jp.Layout,
-    state: Any,
-    batch: Any,
-    flight: _Flight | None = None,
-    restore: Path | None = None,
-) -> Iterator[Callable[..., Any]]:
-    """The compiled step, which may hold a folder on disk for as long as the run lasts, restored from another one."""
-    options = job.compiler_options(platform_of(layout.mesh))
-    if job.config.parallel.offload.optimizer == "disk":
-        with jp.DiskStep(layout, job.loss_fn, state, restore=restore, **job.step_options()) as step:
-            step.compile(state, batch, options)
-            yield step
-    elif flight is not None:
-        yield flight.step.lower(state, batch).compile(options)
-    else:
-        yield jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch).compile(options)
-
-
-def _report_skipped(
-    job: Job, layout: jp.Layout, state: jp.TrainState, batch: Any, number: int, in_a_row: int, console: Console
-) -> None:
-    """Say where a skipped step's numbers stopped to be finite; end the run where too many were skipped in a row."""
-    where = first_nonfinite(layout, state, batch, job.loss_fn, job.precision)
-    console.print(f"[bold]step {number} skipped[/]: not finite, first in {where}")
-    most = job.config.train.max_skipped
-    if in_a_row >= most:
-        raise DivergedError(
-            f"{in_a_row} steps in a row, up to step {number}, were not finite, first in {where}. Nothing of them was kept. Remedy: a "
-            f"smaller optimizer.learning_rate or a clip_norm; train.max_skipped={most} allows more of them."
+            ended = time.perf_counter()
+        heartbeat.beat(number)
+        seconds = ended - started
+        stalled = self._tally.step(seconds, taken - sent, ended - taken, idle=idle)
+        self._account.count_step(number, seconds, stalled)
+        self._judge(number, loss, metrics, given)
+        summary.steps = number
+        summary.losses.append(loss)
+        summary.step_times.append(seconds)
+        rate, mfu = self._rate(seconds)[0], self._rate(seconds)[2]
+        self._writer.write(
+            number,
+            loss=loss,
+            grad_norm=norm,
+            step_seconds=seconds,
+            data_seconds=stalled,
+            elapsed=self._account.wall(),
+            tokens_per_second=rate,
+            **({} if mfu is None else {"mfu": mfu}),
         )
+        return loss, seconds
+
+    def _judge(self, number: int, loss: float, metrics: dict[str, Any], given: Any) -> None:
+        """Whether a step was skipped, or is a spike: counted, and told."""
+        job, watch, console = self._job, self._watch, self._console
+        skipped, floor = bool(metrics.get("skipped", False)), job.precision.scale
+        scale = float(metrics["loss_scale"]) if skipped and floor is not None else 0.0
+        # Part of finding the scale; below its minimum it would be the run's own fault.
+        searching = skipped and floor is not None and scale > floor.minimum
+        watch.see(loss, skipped=skipped, searching=searching)
+        self.summary.skipped = watch.skipped
+        if searching:
+            console.print(f"[bold]step {number} skipped[/]: not finite under a loss scale of {scale:g}")
+        elif skipped:
+            self._where = first_nonfinite(self._layout, self._state, given, job.loss_fn, job.precision)
+            console.print(f"[bold]step {number} skipped[/]: not finite, first in {escape(self._where)}")
+        elif watch.bad:
+            console.print(f"[bold]step {number} is a spike[/]: its loss is {loss:.4g}, above {watch.bound:.4g}")
+
+    def _hear(self, number: int) -> None:
+        """Take what the processes tell each other, where this is a step to do so."""
+        news = self._exchange.after_step(lambda: self._tally.news(self._stop.asked, self._saver.overdue))
+        self._overdue = news is not None and news[0].overdue
+        if news is None:
+            return
+        self._signal = max(one.signal for one in news)
+        self._stop.late = bool(self._signal)
+        slow, among = self._stragglers.add(news), self._stragglers
+        if slow is None:
+            return
+        self.summary.own_times, self.summary.slow = among.own, slow
+        self._writer.note(number, own_seconds=among.own, waited_seconds=among.waited, slow=slow)
+        for rank in slow:
+            if rank not in among.told:
+                others = statistics.median([*among.own[:rank], *among.own[rank + 1 :]])
+                self._console.print(
+                    f"[bold]process {rank} is slow[/]: it spends {among.own[rank] * 1e3:.0f} ms of its own in a step, the others {others * 1e3:.0f} ms, "
+                    f"and they wait for it"
+                )
+        among.told = set(slow)
+
+    def _roll_back(self, number: int, loss: float) -> int:
+        """Go back to the newest good checkpoint, and pass over the batches since; returns its step.
+
+        Raises:
+          DivergedError: there is none, or it happened too often.
+        """
+        watch, saver, asked, summary = self._watch, self._saver, self._job.config.train, self.summary
+        first, what = number - watch.bad + 1 - self._engine.late, watching.told(watch, number, loss, self._where)
+        found, cause = None, None
+        if saver.active and self._passed.rollbacks < asked.rollbacks:
+            heartbeat.doing("restore")
+            self._state = None  # its memory is wanted
+            with self._account.spend("restore"):
+                try:
+                    found = saver.roll_back(self._engine.like, first)
+                except CheckpointError as error:
+                    cause = error
+                if found is not None:
+                    self._engine.rewind(found.state, saver.disk(found))
+        if found is None:
+            text = watching.hopeless(what, watch, self._passed, asked, first=first, checkpoints=saver.active)
+            raise DivergedError(text) from cause
+        self._state, to, about = found.state, found.step, found.manifest.about
+        span = self._passed.roll_back(number, to, about)
+        watch.take_up(about)
+        lost = self._account.lose(to)
+        del summary.losses[to:]
+        summary.steps, summary.evals = to, [pair for pair in summary.evals if pair[0] <= to]
+        self._writer.note(number, rollback_to=to, passed=list(span), why=what, lost_seconds=lost)
+        self._console.print(
+            f"[bold]rolled back from step {number} to {to}[/]: {escape(what)} Batches {span[0]} to {span[1]} are passed over."
+        )
+        self._tell_passed()
+        # At once, so that a kill does not bring the same batches back.
+        with self._account.spend("checkpoint"):
+            saver.save(to, self._state, self._about(), self._engine.step)
+        return to
+
+    def _look_after(self, number: int) -> None:
+        """What is done every so many steps."""
+        if number % self._job.config.train.eval_every == 0:
+            self._evaluate(number)
+            self._writer.note(number, **self._account.record())
+        with self._account.spend("checkpoint"):
+            failing = self._watch.bad > 0
+            self._saver.after(
+                number, self._state, self._about, self._engine.step, overdue=self._overdue, failing=failing
+            )
+
+    def _finish(self, number: int) -> None:
+        """Save the last state; then, unless the machine is about to be taken away, evaluate it."""
+        summary = self.summary
+        heartbeat.doing("last save")
+        if number == self._job.config.train.steps:
+            self._state = self._engine.flush(self._state)
+            self._evaluate_once(number)  # first: its checkpoint may be kept for this
+        with self._account.spend("checkpoint"):
+            self._saver.last(number, self._state, self._about, self._engine.step)
+        if self._signal != signal.SIGTERM:
+            self._evaluate_once(number)
+        summary.tokens_per_second, _, summary.mfu = self._rate(statistics.median(summary.step_times))
+
+    def _evaluate_once(self, number: int) -> None:
+        if not self.summary.evals or self.summary.evals[-1][0] != number:
+            self._evaluate(number)
+
+    def _evaluate(self, number: int) -> None:
+        with self._account.spend("evaluation"):
+            loss = self._engine.evaluate(self._state, self._heldout)
+        self.summary.evals.append((number, loss))
+        self._writer.write(number, heldout_loss=loss)
+
+    def _about(self) -> dict[str, Any]:
+        """What a run that goes on must know."""
+        metrics = self.summary.latest()
+        return {"position": self._position, "metrics": metrics, **self._watch.state(), **self._passed.state()}
+
+    def _tell_passed(self) -> None:
+        self.summary.rollbacks, self.summary.passed = self._passed.rollbacks, self._passed.ranges
 
 
-def _maybe(name: str, value: float | None) -> dict[str, float]:
-    return {} if value is None else {name: value}
+class Tally:
+    """Where the time of this process's steps went, since it was last asked; times in seconds."""
+
+    def __init__(self, account: Goodput):
+        self._account = account
+        self._busy = math.inf  # what the device takes for a step, as far as it is known
+        self.start()
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._account.wall()
+        self._steps, self._own, self._waited, self._seconds = 0, 0.0, 0.0, 0.0
+        self._other = self._account.spent["other"]
+
+    def step(self, seconds: float, batch: float, waited: float, *, idle: bool) -> float:
+        """Count a step in which the next batch was made, and then the device was waited for unless it stood ``idle`` already; how long it stood."""
+        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
+        self._own, self._waited = self._own + batch, self._waited + waited
+        if not idle:
+            self._busy = min(self._busy, seconds)
+            return 0.0
+        return max(batch - self._busy, 0.0) if math.isfinite(self._busy) else batch
+
+    def news(self, signal: int, overdue: bool) -> News:
+        """What the others should know; begins anew."""
+        self._account.wall()
+        own = self._own + self._account.spent["other"] - self._other
+        found = News(signal, overdue, self._steps, own, self._waited, self._seconds)
+        self.start()
+        return found
+
+
+def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float, float | None]]:
+    """Tokens a second, seconds and MFU of a step that took so many seconds."""
+    data, peak = job.config.data, peak_flops(jax.devices()[0].device_kind)
+    tokens, flops = data.batch * data.seq, job.model.flops_per_token(data.seq) * data.batch * data.seq
+
+    def rate(seconds: float) -> tuple[float, float, float | None]:
+        return tokens / seconds, seconds, flops / seconds / (peak * layout.mesh.size) if peak else None
+
+    return rate
 
 
 def _cut(job: Job, layout: jp.Layout) -> dict[str, Any]:
@@ -282,79 +369,3 @@ def _cut(job: Job, layout: jp.Layout) -> dict[str, Any]:
         "process_count": jax.process_count(),
         **job.reading(layout),
     }
-
-
-def _put(layout: jp.Layout, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    return {name: jp.put(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
-
-
-def _introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None:
-    """What will run and where, checked: the mesh, the bytes on each device, the text."""
-    report = jp.check(
-        layout,
-        job.make_model,
-        job.tx,
-        batch=job.batch_spec(),
-        loss_fn=job.loss_fn,
-        step=job.step_options(),
-        strict=False,
-    )
-    total, params = report.total(), report.total("params")
-    config = job.config
-    console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")
-    console.print(
-        f"model   {config.model['family']}, {job.model.params:,} parameters in {params.tensors} tensors, "
-        f"{job.model.dtype} compute"
-    )
-    console.print(
-        f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on each "
-        f"device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes whole on every device)"
-    )
-    console.print(
-        f"text    {text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
-        f"({text.heldout_files} of {text.files} files); batch {config.data.batch} × {config.data.seq} tokens"
-    )
-    for line in report.remarks():
-        console.print(line)
-
-
-def _conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
-    """One screen at the end, and the picture."""
-    speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
-    title = f"{summary.steps} steps{speed}"
-    draw_loss(folder / "loss.png", summary.losses, summary.evals, {"held-out bigram entropy": summary.bigram}, title)
-    verdict = "below" if summary.heldout < summary.bigram else "above"
-    console.print()
-    console.print("[bold]stopped by Ctrl-C[/]" if summary.interrupted else "[bold]done[/]")
-    console.print(
-        f"steps             {summary.steps} in {summary.seconds:.0f} s (compile {summary.compile_seconds:.0f} s)"
-    )
-    if summary.step_times:
-        console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
-    if summary.mfu is not None:
-        console.print(f"MFU               {summary.mfu:.1%}")
-    if summary.losses:
-        console.print(f"training loss     {summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per token")
-    console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
-    console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: the model ends {verdict} their entropy")
-    if saver.active:
-        console.print(
-            f"checkpoints       {saver.saves} in {saver.directory}; the longest pause {saver.pause * 1e3:.0f} ms"
-        )
-    console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard, {folder}/loss.png")
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets a flag that the loop reads between steps; the handler then gives way, so that a second one interrupts."""
-    asked: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        signal.signal(signal.SIGINT, before)

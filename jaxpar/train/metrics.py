@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from jaxpar.accelerators import of_device
 from jaxpar.errors import need
@@ -23,42 +23,47 @@ def peak_flops(device_kind: str) -> float | None:
     return device.bf16 if device else None
 
 
-def output_of(folder: str) -> Path:
-    """Where this process writes: the run's folder, or, where it is not the first of several, one of its own below its logs."""
-    import jax
-
-    rank = jax.process_index()
-    return Path(folder) / "logs" / f"process-{rank}" if rank else Path(folder)
-
-
 class MetricsWriter:
     """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 
-    A run that goes on after step ``after`` keeps the records up to there; ``before`` has them.
+    A run that goes on after step ``after`` keeps the records up to there: ``before`` has them, ``found`` all that there were. Of several processes
+    one writes; in the others, which are told ``writes=False``, nothing happens.
 
     Raises:
       MissingExtraError: tensorboardX is not installed.
     """
 
-    def __init__(self, folder: Path, after: int | None = None):
+    def __init__(self, folder: Path, after: int | None = None, *, writes: bool = True):
+        self.found: list[dict[str, Any]] = []
+        self.before: list[dict[str, Any]] = []
+        self._lines: TextIO | None = None
+        if not writes:
+            return
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "metrics.jsonl"
-        self.before = [] if after is None else _records(file, after)
+        if after is not None:
+            self.found = _records(file)
+            self.before = [record for record in self.found if record["step"] <= after]
         self._lines = file.open("w", encoding="utf-8")
         self._lines.writelines(json.dumps(record) + "\n" for record in self.before)
         self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, **values: float) -> None:
         """One record: the step and its values. Numbers that are not finite are written as strings, so the line stays JSON."""
-        safe = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._lines.write(json.dumps({"step": step, **safe}) + "\n")
-        self._lines.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
+        if self._lines is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def note(self, step: int, **values: Any) -> None:
+        """One record of anything that is JSON, which TensorBoard does not see."""
+        if self._lines is not None:
+            self._lines.write(json.dumps({"step": step, **values}) + "\n")
+            self._lines.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -66,19 +71,20 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lines.close()
-        self._board.close()
+        if self._lines is not None:
+            self._lines.close()
+            self._board.close()
 
 
-def _records(file: Path, last: int) -> list[dict[str, Any]]:
-    """The records up to a step; a line that a kill cut short is none."""
+def _records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file; a line that a kill cut short is none."""
     found = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= last:
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             found.append(record)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,7 @@ class Saver:
     def __init__(self, job: Job, layout: jp.Layout, console: Console):
         self._job, self._layout, self._console = job, layout, console
         self._manager: CheckpointManager | None = None
+        self._postponed = False
         self.saves, self.pause = 0, 0.0
         """How many were begun, and the longest time in seconds that the run waited for one."""
         asked = job.config.checkpoint
@@ -89,8 +90,7 @@ class Saver:
         asked, job = self._job.config.checkpoint, self._job
         if self._manager is None or asked is None or asked.resume == "never":
             return None
-        like = jp.abstract_state(self._layout, job.make_model, job.tx, job.precision) if like is None else like
-        found = self._manager.restore_latest(like)
+        found = self._manager.restore_latest(self._like(like))
         if found is None:
             if asked.resume == "must":
                 raise CheckpointError(
@@ -114,20 +114,65 @@ class Saver:
             return None
         return self._manager.directory / str(found.step) / DISK
 
-    def after(self, step: int, state: jp.TrainState, about: Mapping[str, Any], runner: Any, *, last: bool) -> None:
-        """Save what is the state after ``step``, where it is time to, or ``last``: then until it is whole."""
+    @property
+    def overdue(self) -> bool:
+        """Whether this process's clock says that it is time to save."""
+        return self._manager is not None and self._manager.overdue
+
+    def after(
+        self,
+        step: int,
+        state: jp.TrainState,
+        about: Callable[[], Mapping[str, Any]],
+        runner: Any,
+        *,
+        overdue: bool | None = None,
+        failing: bool = False,
+    ) -> None:
+        """Save what is the state after ``step``, where it is time to: not while steps are ``failing``, but as soon as one is good again."""
         if self._manager is None:
             return
-        due = self._manager.due(step) or last
-        if due and not (last and self._manager.saved == step):
-            began = time.perf_counter()
-            disk = runner if isinstance(runner, jp.DiskStep) else None
-            told = {**about, "config": _plain(self._job), "name": self._job.name}
-            metric = _metric(self._job, about)
-            self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, about=told, disk=disk)
-            self.pause = max(self.pause, time.perf_counter() - began)
-        if last:
+        self._postponed |= self._manager.due(step, overdue=overdue)
+        if self._postponed and not failing:
+            self.save(step, state, about(), runner)
+
+    def last(self, step: int, state: jp.TrainState, about: Callable[[], Mapping[str, Any]], runner: Any) -> None:
+        """Save the state after ``step``, until it is whole; nothing is done where it is kept already."""
+        if self._manager is None:
+            return
+        self._manager.wait()
+        if self._manager.saved != step:
+            self.save(step, state, about(), runner)
             self._manager.wait()
+
+    def roll_back(self, like: Any, before: int) -> Restored | None:
+        """The newest good step before this one, ``None`` where there is none; what came after it is deleted.
+
+        Raises:
+          CheckpointError: there are such steps, but none is good.
+        """
+        if self._manager is None:
+            return None
+        found = self._manager.restore_latest(self._like(like), before=before)
+        if found is not None:
+            self._manager.forget(found.step)
+        return found
+
+    def save(self, step: int, state: jp.TrainState, about: Mapping[str, Any], runner: Any) -> None:
+        """Begin to save a step, in the place of what was saved of it before."""
+        if self._manager is None:
+            return
+        began = time.perf_counter()
+        disk = runner if isinstance(runner, jp.DiskStep) else None
+        told = {**about, "config": _plain(self._job), "name": self._job.name}
+        metric = _metric(self._job, about)
+        self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, about=told, disk=disk)
+        self._postponed = False
+        self.pause = max(self.pause, time.perf_counter() - began)
+
+    def _like(self, like: Any) -> Any:
+        job = self._job
+        return jp.abstract_state(self._layout, job.make_model, job.tx, job.precision) if like is None else like
 
     def __enter__(self) -> Self:
         return self

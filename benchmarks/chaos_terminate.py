@@ -1,0 +1,114 @@
+"""SIGTERM to one process of a run of several: do all save the same step, exit 0, and how soon? Part of ``benchmarks/chaos.py --terminate N``."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxpar.checkpoint.checking import check, steps_in
+from jaxpar.checkpoint.manifest import NAME
+
+WANTED = 5.0
+"""Seconds from the end of the save to the end of the last process."""
+RUN: dict[str, Any] = {
+    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
+    "layout": str(Path(__file__).parents[1] / "configs/layouts/fsdp_tp.yaml"),
+    "data": {"source": "synthetic", "batch": 16, "seq": 16},
+    "train": {"steps": 1_000_000, "eval_every": 1_000_000, "eval_batches": 1},
+    "checkpoint": {"every": 100},
+}
+
+
+def child(folder: Path, port: str, rank: int, count: int) -> None:
+    """A process of the run: two devices, a model of one matrix, the loop of ``jaxpar train``."""
+    import jax
+    import jax.numpy as jnp
+    from rich.console import Console
+
+    import jaxpar as jp
+    from jaxpar.train.config import load_run
+    from jaxpar.train.job import make_job
+    from jaxpar.train.loop import train
+
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, count, rank, coordinator_bind_address=address)
+    job = replace(
+        make_job(load_run(folder / "run.yaml")),
+        make_model=lambda key: {"w": jp.tag(jax.random.normal(key, (16, 512)), "embed", "mlp")},
+        loss_fn=lambda model, batch: jnp.mean((batch["tokens"].astype(jnp.float32) / 128 @ model["w"] - 1) ** 2),
+    )
+    train(job, Console())
+
+
+def terminate(count: int, trials: int, dice: random.Random, root: Path) -> list[str]:
+    """Runs of ``count`` processes, each ended by one signal to one process; a line for each, and one for all."""
+    lines, worst = [], 0.0
+    for trial in range(trials):
+        told, seconds = _one(count, dice.randrange(count), dice.uniform(0, 2), root / f"terminate{trial}")
+        worst = max(worst, seconds)
+        lines.append(told)
+        print(told, flush=True)
+    good = worst <= WANTED and not any("WRONG" in line for line in lines)
+    lines.append(
+        f"SIGTERM to one of {count} processes, {trials} runs: at most {worst:.1f} s from the end of the save to the end of the last process "
+        f"(wanted {WANTED:g}): {'as wanted' if good else 'NOT as wanted'}"
+    )
+    print(lines[-1], flush=True)
+    return lines
+
+
+def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, float]:
+    """One run: what is to be said of it, and the seconds from its last save to its end."""
+    folder.mkdir()
+    (folder / "run.yaml").write_text(yaml.safe_dump({**RUN, "output": str(folder / "out")}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, __file__, str(folder), port]
+    screens = [(folder / f"{rank}.txt").open("w") for rank in range(count)]
+    runs = [
+        subprocess.Popen([*command, str(rank), str(count)], env=env, stdout=screen, stderr=subprocess.STDOUT)
+        for rank, screen in enumerate(screens)
+    ]
+    try:
+        checkpoints = folder / "out/checkpoints"
+        while not steps_in(checkpoints) and all(run.poll() is None for run in runs):
+            time.sleep(0.05)
+        time.sleep(pause)
+        asked = time.time()
+        runs[victim].send_signal(signal.SIGTERM)
+        for run in runs:
+            run.wait(300)
+        ended = time.time()
+    finally:
+        for run, screen in zip(runs, screens, strict=True):
+            run.kill()
+            screen.close()
+    codes = [run.returncode for run in runs]
+    if not steps_in(checkpoints):
+        last = "\n".join((folder / f"{rank}.txt").read_text()[-2000:] for rank in range(count))
+        return f"WRONG: exits {codes} before the first checkpoint:\n{last}", 0.0
+    step = steps_in(checkpoints)[-1]
+    check(checkpoints / str(step), step)
+    saved = (checkpoints / str(step) / NAME).stat().st_mtime
+    same = all(f"steps             {step} in" in (folder / f"{rank}.txt").read_text() for rank in range(count))
+    verdict = "all stopped there, exit 0" if same and codes == [0] * count else f"WRONG: exits {codes}"
+    return (
+        f"SIGTERM to process {victim}: step {step} saved {saved - asked:.1f} s later, {verdict}; the last process ended {ended - saved:.1f} s after the save",
+        ended - saved,
+    )
+
+
+if __name__ == "__main__":
+    child(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
