@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.crossing import asking
 from jaxpar.inspect.compare import gradient_gaps
 from jaxpar.models.embedding import lookup
 from jaxpar.models.losses import linear_cross_entropy
@@ -84,3 +85,31 @@ def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
     for precision in ("bf16", {"gather": "bf16"}):
         assert 1e-5 < max(gradient_gaps(want, gradients(precision, 8, ZEROS[3])).values()) < 2e-2
     assert max(gradient_gaps(want, gradients({"reduce": "fp32"}, 8, ZEROS[2])).values()) < 1e-5
+
+
+TABLES: dict[str, tuple[jp.MeshSpec, dict[str, Any]]] = {
+    "gathered by hand": (jp.MeshSpec(replica=2, data=4), {"params": {"embed": "data"}}),
+    "by a pipeline's columns": (jp.MeshSpec(pipeline=2, data=4), {"params": {"vocab": ("pipeline", "data")}}),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_rows_of_a_table_are_summed_wide_whichever_way_they_come(case: str) -> None:
+    spec, split = TABLES[case]
+    rules = jp.Rules(**{**RULES.to_dict(), "batch": ("replica", "data"), **split})
+    table = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    ids = np.random.default_rng(1).integers(0, 16, (64, 4)).astype(np.int32)
+
+    def grad(table: Any) -> Any:
+        rows = lambda table: jnp.sum(jnp.sin(lookup(table, ids, jnp.bfloat16, by_hand=True).astype(jnp.float32)))
+        return jax.grad(rows)(table)
+
+    with jp.Layout(spec.build(), rules), asking(jp.Precision.of("bf16")):
+        text = str(jax.make_jaxpr(grad)(table))
+        found = jax.device_get(jax.jit(grad)(table))
+    sums = re.findall(r"(\w+)\[[\d,]+\]\S* = (?:reduce_scatter|psum\w*)\[", text)
+    assert sums and set(sums) == {"f32"}
+    assert set(re.findall(r"(\w+)\[[\d,]+\]\S* = all_gather\[", text)) == {"bf16"}
+    want = np.zeros_like(table)
+    np.add.at(want, ids.ravel(), np.cos(table[ids.ravel()]))
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-2 * np.abs(want).max())
