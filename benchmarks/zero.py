@@ -84,6 +84,13 @@ def groups(model: LlamaConfig, size: int = 4) -> float:
     return within + across + 2 * (16 << 20) * (size - 1) / size
 
 
+def fsdp_in_fp32(model: LlamaConfig) -> float:
+    """Stage 3, gradients summed in fp32: layers' weights gathered twice, the head's once; of the embedding rows are exchanged, twice 16 MiB."""
+    head = model.embed * model.vocab
+    sent = BF16 * (2 * matrices(model) + head) + FP32 * (matrices(model) + head) + 2 * (16 << 20)
+    return sent * (DEVICES - 1) / DEVICES
+
+
 N = DEVICES
 STAGE = "parallel.optimizer.stage={}"
 RUNS = {
@@ -96,6 +103,9 @@ RUNS = {
     "stage 2": Run("1b_dp16_zero1", (STAGE.format(2),), N, lambda p: 2 * p + 14 * p / N, once),
     "stage 3, kept": Run("1b_fsdp16_keep", (), N, lambda p: 2 * p + 14 * p / N, once, 4.3, norms="whole"),
     "stage 3": Run("1b_fsdp16", (), N, lambda p: 16 * p / N, lambda m: once(m) * 1.5, norms="whole"),
+    "stage 3, fp32 sums": Run(
+        "1b_fsdp16", ("precision={compute: bf16}",), N, lambda p: 16 * p / N, fsdp_in_fp32, norms="whole"
+    ),
     "stage 3, groups of 4": Run("1b_hsdp4x4", (), 4, lambda p: 16 * p / 4, groups, norms="moments"),
 }
 HEAD = "run                      state B  (by hand)    formula MiB  peak MiB  wire GB  (by hand)  exposed GB  compile CPU s"

@@ -8,12 +8,15 @@ gives each a tensor of its own.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar.layout import current_layout
 from jaxpar.precision import FP8, Precision
+from jaxpar.topology import platform_of
 
 PRODUCT = "product"
 """The name of products that did not go the compiler's plain way, for checkpoint policies."""
@@ -41,12 +44,19 @@ def input_grad(dy: jax.Array, w: jax.Array, summed: int, precision: Precision) -
     return _in_fp8(dy, w, dims, "e5m2") if precision.matmul == FP8 else jnp.tensordot(dy, w, dims)
 
 
-def weight_grad(x: jax.Array, dy: jax.Array, summed: int, precision: Precision) -> jax.Array:
-    """The gradient of ``w`` in :func:`times`."""
+def weight_grad(x: jax.Array, dy: jax.Array, summed: int, precision: Precision, dtype: Any = None) -> jax.Array:
+    """The gradient of ``w`` in :func:`times`, made and summed over devices in ``dtype``, if given."""
     rows = tuple(range(x.ndim - summed))
-    return (
-        _in_fp8(x, dy, (rows, rows), "e4m3", "e5m2") if precision.matmul == FP8 else jnp.tensordot(x, dy, (rows, rows))
-    )
+    if precision.matmul == FP8:
+        return _in_fp8(x, dy, (rows, rows), "e4m3", "e5m2", dtype)
+    return jnp.tensordot(*widened(x, dy, dtype), (rows, rows), preferred_element_type=dtype)
+
+
+def widened(a: jax.Array, b: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Two factors as a product of the wider ``dtype``, if given, wants them."""
+    if dtype is None or platform_of(current_layout().mesh) != "cpu":
+        return a, b
+    return a.astype(dtype), b.astype(dtype)  # XLA:CPU has no product of 16-bit numbers in 32 bits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -69,11 +79,13 @@ def _backward(summed: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array) ->
 _times.defvjp(_forward, _backward)
 
 
-def _in_fp8(a: jax.Array, b: jax.Array, dims: _Dims, kind_a: str = "e4m3", kind_b: str = "e4m3") -> jax.Array:
-    """Their product over ``dims``, in the dtype of both."""
+def _in_fp8(
+    a: jax.Array, b: jax.Array, dims: _Dims, kind_a: str = "e4m3", kind_b: str = "e4m3", dtype: Any = None
+) -> jax.Array:
+    """Their product over ``dims``, in the dtype of both, if no other is given."""
     from flax.linen import fp8_ops  # only where it is asked for
 
-    dtype = jnp.result_type(a, b)
+    dtype = jnp.result_type(a, b) if dtype is None else dtype
     kinds = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
     quantised, scales = [], []
     for x, kind in ((a, kinds[kind_a]), (b, kinds[kind_b])):

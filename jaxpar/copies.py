@@ -186,8 +186,10 @@ def _gathered(parts: Parts, dtype: Any, w: jax.Array) -> jax.Array:
 
 def _scattered(parts: Parts, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     precision, axes = crossing.asked(), tuple(axis for dim in parts.dims for axis in dim)
-    # By itself in the dtype of the compute, as the gradients of all other gathered weights.
-    precision = precision if precision.reduce else replace(precision, reduce=str(grad.dtype))
+    # If nothing else is asked for in the dtype of the compute, as the gradients of all other gathered weights.
+    precision = (
+        precision if precision.reduce else replace(precision, reduce=str(precision.summing(grad.dtype) or grad.dtype))
+    )
     return (crossing.reduce(grad, parts, axes, precision).astype(like.dtype),)
 
 
@@ -327,7 +329,8 @@ class _How:
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
         on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
         spec = PartitionSpec(*(dim or None for dim in lies))
-        return _Entry(spec, parts, w.dtype, on_cpu and w.dtype.itemsize < 4)
+        wide = not any(parts.dims) and crossing.summing(w.dtype) is not None
+        return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
 
     def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:
         if names is None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,11 @@ def asked() -> Precision:
     """What :func:`asking` was given, or nothing in particular."""
     found: Precision | None = _asked.value
     return Precision() if found is None else found
+
+
+def summing(dtype: Any) -> Any:
+    """The dtype, if a wider one than ``dtype``, in which a gradient is to be summed by whoever makes it; nothing inside of a ``shard_map``."""
+    return None if jax.sharding.get_abstract_mesh().manual_axes else asked().summing(dtype)
 
 
 def batch_axes(layout: Layout) -> Axes:

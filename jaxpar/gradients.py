@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.contract import PRODUCT
@@ -104,16 +105,20 @@ def _hosted(state: TrainState, how: How) -> bool:
 
 
 def _check_dtypes(how: How) -> None:
-    """What the compiler gathers and reduces crosses the mesh in the dtype of the compute, whatever else was asked for."""
+    """The compiler gathers what is computed with, and reduces what was computed: neither a wider weight nor a narrower gradient."""
     precision, by_compiler = how.precision, {"reduce"} if how.gather == "step" else {"reduce", "gather"}
+    computed = precision.compute or "float32"
     for name in sorted(by_compiler):
         value = getattr(precision, name)
-        if value not in (None, INT8, precision.compute):
+        if value in (None, INT8, precision.compute):
+            continue
+        wider = jnp.promote_types(value, computed) == jnp.dtype(value)
+        if wider is (name == "gather"):
             what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
             ways = "reduce='once' (ZeRO stage 1)" + ("" if name == "reduce" else " or gather='step' (stages 1 and 2)")
+            kept = f"not {'wider' if wider else 'narrower'} than the dtype of the compute ({precision.compute or 'the model'})"
             raise ConfigError(
-                f"precision: {name} is {value}, but here the compiler {what}, in the dtype of the compute "
-                f"({precision.compute or 'the model'}). Remedy: {ways}, or leave precision.{name} out."
+                f"precision: {name} is {value}, but here the compiler {what}, {kept}. Remedy: {ways}, or leave precision.{name} out."
             )
 
 
@@ -130,9 +135,10 @@ def _check_fusion(how: How) -> None:
 def _check_handed(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, crossing: Sequence[str]
 ) -> None:
-    """8 bits are for what a model hands to ``project``; for one that hands it nothing, the key would be an empty word."""
+    """A dtype to cross in is for what a model hands to ``project``; for one that hands it nothing, the key would be an empty word."""
     precision = how.precision
-    keys = [(name, INT8) for name in crossing if getattr(precision, name) == INT8]
+    keys = [(name, getattr(precision, name)) for name in crossing]
+    keys = [(name, dtype) for name, dtype in keys if dtype not in (None, precision.compute)]
     keys += [("matmul", FP8)] if precision.matmul == FP8 else []
     if keys and f"name={PRODUCT}" not in str(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params)):
         name, dtype = keys[0]

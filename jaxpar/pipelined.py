@@ -7,6 +7,7 @@ after them, for each microbatch on all stages at once, so that rules may split i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,6 +35,8 @@ from jaxpar.state import TrainState
 def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Pipeline) -> Found:
     """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.gradients.gradients` gives them."""
     check_trained(layout, loss_fn, state, how, asked)
+    if how.reduce == "each" and asked.reduce == "once":  # as stage 2 of ZeRO asks
+        asked = replace(asked, reduce="each")
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(state.params), batch)
@@ -95,7 +98,8 @@ def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, ask
             f"Remedy: leave accumulate out, or a schedule of {how.accumulate * asked.schedule.microbatches}."
         )
     groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
-    if groups or how.reduce == "each":
+    each = isinstance(asked, Asynchronous) and how.reduce == "each"
+    if groups or each:
         what = f"fusion: {groups[0]} names groups of layers" if groups else "reduce is 'each'"
         raise ConfigError(
             f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out."

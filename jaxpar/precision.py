@@ -89,9 +89,11 @@ class Precision:
 
     Attributes:
       compute: weights are cast to it before the model sees them; ``None`` leaves them as they are.
-      gather: dtype in which weights cross the mesh, where they are gathered once a step; that of ``compute`` if ``None``.
-      reduce: dtype in which gradients cross it, where each device sums its own first; fp32 or wider if ``None``.
-        Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.quantise`).
+      gather: dtype in which weights cross the mesh; that of ``compute`` if ``None``.
+      reduce: dtype in which gradients are summed over devices; fp32 or wider if ``None``, unless the model alone says in what it computes and
+        the compiler reduces where gradients arise: then the model's.
+        Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.quantise`). Where weights are gathered, or gradients
+        reduced, by the compiler (ZeRO stages 2 and 3), all this is for what the model hands to :func:`jaxpar.project`.
       scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
       matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.project` in 8-bit floating point; ``fp8`` for ``compute``,
         or alone, means this with ``compute`` in bf16.
@@ -162,6 +164,18 @@ class Precision:
     def computing(self, w: jax.Array) -> jax.Array:
         """A weight as the model sees it; in the host's memory it stays as it is, for whoever brings it from there."""
         return w if on_host(w) else _cast(w, self.compute)
+
+    def gathering(self, dtype: Any) -> Any:
+        """The dtype in which a weight that is computed with in ``dtype`` is gathered where it is used, if that is a narrower one."""
+        narrow = self.gather not in (None, INT8) and jnp.dtype(self.gather).itemsize < jnp.dtype(dtype).itemsize
+        return jnp.dtype(self.gather) if narrow else None
+
+    def summing(self, dtype: Any) -> Any:
+        """The dtype in which devices' parts of a gradient computed in ``dtype`` are summed where it arises, if that is a wider one."""
+        if self.reduce == INT8 or (self.reduce is None and self.compute is None):
+            return None
+        wide = jnp.promote_types(dtype, self.reduce or jnp.float32)
+        return None if wide == jnp.dtype(dtype) else wide
 
     def reducing(self, grad: jax.Array) -> jax.Array:
         """A device's sum of gradients as it is reduced over devices, if not in int8."""

@@ -58,7 +58,7 @@ def train_step(
       gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
       reduce: ``once`` makes each device sum the gradients of its own rows, and reduces at the end: the loss is then the mean of
         the devices' (weighted, as above), and a ``key`` differs from device to device. ``each`` leaves the reduction to the
-        compiler, which reduces every microbatch. If not given, ``once`` where microbatches are asked for and the batch's axes
+        compiler, which reduces every microbatch (under a pipeline it is ``Pipeline(reduce="each")``). If not given, ``once`` where microbatches are asked for and the batch's axes
         split no parameter.
       precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
       fusion: what goes in one collective; see :class:`jaxpar.Fusion`.

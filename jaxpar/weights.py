@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import exchange
-from jaxpar.contract import times
-from jaxpar.crossing import asked
+from jaxpar.contract import PRODUCT, input_grad, times, weight_grad
+from jaxpar.crossing import asked, summing
 from jaxpar.errors import LayoutError
 from jaxpar.int8 import Int8
 from jaxpar.layout import current_layout, hint, to_spec
+from jaxpar.precision import Precision
 from jaxpar.products import GATHERED, Regather, product, route
 from jaxpar.rules import Axes
 from jaxpar.waiting import fetch
@@ -127,10 +128,14 @@ def _times(
     shape = (shapes[0][0], ways, sum(math.prod(s[1:]) for s in shapes) // ways) if ways else shapes[0]
     as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
     way = route(x, as_one, (*dims[:2], None) if ways else dims, summed=summed, regather=regather)
-    if way is None:
-        y = times(x, checkpoint_name(_gather(dims, ways, shapes, *ws), GATHERED), summed, asked())
-    else:
+    precision, wide = asked(), summing(ws[0].dtype)
+    if way is not None:
         y = product(x, _side_by_side(ws, ways) if ways else ws[0], way)
+    elif wide is not None:
+        y = _summed_wide((dims, ways, shapes), summed, wide, precision, x, *ws)
+    else:
+        y = times(x, checkpoint_name(_gather(dims, ways, shapes, *ws), GATHERED), summed, precision)
+    y = y if precision.gather is None and precision.reduce is None else checkpoint_name(y, PRODUCT)
     if ways and ws[0].ndim > 2:
         # What heads want of the order in memory would else reach into the matmuls, forward and backward.
         y = jax.lax.optimization_barrier(y)
@@ -190,12 +195,14 @@ def _side_by_side(ws: Sequence[jax.Array], ways: int) -> jax.Array:
 
 
 def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
-    """A hint; where the compiler would not gather at once, it is gathered in rounds before."""
-    layout = current_layout()
+    """A hint; where the compiler would not gather at once, it is gathered in rounds before; in a narrower dtype if asked for."""
+    layout, narrow = current_layout(), asked().gathering(w.dtype)
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
     pairs = zip(stored.axes, used.axes, strict=True)
     gone = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
     spread = [(dim, axes) for dim, axes in enumerate(gone) if axes]
+    if narrow is not None and spread and not jax.sharding.get_abstract_mesh().manual_axes:
+        return _gather_one(jax.lax.optimization_barrier(w.astype(narrow)), *dims).astype(w.dtype)
     parts = exchange.gather_rounds(layout.mesh, spread[0][1]) if len(spread) == 1 and None not in gone else ()
     if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
         return hint(w, *dims)
@@ -214,15 +221,54 @@ def _forward(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> tuple[j
 
 
 def _backward(dims: _Dims, ways: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
+    return _apart(dims, ways, shapes, _scattered(dims, ways, grad))
+
+
+def _scattered(dims: _Dims, ways: int, grad: jax.Array) -> jax.Array:
+    return hint(grad, *((*dims[:2], None) if ways else dims), role="gradients")
+
+
+def _apart(dims: _Dims, ways: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
+    """The gradient of weights side by side as one of each."""
     if not ways:
-        return (hint(grad, *dims, role="gradients"),)
+        return (grad,)
     # Behind a barrier: taken apart before it is scattered, the sum over devices would be made whole on each of them.
-    grad = jax.lax.optimization_barrier(hint(grad, *dims[:2], None, role="gradients"))
-    parts = jnp.split(grad, _ends(ways, shapes), 2)
+    parts = jnp.split(jax.lax.optimization_barrier(grad), _ends(ways, shapes), 2)
     return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 _gather.defvjp(_forward, _backward)
+
+type _Group = tuple[_Dims, int, _Shapes]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _summed_wide(
+    group: _Group, summed: int, wide: Any, precision: Precision, x: jax.Array, *ws: jax.Array
+) -> jax.Array:
+    """The product with gathered weights, whose gradient is summed over devices in the dtype ``wide``, and rounded to theirs afterwards."""
+    return _forward_wide(group, summed, wide, precision, x, *ws)[0]
+
+
+def _forward_wide(
+    group: _Group, summed: int, wide: Any, precision: Precision, x: jax.Array, *ws: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    w = checkpoint_name(_gather(*group, *ws), GATHERED)
+    return times(x, w, summed, precision), (x, w)
+
+
+def _backward_wide(
+    group: _Group, summed: int, wide: Any, precision: Precision, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, ...]:
+    (x, w), (dims, ways, shapes) = saved, group
+    dx = input_grad(dy, w, summed, precision).astype(x.dtype)
+    grad = weight_grad(x, dy, summed, precision, wide)
+    # Behind a barrier, or the compiler sums what has been rounded.
+    grad = jax.lax.optimization_barrier(_scattered(dims, ways, grad))
+    return dx, *_apart(dims, ways, shapes, grad.astype(w.dtype))
+
+
+_summed_wide.defvjp(_forward_wide, _backward_wide)
 
 
 def _ends(ways: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:

@@ -281,20 +281,28 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
     ("precision", "options", "text"),
     [
         (
-            {"compute": "bf16", "reduce": "fp32"},
+            {"reduce": "bf16"},
             {"gather": "step", "reduce": "each"},
             (
-                "precision: reduce is float32, but here the compiler reduces gradients where they arise, in the dtype of the "
-                "compute (bfloat16). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+                "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not narrower than the "
+                "dtype of the compute (the model). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
             ),
         ),
         (
-            {"gather": "bf16"},
+            {"compute": "bf16", "gather": "fp32"},
             {},
             (
-                "precision: gather is bfloat16, but here the compiler gathers weights where they are used, in the dtype of the "
-                "compute (the model). Remedy: reduce='once' (ZeRO stage 1) or gather='step' (stages 1 and 2), or leave "
+                "precision: gather is float32, but here the compiler gathers weights where they are used, not wider than the dtype "
+                "of the compute (bfloat16). Remedy: reduce='once' (ZeRO stage 1) or gather='step' (stages 1 and 2), or leave "
                 "precision.gather out."
+            ),
+        ),
+        (
+            {"compute": "bf16", "reduce": "fp32"},
+            {"gather": "step", "reduce": "each"},
+            (
+                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.project, so nothing would be. Remedy: "
+                "project(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
             ),
         ),
     ],

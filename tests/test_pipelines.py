@@ -93,11 +93,12 @@ def run(
     loss: Any = LOSS,
     make: Any = make_model,
     batch: Any = None,
+    rules: jp.Rules = RULES,
     **options: Any,
 ) -> tuple[dict[str, float], Any]:
     """Metrics and gradients of one step."""
     batch = batch_of() if batch is None else batch
-    return one_step(layout_of(RULES, sizes), loss, make, batch, pipeline=pipeline, **options)[:2]
+    return one_step(layout_of(rules, sizes), loss, make, batch, pipeline=pipeline, **options)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +147,19 @@ def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
 ) -> None:
     schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
     got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce=reduce, layers=layers))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:
+    """The weights, one of which is used before and after the layers, lie split over ``data``; gradients and moments too."""
+    zero = jp.Zero(stage, min_bytes=0)
+    rules = zero.rules(jp.Rules(**{dim: rule for dim, rule in RULES.to_dict().items() if dim != "params"}))
+    layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2, model=2).abstract(), rules)
+    state = jp.abstract_state(layout, make_model, optax.adam(0.1))
+    assert all("data" in str(x.sharding.spec) for x in jax.tree.leaves((state.params, state.opt_state[0].mu)))
+    got = run({"pipeline": 2, "data": 2, "model": 2}, ONE_F_ONE_B, rules=rules, **zero.step)
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
@@ -280,9 +294,12 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "pipeline: accumulate is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave accumulate out, or a schedule of 8.",
     ),
     "reduce": (
-        {"reduce": "each"},
+        {"reduce": "each", "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},
         ConfigError,
-        "pipeline: reduce is 'each', but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out.",
+        (
+            "pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is 'each', which scatters "
+            "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
+        ),
     ),
     "axes inside of layers": (
         {"sizes": {"pipeline": 2, "model": 2}, "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},

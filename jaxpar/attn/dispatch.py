@@ -225,7 +225,8 @@ def _dense(
 ) -> jax.Array:
     plain = rules == Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
     alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
-    if plain and alike and q.dtype.itemsize <= 4:  # jax's own has fp32 sums for fp64 too
+    # jax's own has fp32 sums for fp64 too, and of fp16 asks for a product that neither CPUs nor TPUs have.
+    if plain and alike and q.dtype.itemsize <= 4 and q.dtype != jnp.float16:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
     order: Any = "contiguous" if options.get("order") is None else options["order"]

@@ -10,6 +10,7 @@ Shape suffixes: V vocabulary, E embed, B batch, S sequence.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.exchange import exchange_local, gather_local
+from jaxpar.crossing import summing
+from jaxpar.exchange import exchange_local, gather_local, scatter_local
 from jaxpar.layout import current_layout, hint
 from jaxpar.rules import Axes
 
@@ -41,25 +43,73 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     layout = current_layout()
     ways = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
     if _by_columns(table_VE, tokens_BS, stored, ways):
-        return _columns(table_VE.astype(dtype), tokens_BS, stored)
+        return _columns(table_VE, tokens_BS, stored, dtype)
     words = table_VE.shape[0] // math.prod(layout.sizes[axis] for axis in stored[0])
     fits = spread == stored[1] and stored[0] == used[0] and set(spread) <= {*tokens[0], *tokens[1]}
     fits = fits and not jax.sharding.get_abstract_mesh().manual_axes
     fewer = bool(spread) and tokens_BS.size // ways <= words
     if not fits or not (fewer or by_hand):
         # A plain hint, whose transpose holds the gradient whole: told to split it, the compiler replicates the tokens.
-        table_VE = hint(table_VE.astype(dtype), "vocab", "embed")
-        x_BSE = hint(jnp.take(table_VE, tokens_BS, axis=0, mode="clip"), "batch", "seq", "embed")
+        table_VE, wide = hint(table_VE.astype(dtype), "vocab", "embed"), summing(dtype)
+        taken = (
+            jnp.take(table_VE, tokens_BS, axis=0, mode="clip") if wide is None else _taken(wide, table_VE, tokens_BS)
+        )
+        x_BSE = hint(taken, "batch", "seq", "embed")
         # A second step: asked for a split sequence at once, the compiler gathers the whole table instead.
         return hint(x_BSE, "batch", "residual_seq", "embed")
-    return _exchange(table_VE.astype(dtype), tokens_BS, spread, whole=not fewer)
+    return _exchange(table_VE, tokens_BS, spread, dtype, whole=not fewer)
 
 
 def _axes(x: jax.Array, *dims: str, role: str = "activations") -> tuple[Axes, ...]:
     return current_layout().resolve(dims, x.shape, role=role, dtype=x.dtype).axes
 
 
-def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, *, whole: bool = False) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _taken(wide: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    """Rows, whose gradients are summed in the dtype ``wide``."""
+    return jnp.take(table_VE, tokens_BS, axis=0, mode="clip")
+
+
+def _taken_forward(wide: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> tuple[jax.Array, Any]:
+    return _taken(wide, table_VE, tokens_BS), (tokens_BS, table_VE)
+
+
+def _taken_backward(wide: Any, saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
+    tokens_BS, table_VE = saved
+    ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
+    sum_VE = hint(jnp.zeros_like(table_VE, wide).at[ids_BS].add(grad_BSE.astype(wide)), "vocab", "embed")
+    return jax.lax.optimization_barrier(sum_VE).astype(table_VE.dtype), None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)
+
+
+def _brought(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
+    """Inside of a ``shard_map`` a part of a table in ``dtype``, gathered over ``axes``; its gradient is scattered in the table's own dtype."""
+    return _gathered(axes, dim, dtype, table_VE) if axes or table_VE.dtype != dtype else table_VE
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
+    # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
+    table_VE = jax.lax.optimization_barrier(table_VE.astype(dtype))
+    return gather_local(table_VE, axes, dim=dim) if axes else table_VE
+
+
+def _gathered_forward(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gathered(axes, dim, dtype, table_VE), table_VE[:0]
+
+
+def _gathered_backward(axes: Axes, dim: int, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    # Behind a barrier, or the TPU's compiler sums in the dtype that this is cast from.
+    grad = jax.lax.optimization_barrier(grad.astype(like.dtype))
+    return (scatter_local(grad, axes, dim=dim) if axes else grad,)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: Any, *, whole: bool = False) -> jax.Array:
     """Each device looks up its columns for the tokens of all that share its rows, then sends each what is its own.
 
     Or, with ``whole``, all columns for its own tokens.
@@ -71,13 +121,12 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, *, whole:
     scattered = split[0] != () and residual == (*seq, *split[0])
 
     def local(table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        if whole and spread:
-            # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
-            table_VE = gather_local(jax.lax.optimization_barrier(table_VE), spread, dim=1)
+        table_VE = jax.lax.pcast(table_VE, others, to="varying")
+        table_VE = _brought(spread if whole else (), 1, dtype, table_VE)
         ids_BS = tokens_BS if whole else gather_local(tokens_BS, spread, dim=0)
         if split[0]:
             ids_BS -= jax.lax.axis_index(split[0]) * table_VE.shape[0]
-        rows_BSE = _rows(jax.lax.pcast(table_VE, others, to="varying"), ids_BS)
+        rows_BSE = _rows(table_VE, ids_BS)
         if split[0]:
             mine_BS = (ids_BS >= 0) & (ids_BS < table_VE.shape[0])
             rows_BSE = jnp.where(mine_BS[..., None], rows_BSE, 0)
@@ -92,7 +141,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, *, whole:
         local,
         in_specs=(PartitionSpec(*split), PartitionSpec(batch, seq)),
         out_specs=PartitionSpec(batch, residual if scattered else seq, None),
-    )(table_VE, jnp.clip(tokens_BS, 0, words - 1))
+    )(table_VE.astype(summing(dtype) or dtype), jnp.clip(tokens_BS, 0, words - 1))
     return hint(x_BSE, "batch", "residual_seq", "embed")
 
 
@@ -108,28 +157,29 @@ def _by_columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, .
     return fits and tokens_BS.size // ways > words
 
 
-def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]) -> jax.Array:
+def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], dtype: Any) -> jax.Array:
     """Each stage gets its columns of all words, and looks them up for tokens split over all other axes: [batch, residual_seq, columns]."""
     sizes, rest = current_layout().sizes, stored[0][1:]
     batch, residual = _axes(tokens_BS, "batch", "residual_seq")
     others = tuple(axis for axis in (*batch, *residual) if axis not in (*stored[0], *stored[1]))
     stages, parts = sizes[STAGES], math.prod(sizes[axis] for axis in rest)
+    summed = summing(dtype) or dtype
 
     def local(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
         words = table_VE.shape[0]
-        table_VE = gather_local(table_VE, stored[1], dim=1) if stored[1] else table_VE
+        table_VE = _brought(stored[1], 1, dtype, jax.lax.pcast(table_VE, others, to="varying"))
         table_VE = exchange_local(table_VE, (STAGES,), split_dim=1, concat_dim=0)
-        table_VE = gather_local(table_VE, rest, dim=0) if rest else table_VE
+        table_VE = _brought(rest, 0, dtype, table_VE.astype(summed)) if rest else table_VE
         # Words came stage by stage, now they lie part by part.
         part, stage = ids_BS // words % parts, ids_BS // words // parts
         ids_BS = (part * stages + stage) * words + ids_BS % words
-        return _rows(jax.lax.pcast(table_VE, others, to="varying"), ids_BS)
+        return _rows(table_VE, ids_BS)
 
     return jax.shard_map(
         local,
         in_specs=(PartitionSpec(*stored), PartitionSpec(batch, residual)),
         out_specs=PartitionSpec(batch, residual, STAGES),
-    )(table_VE, jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1))
+    )(table_VE.astype(summed), jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1))
 
 
 @jax.custom_vjp

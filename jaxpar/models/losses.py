@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.contract import widened
+from jaxpar.crossing import summing
 from jaxpar.layout import current_layout, hint
 
 _PIECES = 8
@@ -92,7 +94,12 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
     scale = grad.astype(x_BWPTE.dtype)
     grad_x = scale * jnp.einsum("BWPTV,EV->BWPTE", grad_BWPTV, head_EV)
     grad_x = hint(grad_x.reshape(batch, ways * pieces * rows, embed), "batch", "seq", "embed")
-    grad_head = hint(scale * jnp.einsum("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV), "embed", "vocab", role="gradients")
+    wide = summing(head_EV.dtype)
+    factors = widened(x_BWPTE, grad_BWPTV, wide)
+    grad_EV = jnp.einsum("BWPTE,BWPTV->EV", *factors, preferred_element_type=wide)
+    grad_head = hint(scale * grad_EV, "embed", "vocab", role="gradients")
+    if wide is not None:  # behind a barrier, or the compiler sums what has been rounded
+        grad_head = jax.lax.optimization_barrier(grad_head).astype(head_EV.dtype)
     # Both at once: else the logits' gradient, the largest tensor there is, waits until the layers' backward is done.
     grad_x, grad_head = jax.lax.optimization_barrier((grad_x, grad_head))
     return grad_x, grad_head, None, grad * nll_BS

@@ -66,7 +66,6 @@ def _train(loaded: Loaded, asked: Asked) -> int:
 
     job = make_job(loaded)
     if what is not None:
-        _join_checks(loaded.config)
         console.print(f"launch  {what}")
     train(job, console)
     return 0
@@ -79,16 +78,6 @@ def _choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
     count = 1 if what is None else what.count or 1
     if config.simulate is not None:
         prefer_accelerators(shares.share(config.simulate, count, "simulated devices ('simulate')"))
-
-
-def _join_checks(config: RunConfig) -> None:
-    import jax
-
-    if config.checkpoint is not None and config.checkpoint.minutes is not None and jax.process_count() > 1:
-        raise ConfigError(
-            f"checkpoint.minutes is {config.checkpoint.minutes:g}, but {jax.process_count()} processes have as many clocks, and would save different steps. "
-            f"Remedy: checkpoint.every."
-        )
 
 
 @contextmanager

@@ -1,0 +1,115 @@
+"""In which dtype devices' parts of a gradient are summed where the compiler reduces them, and weights gathered where it gathers them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.crossing import asking
+from jaxpar.inspect.compare import gradient_gaps
+from jaxpar.models.embedding import lookup
+from jaxpar.models.losses import linear_cross_entropy
+
+RULES = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None, heads=None, vocab=None)
+ZEROS = {stage: jp.Zero(stage, min_bytes=0) for stage in (0, 2, 3)}
+NAMES = ("embed", "heads")
+
+
+def make(key: jax.Array) -> dict[str, Any]:
+    one, left, right, table = (jax.random.normal(k, (24, 24)) / 5 for k in jax.random.split(key, 4))
+    weights = {name: jp.tag(w, *NAMES) for name, w in {"one": one, "left": left, "right": right, "head": one}.items()}
+    return {**weights, "table": jp.tag(table, "vocab", "embed")}
+
+
+def loss(model: Any, tokens: jax.Array) -> jax.Array:
+    """Rows of a table, a weight alone, two side by side, and a head."""
+    dtype = model["one"].dtype
+    x = lookup(model["table"], tokens, dtype)
+    (x,) = jp.project(x, (model["one"], NAMES))
+    left, right = jp.project(x, (model["left"], NAMES), (model["right"], NAMES))
+    return linear_cross_entropy(left * jnp.tanh(right), jp.gather_weight(model["head"], *NAMES), tokens)
+
+
+def traced(zero: jp.Zero, precision: Any) -> str:
+    """A step for TPUs, more tokens on each than words: the table is not exchanged for rows."""
+    layout = jp.Layout(jp.MeshSpec(data=8).on("v5e:2x4"), zero.rules(RULES))
+    state = jp.abstract_state(layout, make, optax.sgd(0.1))
+    step = jp.train_step(layout, loss, precision=precision, **zero.step)
+    return str(step.trace(state, jax.ShapeDtypeStruct((64, 4), "int32")).jaxpr)
+
+
+def made(text: str) -> list[str]:
+    """Dtypes in which gradients of weights are made: products of all rows, and sums of rows."""
+    products = re.findall(r"(\w+)\[24(?:,\d+)?,(?:24|48)\] = dot_general\[", text)
+    return products + re.findall(r"(\w+)\[24,24\] = scatter-add\[", text)
+
+
+@pytest.mark.parametrize("stage", ZEROS)
+def test_gradients_computed_in_bf16_are_summed_in_fp32(stage: int) -> None:
+    """And rounded behind a barrier: what is laid out, and so what crosses the mesh, is fp32."""
+    assert made(traced(ZEROS[stage], "bf16")) == ["f32"] * 4
+    assert set(made(traced(ZEROS[stage], {"compute": "bf16", "reduce": "bf16"}))) == {"bf16"}
+
+
+def test_the_models_own_dtypes_are_nobody_elses_matter() -> None:
+    assert set(made(traced(ZEROS[3], None))) == set(made(traced(ZEROS[3], "fp32"))) == {"f32"}
+    wide = jp.Precision(reduce="float32")
+    assert (wide.summing("float32"), jp.Precision().summing("bfloat16")) == (None, None)
+    assert (wide.summing("bfloat16"), wide.gathering("bfloat16")) == (jnp.float32, None)
+
+
+def test_a_narrower_dtype_to_gather_in_is_that_of_the_gather_alone() -> None:
+    text = traced(ZEROS[3], {"gather": "bf16"})
+    whole = r"(\w+)\[24(?:,\d+)?,(?:24|48)\] = sharding_constraint\[[^]]*?spec=P\(None, None(?:, None)?\)"
+    assert re.findall(whole, text, re.DOTALL).count("bf16") >= 3
+    assert set(made(text)) == {"f32"}
+
+
+def gradients(precision: Any, devices: int, zero: jp.Zero) -> Any:
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), zero.rules(RULES))
+    state = jp.init(layout, make, optax.sgd(0.1))
+    step = jp.train_step(layout, loss, precision=precision, keep_grads=True, **zero.step)
+    tokens = np.random.default_rng(0).integers(0, 24, (64, 4)).astype(np.int32)
+    return jax.device_get(step(state, tokens)[1]["grads"])
+
+
+def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
+    want = gradients(None, 1, ZEROS[0])
+    for precision in ("bf16", {"gather": "bf16"}):
+        assert 1e-5 < max(gradient_gaps(want, gradients(precision, 8, ZEROS[3])).values()) < 2e-2
+    assert max(gradient_gaps(want, gradients({"reduce": "fp32"}, 8, ZEROS[2])).values()) < 1e-5
+
+
+TABLES: dict[str, tuple[jp.MeshSpec, dict[str, Any]]] = {
+    "gathered by hand": (jp.MeshSpec(replica=2, data=4), {"params": {"embed": "data"}}),
+    "by a pipeline's columns": (jp.MeshSpec(pipeline=2, data=4), {"params": {"vocab": ("pipeline", "data")}}),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_rows_of_a_table_are_summed_wide_whichever_way_they_come(case: str) -> None:
+    spec, split = TABLES[case]
+    rules = jp.Rules(**{**RULES.to_dict(), "batch": ("replica", "data"), **split})
+    table = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    ids = np.random.default_rng(1).integers(0, 16, (64, 4)).astype(np.int32)
+
+    def grad(table: Any) -> Any:
+        rows = lambda table: jnp.sum(jnp.sin(lookup(table, ids, jnp.bfloat16, by_hand=True).astype(jnp.float32)))
+        return jax.grad(rows)(table)
+
+    with jp.Layout(spec.build(), rules), asking(jp.Precision.of("bf16")):
+        text = str(jax.make_jaxpr(grad)(table))
+        found = jax.device_get(jax.jit(grad)(table))
+    sums = re.findall(r"(\w+)\[[\d,]+\]\S* = (?:reduce_scatter|psum\w*)\[", text)
+    assert sums and set(sums) == {"f32"}
+    assert set(re.findall(r"(\w+)\[[\d,]+\]\S* = all_gather\[", text)) == {"bf16"}
+    want = np.zeros_like(table)
+    np.add.at(want, ids.ravel(), np.cos(table[ids.ravel()]))
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-2 * np.abs(want).max())
