@@ -187,6 +187,16 @@ def rows_of(o: jax.Array, lse: jax.Array, gradient: jax.Array, lse_gradient: jax
     return Rows(gradient, jnp.where(jnp.isneginf(lse), 0, lse), delta)
 
 
+def not_before[T](x: T, results: jax.Array) -> T:
+    """``x``, of which nothing can be made before the results are there.
+
+    XLA's CPU compiler puts what waits for nothing in front of all else, where it takes memory until it is wanted: the backward pass's blocks and
+    zeros before the forward pass. It forgets barriers before it orders instructions, but not what a choice depends on.
+    """
+    never = results[(0,) * results.ndim] < -jnp.inf
+    return jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
+
+
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> Gradients:
     """Where sums of gradients begin."""
     bias, slopes = (None if x is None else zeros(x) for x in (extras.bias, extras.slopes))
