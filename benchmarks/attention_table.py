@@ -42,7 +42,7 @@ DTYPES = {"fp32": False, "bf16": True}
 LEARNED = ("bias", "sinks", "alibi")
 BOUNDS = {"fp32": 1e-5, "bf16": 3e-2}
 """The greatest error that is right: of fp32 against fp32, of bf16 against fp32 of the same numbers; relative to each array's largest entry."""
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MARKS = "<!-- errors -->", "<!-- end of errors -->"
 """Of a file, between which lines the table stands."""
 ONE_AT_A_TIME = threading.Lock()

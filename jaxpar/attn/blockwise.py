@@ -67,7 +67,16 @@ def flags(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Any, Any]
 def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, Tiles]:
     """The tiles that the mask leaves whole, and those it leaves in part."""
     some, every = flags(rules, q, k, extras)
-    return _listed(every), _listed(some & ~every)
+    partly = some & ~every
+    if isinstance(some, np.ndarray):
+        known = (np.flatnonzero(x).astype(np.int32) for x in (every, partly))
+        whole, masked = (Tiles(numbers, len(numbers)) for numbers in known)
+        return whole, masked
+    # One sort puts the first kind in front and the second behind all others.
+    kinds = jnp.where(every, 0, jnp.where(partly, 2, 1)).ravel()
+    numbers = jnp.argsort(kinds).astype(jnp.int32)
+    counts = (jnp.sum(x, dtype=jnp.int32) for x in (every, partly))
+    return Tiles(numbers, next(counts)), Tiles(numbers[::-1], next(counts))
 
 
 def _of_positions(rules: Rules, q: Any, k: Any, extras: Extras) -> tuple[Any, Any]:
@@ -101,14 +110,6 @@ def _of_values(rules: Rules, q: Tokens, k: Tokens, extras: Extras, some: Any) ->
     found = jax.lax.map(look, jnp.arange(rows * columns))
     any_seen, all_seen = (x.reshape(rows, columns) for x in found)
     return some & any_seen, all_seen
-
-
-def _listed(flags: Any) -> Tiles:
-    if isinstance(flags, np.ndarray):
-        known = np.flatnonzero(flags)
-        return Tiles(known.astype(np.int32), len(known))
-    numbers = jnp.nonzero(flags.ravel(), size=flags.size, fill_value=0)[0].astype(jnp.int32)
-    return Tiles(numbers, jnp.sum(flags, dtype=jnp.int32))
 
 
 def visit(
@@ -184,6 +185,16 @@ def rows_of(o: jax.Array, lse: jax.Array, gradient: jax.Array, lse_gradient: jax
     """What the backward pass wants of the forward pass and of the gradients of its two results."""
     delta = jnp.sum(o.astype(lse.dtype) * gradient.astype(lse.dtype), -1) - lse_gradient.astype(lse.dtype)
     return Rows(gradient, jnp.where(jnp.isneginf(lse), 0, lse), delta)
+
+
+def not_before[T](x: T, results: jax.Array) -> T:
+    """``x``, of which nothing can be made before the results are there.
+
+    XLA's CPU compiler puts what waits for nothing in front of all else, where it takes memory until it is wanted: the backward pass's blocks and
+    zeros before the forward pass. It forgets barriers before it orders instructions, but not what a choice depends on.
+    """
+    never = results[(0,) * results.ndim] < -jnp.inf
+    return jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
 
 
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> Gradients:

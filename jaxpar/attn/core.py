@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar.attn import heads, rings
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.blockwise import finished, in_blocks, rows_of, whole
+from jaxpar.attn.engine import not_before
 from jaxpar.attn.order import into_zigzag
 from jaxpar.attn.split import Segments, Split, Way
 from jaxpar.attn.tiles import Extras
@@ -69,6 +70,7 @@ def _forward(way: Way, q: Any, k: Any, v: Any, segments: Segments, extras: Extra
 
 def _backward(way: Way, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
     far, everybodys, segments, extras, o, lse, kv_heads = kept
+    far, gradients = not_before(way, (far, gradients), lse)
     split, (q, k, v) = _split(way, far, segments, extras), far
     rows = jax.tree.map(lambda x: _arrived(way, x), rows_of(o, lse, *gradients))
     shape = (k.shape[2], q.shape[2] // k.shape[2])

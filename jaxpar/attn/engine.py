@@ -26,3 +26,8 @@ def backward(way: Way, *arguments: Any) -> Gradients:
     from jaxpar.attn import pallas
 
     return pallas.backward(way.rules, *arguments, mode=way.engine)
+
+
+def not_before[T](way: Way, x: T, results: Any) -> T:
+    """:func:`jaxpar.attn.blockwise.not_before`; a compiler for TPUs orders instructions by the memory they take."""
+    return blockwise.not_before(x, results) if way.engine == "jax" else x

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpar.attn import tiles
 from jaxpar.attn.blockwise import no_gradients, nothing, zeros
-from jaxpar.attn.engine import backward, forward
+from jaxpar.attn.engine import backward, forward, not_before
 from jaxpar.attn.split import Split
 from jaxpar.attn.tiles import FAR, Gradients, Rows, Sums, Tokens, accumulator
 from jaxpar.exchange import gather_local, scatter_local
@@ -85,11 +85,14 @@ def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: 
 
     def turn(carry: Any, distance: Any, before: int, after: int) -> Any:
         sums, keys, found = carry
+        if after and isinstance(distance, int) and distance:
+            keys = not_before(split.way, keys, sums.q)
         coming = _passed(split, keys, after) if after else None
         # Of these keys, what the devices before have found. It travels while this one computes.
         arrived = None if found is None else _passed(split, _for_travel(split, found), before)
         extras = split.extras_of(distance)
-        begin = no_gradients(q, keys[0], keys[1], extras)._replace(q=sums.q, slopes=sums.slopes)
+        begin = not_before(split.way, no_gradients(q, keys[0], keys[1], extras), sums.q)
+        begin = begin._replace(q=sums.q, slopes=sums.slopes)
         places, often = (at, split.keys(distance)), split.expected(distance)
         new = backward(split.way, q, keys[0], keys[1], places, extras, rows, begin, often)
         bias = None if sums.bias is None else split.put_bias(sums.bias, new.bias, distance)
@@ -99,7 +102,7 @@ def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: 
         return sums._replace(q=new.q, bias=bias, slopes=new.slopes), coming, found
 
     gaps = [b - a for a, b in itertools.pairwise(hops)]
-    none = no_gradients(q, k, v, split.extras)
+    none = not_before(split.way, no_gradients(q, k, v, split.extras), rows.delta)
     sums, keys, own = turn((none, (k, v), None), 0, 0, gaps[0] if gaps else 0)
     if gaps:
         sums, keys, found = _around(hops[1:], turn, (sums, keys, None), 1)
