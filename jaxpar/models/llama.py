@@ -218,7 +218,7 @@ class Attention(nnx.Module):
         if isinstance(weights[0][0], Part):
             q, k, v = project(x_BSE, *weights, **self.how)
         else:  # One by one: gathered together they come too late to hide behind the matmul before.
-            q, k, v = (project(x_BSE, weight, **self.how)[0] for weight in weights)
+            q, k, v = [project(x_BSE, weight, **self.how)[0] for weight in weights]
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
         if half:
