@@ -141,8 +141,9 @@ def _moved(w: jax.Array, moves: list[_Move], places: int) -> jax.Array:
         take, put = np.zeros(stages, np.int32), np.full(stages, places, np.int32)
         for stage, at, to, place in found:
             take[stage], put[to] = at, place
-        x = jax.lax.dynamic_index_in_dim(w, jnp.asarray(take)[me], 0, keepdims=False)
+        mine = lambda each: jax.lax.dynamic_index_in_dim(jnp.asarray(each), me, 0, False, allow_negative_indices=False)
+        x = jax.lax.dynamic_index_in_dim(w, mine(take), 0, keepdims=False, allow_negative_indices=False)
         if found[0][0] != found[0][2]:
             x = jax.lax.ppermute(x, AXIS, [(stage, to) for stage, _, to, _ in found])
-        result = jax.lax.dynamic_update_index_in_dim(result, x, jnp.asarray(put)[me], 0)
+        result = jax.lax.dynamic_update_index_in_dim(result, x, mine(put), 0, allow_negative_indices=False)
     return result[:places]

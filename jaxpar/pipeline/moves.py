@@ -47,12 +47,13 @@ def reader(row: jax.Array) -> Callable[[str], jax.Array]:
 
 
 def pick(tree: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+    one = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+    return jax.tree.map(one, tree)
 
 
 def put(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
     """``buffer`` [slots, ...] with ``x`` in a slot."""
-    return jax.lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
+    return jax.lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0, allow_negative_indices=False)
 
 
 def from_neighbour(x: jax.Array, way: str) -> jax.Array:

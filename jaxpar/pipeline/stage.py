@@ -188,7 +188,7 @@ def held[T](x: T, run: jax.Array) -> T:
 def write(buffer: jax.Array, x: jax.Array, slot: Any, i: Any) -> jax.Array:
     """``buffer`` [slots, layers, ...] with ``x`` of a layer in a slot."""
     where = _indices(slot, i, x.ndim)
-    return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], where)
+    return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], where, allow_negative_indices=False)
 
 
 def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
@@ -197,7 +197,7 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
 
     def one(buffer: jax.Array) -> jax.Array:
         where = _indices(slot, i, buffer.ndim - 2)
-        return jax.lax.dynamic_slice(buffer, where, (1, 1, *buffer.shape[2:]))[0, 0]
+        return jax.lax.dynamic_slice(buffer, where, (1, 1, *buffer.shape[2:]), allow_negative_indices=False)[0, 0]
 
     return [one(buffer) for buffer in buffers]
 
