@@ -143,7 +143,7 @@ class Generate:
     def run(self) -> int:
         from rich.console import Console
 
-        job = _job(self.config, self.set, run=True)
+        job = _job(self.config, self.set, run=True, training=False)
         from jaxpar.infer.sampling import Sampling
         from jaxpar.train.generate import Wanted, generate, generator
         from jaxpar.train.prompts import read_prompts
@@ -230,7 +230,7 @@ class Plan:
         return 0
 
 
-def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
+def _job(config: Path, settings: Sequence[str], *, run: bool, training: bool = True) -> Any:
     """The job of a configuration; with ``run`` jax's devices are chosen as it says."""
     from jaxpar.train.config import load_run
 
@@ -241,7 +241,7 @@ def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
         prefer_accelerators(loaded.config.simulate)
     from jaxpar.train.job import make_job
 
-    return make_job(loaded)
+    return make_job(loaded, training=training)
 
 
 def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:

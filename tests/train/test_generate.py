@@ -185,6 +185,18 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
     )
 
 
+def test_stages_of_a_pipeline_need_no_schedule_to_generate(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mesh = ["--set", f"layout={LAYOUTS / 'pp_tp.yaml'}", "--set", "model.layers=2"]
+    said = ["--prompt", "a", "--prompt", "b", "--max-new", "15", "--int8", "cache", "--explain"]
+    assert main(["generate", str(config), *said, *mesh]) == 0
+    out = capsys.readouterr().out
+    # Two prompts; groups of rows for two stages, each of a row for each of two devices.
+    assert re.search(r"cache/keys/values +2 × 4 × 2 × 16 × 8 +int8 .* pipeline, data, model, ·, ·", out), out
+    assert re.search(r"params/blocks/mlp/up +2 × 64 × 24 +float32 ", out), out
+
+
 def test_initial_parameters_are_said_loudly(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, screen = job_of(config, "train.seed=7"), io.StringIO()
     layout = job.layout()
