@@ -146,7 +146,7 @@ class Generate:
         job = _job(self.config, self.set, run=True, training=False)
         from jaxpar.infer.sampling import Sampling
         from jaxpar.train.generate import Wanted, generate, generator
-        from jaxpar.train.prompts import read_prompts
+        from jaxpar.train.prompts import read_prompts, write_answers
 
         prompts = [*self.prompt, *([] if self.prompts is None else read_prompts(self.prompts))]
         how = Sampling(self.temperature, self.top_k, self.top_p)
@@ -159,7 +159,7 @@ class Generate:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         answers = generate(job, prompts, wanted, out=sys.stdout, console=console)
         if self.json is not None:
-            self.json.write_text("".join(f"{answer.to_json()}\n" for answer in answers), encoding="utf-8")
+            write_answers(self.json, answers)
         return 0
 
 

@@ -23,7 +23,7 @@ from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.train.config import load_run
 from jaxpar.train.generate import _parameters, restored
 from jaxpar.train.job import Job, make_job
-from jaxpar.train.prompts import Answer, Page, read_prompts
+from jaxpar.train.prompts import Answer, Page, read_prompts, write_answers
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -125,6 +125,12 @@ def test_a_stop_text_that_begins_and_does_not_end() -> None:
     answer = Answer("", ("aab",))
     assert [answer.add(token) for token in b"xaaab"] == ["x", "", "", "a", ""]
     assert (answer.text, answer.why) == ("xa", "stop")
+
+
+def test_answers_that_cannot_be_written(tmp_path: Path) -> None:
+    text = f"--json {tmp_path}: Is a directory. Remedy: a file in a folder that can be written."
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        write_answers(tmp_path, [Answer("a", ())])
 
 
 @pytest.mark.parametrize(
