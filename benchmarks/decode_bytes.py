@@ -64,7 +64,6 @@ def step_of(name: str, mesh: str, kept: str, batch: int, slots: int) -> dict[str
     )
     audit = jp.audit(program.as_text(), mesh=layout.mesh)
     totals = {part: model.explain().total(part).device_bytes for part in ("params", "cache")}
-    memory = program.memory_analysis()
     wire: dict[str, float] = {}
     for one in audit.collectives:
         wire["+".join(one.axes)] = wire.get("+".join(one.axes), 0) + one.wire_bytes * one.count
@@ -74,8 +73,9 @@ def step_of(name: str, mesh: str, kept: str, batch: int, slots: int) -> dict[str
         "batch": batch,
         "weights": totals["params"],
         "cache": totals["cache"],
-        "temp": memory.temp_size_in_bytes,
-        "flops": audit.flops,
+        "temp": program.memory["temp"],
+        "flops": audit.matmul_flops,
+        "traffic": audit.hbm_bytes,
         "read a token": (totals["params"] + totals["cache"]) * layout.mesh.size / batch,
         "wire": audit.wire_bytes(),
         "wire a token": audit.wire_bytes() * layout.mesh.size / batch,
@@ -95,22 +95,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
-    mib = lambda count: f"{count / 2**20:.2f} MiB"
-    print(f"two layers of 1B, {arguments.slots} slots, {arguments.topology}; bytes a device and step")
+    mib = lambda count: f"{count / 2**20:.2f}"
+    columns = ("weights", "cache", "temp", "traffic", "read a token", "wire", "wire a token")
     print(
-        "| mesh | kept | rows | weights | cache | temp | read a token | wire | wire a token | collectives | compile CPU s |"
+        f"two layers of 1B, {arguments.slots} slots, {arguments.topology}; MiB a device and step, MiB of all devices a token"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| mesh | kept | rows | {' | '.join(columns)} | MFLOPs | collectives | compile CPU s |")
+    print(f"|{'---|' * (6 + len(columns))}")
     for mesh in arguments.mesh:
         for kept in arguments.kept:
             for batch in arguments.batch:
                 row = step_of(arguments.topology, mesh, kept, batch, arguments.slots)
                 rows.append(row)
-                cells = [
-                    mib(row[name]) for name in ("weights", "cache", "temp", "read a token", "wire", "wire a token")
-                ]
-                texts = [mesh, kept, str(batch), *cells, f"{row['collectives']:g}", f"{row['cpu s']:.0f}"]
-                print(f"| {' | '.join(texts)} |", row["wire by axes"], flush=True)
+                cells = [mesh, kept, str(batch), *(mib(row[name]) for name in columns)]
+                cells += [f"{row['flops'] / 1e6:.0f}", f"{row['collectives']:g}", f"{row['cpu s']:.0f}"]
+                print(f"| {' | '.join(cells)} |", row["wire by axes"], flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

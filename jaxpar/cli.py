@@ -149,10 +149,10 @@ class Generate:
     def run(self) -> int:
         from rich.console import Console
 
-        job = _job(self.config, self.set, run=True)
+        job = _job(self.config, self.set, run=True, training=False)
         from jaxpar.infer.sampling import Sampling
         from jaxpar.train.generate import Wanted, generate, generator
-        from jaxpar.train.prompts import read_prompts
+        from jaxpar.train.prompts import read_prompts, write_answers
 
         prompts = [*self.prompt, *([] if self.prompts is None else read_prompts(self.prompts))]
         how = Sampling(self.temperature, self.top_k, self.top_p)
@@ -165,7 +165,7 @@ class Generate:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         answers = generate(job, prompts, wanted, out=sys.stdout, console=console)
         if self.json is not None:
-            self.json.write_text("".join(f"{answer.to_json()}\n" for answer in answers), encoding="utf-8")
+            write_answers(self.json, answers)
         return 0
 
 
@@ -236,7 +236,7 @@ class Plan:
         return 0
 
 
-def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
+def _job(config: Path, settings: Sequence[str], *, run: bool, training: bool = True) -> Any:
     """The job of a configuration; with ``run`` jax's devices are chosen as it says."""
     from jaxpar.train.config import load_run
 
@@ -247,7 +247,7 @@ def _job(config: Path, settings: Sequence[str], *, run: bool) -> Any:
         prefer_accelerators(loaded.config.simulate)
     from jaxpar.train.job import make_job
 
-    return make_job(loaded)
+    return make_job(loaded, training=training)
 
 
 def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:

@@ -134,8 +134,8 @@ class Job:
         return self.config.simulate
 
 
-def make_job(loaded: Loaded) -> Job:
-    """The job that a configuration describes.
+def make_job(loaded: Loaded, *, training: bool = True) -> Job:
+    """The job that a configuration describes; without ``training`` a pipeline's stages need no schedule, and one is not looked at.
 
     Raises:
       ConfigError: unknown model family, preset, field or optimizer.
@@ -160,7 +160,8 @@ def make_job(loaded: Loaded) -> Job:
         _check_one_bit(config, precision, zero, fusion)
     tx = make_optimizer(config.optimizer, config.train.steps)
     tx = _offload(config, model, tx)
-    pipeline = make_pipeline(config.parallel.pipeline, loaded.layout["mesh"] or {}, model.layers)
+    mesh = loaded.layout["mesh"] or {}
+    pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
     check_recompute(pipeline, model.remat)
     make_model, loss = llama.make_llama(model), _loss(model, pipeline)
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)

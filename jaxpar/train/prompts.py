@@ -40,6 +40,20 @@ def read_prompts(file: Path) -> list[str]:
     return [_string(file, *one) for one in found] if file.suffix == ".jsonl" else [line for _, line in found]
 
 
+def write_answers(file: Path, answers: Sequence[Answer]) -> None:
+    """A JSON object for each answer, a line each.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    try:
+        file.write_text("".join(f"{answer.to_json()}\n" for answer in answers), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--json {file}: {error.strerror}. Remedy: a file in a folder that can be written."
+        ) from error
+
+
 def _string(file: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)

@@ -23,7 +23,7 @@ from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.train.config import load_run
 from jaxpar.train.generate import _parameters, restored
 from jaxpar.train.job import Job, make_job
-from jaxpar.train.prompts import Answer, Page, read_prompts
+from jaxpar.train.prompts import Answer, Page, read_prompts, write_answers
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -127,6 +127,12 @@ def test_a_stop_text_that_begins_and_does_not_end() -> None:
     assert (answer.text, answer.why) == ("xa", "stop")
 
 
+def test_answers_that_cannot_be_written(tmp_path: Path) -> None:
+    text = f"--json {tmp_path}: Is a directory. Remedy: a file in a folder that can be written."
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        write_answers(tmp_path, [Answer("a", ())])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
@@ -183,6 +189,18 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
         "--prompt", "abc", "--cache", "18", "--max-new", "8", "--set", f"layout={LAYOUTS / 'ring.yaml'}"
     )
+
+
+def test_stages_of_a_pipeline_need_no_schedule_to_generate(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mesh = ["--set", f"layout={LAYOUTS / 'pp_tp.yaml'}", "--set", "model.layers=2"]
+    said = ["--prompt", "a", "--prompt", "b", "--max-new", "15", "--int8", "cache", "--explain"]
+    assert main(["generate", str(config), *said, *mesh]) == 0
+    out = capsys.readouterr().out
+    # Two prompts; groups of rows for two stages, each of a row for each of two devices.
+    assert re.search(r"cache/keys/values +2 × 4 × 2 × 16 × 8 +int8 .* pipeline, data, model, ·, ·", out), out
+    assert re.search(r"params/blocks/mlp/up +2 × 64 × 24 +float32 ", out), out
 
 
 def test_initial_parameters_are_said_loudly(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
