@@ -59,7 +59,8 @@ def block_in_copies(
 
         def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
             before = 0 if carry is None else carry[0].shape[1]
-            keys, values, documents = (_behind(carry, at, x) for at, x in enumerate((k_BSKD, v_BSKD, documents_BS)))
+            pairs = zip(carry or (None, None, None), (k_BSKD, v_BSKD, documents_BS), strict=True)
+            keys, values, documents = (_behind(*pair) for pair in pairs)
             seen.append((keys, values, documents))
             how: dict[str, Any] = {"impl": context.impl, "block": context.block}
             how["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
@@ -85,6 +86,6 @@ def block_in_copies(
     return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
 
 
-def _behind(carry: Carry | None, at: int, x_BS: Any) -> Any:
+def _behind(before: Any, x_BS: Any) -> Any:
     """Keys, values or documents of the tokens before, and then these."""
-    return x_BS if carry is None or x_BS is None else jnp.concatenate([carry[at], x_BS], 1)
+    return x_BS if before is None else jnp.concatenate([before, x_BS], 1)
