@@ -97,8 +97,9 @@ class Run:
 
     def end(self) -> None:
         """Kill the supervisor's children through it."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.send_signal(signal.SIGTERM)
+        for _ in range(2):  # the second one ends all at once; sent together they would be one
+            self.process.send_signal(signal.SIGTERM)
+            time.sleep(1)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:

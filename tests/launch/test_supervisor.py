@@ -75,12 +75,13 @@ def test_who_was_killed_is_named_and_the_group_goes_on_from_its_checkpoint(tmp_p
 
 
 def test_who_hangs_is_named_rather_than_who_waits_for_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, "say(doing='compile')\nsay(step=17)\nhang()", allowance=0.6, restarts=0)
+    run = Run(tmp_path, "say(doing='compile')\nsay(step=17)\nhang()", allowance=3.0, restarts=0)
     assert run() == 1
-    assert run.lines == [
-        "process 1 of 2 has not finished a step for 1 s (allowance 0.6 s), last step 17; is at data.py:7",
-        "gave up: no restart is allowed",
-    ]
+    assert re.fullmatch(
+        r"process 1 of 2 has not finished a step for \d+ s \(allowance 3 s\), last step 17; is at data.py:7",
+        run.lines[0],
+    )
+    assert run.lines[1:] == ["gave up: no restart is allowed"]
 
 
 def test_who_raised_is_named_with_its_last_words(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_whose_supervisor_is_gone_ends(tmp_path: Path) -> None:
     while b'{"where": "<string>:8", "waits": false}' not in said:  # where its main thread sleeps
         said += os.read(read, 4096)
     os.close(read)
-    assert child.wait(20) == 7
+    assert child.wait(120) == 7
     assert b'{"doing": "x"}\n{"step": 3}\n' in said
 
 
