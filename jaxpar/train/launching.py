@@ -15,7 +15,7 @@ from jaxpar.checkpoint.checking import steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
 from jaxpar.launch import heartbeat, shares
 from jaxpar.launch.detect import Cluster, detect
-from jaxpar.launch.group import Group, Local, check_free
+from jaxpar.launch.group import Group, Local
 from jaxpar.launch.joining import Place, found, join, place_of
 from jaxpar.launch.supervisor import Policy, Supervisor
 from jaxpar.train.config import Loaded, RunConfig, load_run
@@ -152,9 +152,10 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
         words = [sys.executable, "-m", "jaxpar.cli", "train", str(config), *sets]
         return [*words, "--process-count", str(total), *place]
 
-    group = _group(run, asked, real, each, first, total if total != count or first else None)
-    latest = functools.partial(_latest, run)
-    supervisor = Supervisor(group, command, count, policy, latest, lambda most: shares.refit(most, each, fits))
+    others = total if total != count else None
+    group = _group(run, asked, real, each, first, others)
+    latest, refit = functools.partial(_latest, run), functools.partial(shares.refit, each=each, reason=fits)
+    supervisor = Supervisor(group, command, count, policy, latest, refit, total=others)
     return supervisor.run()
 
 
@@ -229,8 +230,6 @@ def _group(run: RunConfig, asked: Asked, real: list[str], each: int, first: int,
         from jaxpar.launch.ray import RayGroup
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    if asked.coordinator is not None and first == 0:
-        check_free(asked.coordinator)
     return Local(logs, first=first, total=total, coordinator=asked.coordinator, variables=variables)
 
 
