@@ -1,4 +1,4 @@
-"""What ``chaos.py --processes N`` does: a run of N processes under its supervisor, of which one is killed, then one stopped.
+"""What ``chaos.py --processes N`` does: a run of N processes under its supervisor, of which one is killed, then one stopped; every second time during a save.
 
 Seconds are the supervisor's: from the signal to the line that names the process, and to the first step after the restart. What the restart spends compiling
 (as the run itself prints it) is told apart.
@@ -97,19 +97,23 @@ class Run:
 
     def end(self) -> None:
         """Kill the supervisor's children through it."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.send_signal(signal.SIGTERM)
+        for _ in range(2):  # the second one ends all at once; sent together they would be one
+            self.process.send_signal(signal.SIGTERM)
+            time.sleep(1)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
 
-def hit(run: Run, rank: int, number: signal.Signals) -> tuple[float, float, float, str]:
+def hit(run: Run, rank: int, number: signal.Signals, *, in_save: bool) -> tuple[float, float, float, str]:
     """Signal a process; seconds until it is named, until the run steps again, spent compiling in between; and the line."""
     before, start = len(run.lines), run.step()
     run.until(lambda: run.step() > start + 25, "progress")
-    os.kill(run.child(rank), number)
+    child = run.child(rank)
+    if in_save:  # the others would wait ten minutes for its part of it
+        run.until(lambda: any((run.folder / "run/checkpoints").glob("*.unfinished")), "a save")
+    os.kill(child, number)
     sent = time.monotonic()
     run.until(lambda: run.find(r"^restart ", before) is not None, "a restart")
     named = run.find(rf"^process(es)? .*{rank}.* of ", before)
@@ -132,7 +136,7 @@ def processes(count: int, trials: int, dice: random.Random, root: Path) -> list[
         run.until(lambda: run.step() > 20, "the first steps")
         for number in (signal.SIGKILL, signal.SIGSTOP):
             ranks = [dice.randrange(count) for _ in range(trials)]
-            results = [hit(run, rank, number) for rank in ranks]
+            results = [hit(run, rank, number, in_save=trial % 2 == 1) for trial, rank in enumerate(ranks)]
             named, again = max(r[0] for r in results), max(r[1] - r[2] for r in results)
             right = sum(f"process {rank} of {count}" in r[3] for rank, r in zip(ranks, results, strict=True))
             compiles = ", ".join(f"{r[2]:.0f}" for r in results)

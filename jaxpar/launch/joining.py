@@ -92,6 +92,7 @@ def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) ->
             )
         else:
             jax.distributed.initialize(
+                cluster_detection_method=what.method,
                 coordinator_bind_address=bind_of(what),
                 heartbeat_timeout_seconds=heartbeat,
                 initialization_timeout=patience,
@@ -108,7 +109,7 @@ def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) ->
 def bind_of(cluster: Cluster) -> str | None:
     """Where process 0 of a cluster is to listen: what the environment says, else the address that others know it by.
 
-    ``None``, which is every interface, where that address is not known here, or where this host's own table gives its loopback for it.
+    ``None``, which is every interface, where that address is not known here, or where this host's own table gives its loopback for its name.
     """
     said = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     address = cluster.address or address_in(os.environ)[0]
@@ -119,4 +120,5 @@ def bind_of(cluster: Cluster) -> str | None:
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
         return None
-    return None if ipaddress.ip_address(ip).is_loopback else f"{ip}:{port}"
+    hidden = ipaddress.ip_address(ip).is_loopback and host not in ("localhost", str(ip))
+    return None if hidden else f"{ip}:{port}"

@@ -58,6 +58,7 @@ class Supervisor:
       latest: the newest step that a restart would begin from, ``None`` without one.
       refit: with elastic on: how many of so many processes to go on with, 0 for none, and a text on that.
       tell: takes each line for the user.
+      total: how many there are on all hosts, where that is more than ``count``.
 
     >>> import sys, tempfile
     >>> from pathlib import Path
@@ -77,6 +78,7 @@ class Supervisor:
     latest: Callable[[], int | None] = lambda: None
     refit: Callable[[int], tuple[int, str]] = lambda count: (count, "")
     tell: Callable[[str], None] = print
+    total: int | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     causes: list[Cause] = field(default_factory=list)
@@ -116,7 +118,7 @@ class Supervisor:
                     self.group.pass_on(number)
                 if all(peer.code == 0 for peer in self.group.peers):
                     return None
-                found = cause(self.group.peers, self._total(), allowance, self.clock())
+                found = cause(self.group.peers, self.total or self.count, allowance, self.clock())
                 if found is not None and not found.sure:
                     unsure = self.clock() if unsure is None else unsure
                     all_over = all(peer.ended for peer in self.group.peers)
@@ -126,9 +128,6 @@ class Supervisor:
                     return self._worst(found)
         finally:
             self.group.end()
-
-    def _total(self) -> int:
-        return max(self.count, *(peer.rank + 1 for peer in self.group.peers))
 
     def _worst(self, found: Cause) -> Cause:
         """Say what was found, and what its process last said."""

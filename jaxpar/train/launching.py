@@ -15,7 +15,7 @@ from jaxpar.checkpoint.checking import steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
 from jaxpar.launch import heartbeat, shares
 from jaxpar.launch.detect import Cluster, detect
-from jaxpar.launch.group import Group, Local, check_free
+from jaxpar.launch.group import Group, Local
 from jaxpar.launch.joining import Place, found, join, place_of
 from jaxpar.launch.supervisor import Policy, Supervisor
 from jaxpar.train.config import Loaded, RunConfig, load_run
@@ -119,11 +119,39 @@ def policy_of(config: RunConfig) -> Policy:
 
 def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Asked, policy: Policy, count: int) -> int:
     """Run ``count`` processes of this run to their end."""
-    run = loaded.config
+    run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
+    _check_nesting(count, asked)
+    _check_hosts(count, total, first, asked, policy)
+    devices = shares.simulated(run.simulate, os.environ)
+    real = [] if asked.ray else shares.gpus(os.environ)
+    each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
+    fits = functools.partial(_misfit, loaded, each=each) if known else lambda count: None
+    if (why := fits(total)) is not None:
+        raise LaunchError(
+            f"{total} processes of {each} devices: {why}. Remedy: another number of processes, mesh or batch."
+        )
+    if run.checkpoint is None and policy.restarts:
+        print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
+
+    def command(rank: int, total: int, address: str) -> list[str]:
+        again = ["checkpoint.resume=auto"] if run.checkpoint is not None and supervisor.causes else []
+        share = [] if devices is None or real else [f"simulate={each * total}"]
+        place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
+        sets = [word for one in (*settings, *again, *share) for word in ("--set", one)]
+        words = [sys.executable, "-m", "jaxpar.cli", "train", str(config), *sets]
+        return [*words, "--process-count", str(total), *place]
+
+    others = total if total != count else None
+    group = _group(run, asked, real, each, first, others)
+    latest, refit = functools.partial(_latest, run), functools.partial(shares.refit, each=each, reason=fits)
+    supervisor = Supervisor(group, command, count, policy, latest, refit, total=others)
+    return supervisor.run()
+
+
+def _check_hosts(count: int, total: int, first: int, asked: Asked, policy: Policy) -> None:
+    """Whether what is asked of this host goes with what is said of all."""
     if count < 1:
         raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
-    _check_nesting(count, asked)
-    total, first = asked.process_count or count, asked.process_id or 0
     if asked.coordinator is None and (total != count or first):
         raise LaunchError(
             f"--processes {count} with --process-count {total} and --process-id {first} are some of several hosts' processes. Remedy: --coordinator "
@@ -136,43 +164,14 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
             f"supervise.elastic is on, but {count} of {total} processes run here: this supervisor cannot tell those of other hosts that there are "
             f"fewer now. Remedy: supervise.elastic: false, or --ray, which has one supervisor for all hosts."
         )
-    devices = shares.simulated(run.simulate, os.environ)
-    real = [] if asked.ray else shares.gpus(os.environ)
     if not asked.ray and shares.has_tpu(os.environ) and count > 1:
         raise LaunchError(
             f"--processes is {count}, but the chips of a TPU host belong to one process. Remedy: --processes 1."
         )
-    each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
-    fits = functools.partial(_misfit, loaded, each=each) if known else lambda count: None
-    if (why := fits(total)) is not None:
+    if asked.ray and (asked.coordinator or asked.process_count or asked.process_id):
         raise LaunchError(
-            f"{total} processes of {each} devices: {why}. Remedy: another number of processes, mesh or batch."
+            "--ray places all processes itself. Remedy: leave --coordinator, --process-count and --process-id out."
         )
-    if run.checkpoint is None and policy.restarts:
-        print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
-
-    def command(rank: int, total: int, address: str) -> list[str]:
-        again = ["checkpoint.resume=auto"] if run.checkpoint is not None and supervisor.causes else []
-        sets = [*settings, *again, *([] if devices is None or real else [f"simulate={each * total}"])]
-        words = [
-            sys.executable,
-            "-m",
-            "jaxpar.cli",
-            "train",
-            str(config),
-            *(word for one in sets for word in ("--set", one)),
-        ]
-        return [
-            *words,
-            "--process-count",
-            str(total),
-            *(["--coordinator", address, "--process-id", str(rank)] if total > 1 else []),
-        ]
-
-    group = _group(run, asked, real, each, first, total if total != count or first else None)
-    latest = functools.partial(_latest, run)
-    supervisor = Supervisor(group, command, count, policy, latest, lambda most: shares.refit(most, each, fits))
-    return supervisor.run()
 
 
 def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | None, *, ray: bool) -> tuple[int, bool]:
@@ -220,8 +219,6 @@ def _group(run: RunConfig, asked: Asked, real: list[str], each: int, first: int,
         from jaxpar.launch.ray import RayGroup
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    if asked.coordinator is not None and first == 0:
-        check_free(asked.coordinator)
     return Local(logs, first=first, total=total, coordinator=asked.coordinator, variables=variables)
 
 

@@ -146,7 +146,9 @@ def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyP
     for name in ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_ADDRESS", *SLURM, "TPU_WORKER_HOSTNAMES"):
         monkeypatch.delenv(name, raising=False)
     assert bind_of(Cluster("x", None, 2, 0, "192.0.2.7:12")) == "192.0.2.7:12"
-    assert bind_of(Cluster("x", None, 2, 0, "127.0.1.1:12")) is None  # this host's table hides its address from itself
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, type: [(2, 1, 6, "", ("127.0.1.1", port))])
+    assert bind_of(Cluster("x", None, 2, 0, "node7:12")) is None  # this host's table hides its address from itself
+    assert bind_of(Cluster("x", None, 2, 0, "localhost:12")) == "127.0.1.1:12"
     assert bind_of(Cluster("x", None)) is None
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:5")
     assert bind_of(Cluster("x", None, 2, 0, "192.0.2.7:12")) == "127.0.0.1:5"
