@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ def child(folder: Path, port: str, rank: int, count: int) -> None:
         loss_fn=lambda model, batch: jnp.mean((batch["tokens"].astype(jnp.float32) / 128 @ model["w"] - 1) ** 2),
     )
     train(job, Console())
+    print(f"{time.process_time():.3f} CPU s", flush=True)
 
 
 def terminate(count: int, trials: int, dice: random.Random, root: Path) -> list[str]:
@@ -88,8 +90,13 @@ def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, floa
         time.sleep(pause)
         asked = time.time()
         runs[victim].send_signal(signal.SIGTERM)
-        for run in runs:
-            run.wait(300)
+        cpu = [0.0] * count
+        for rank, run in enumerate(runs):
+            if run.returncode is not None:
+                continue  # it died before
+            _, status, used = os.wait4(run.pid, 0)
+            run.returncode = os.waitstatus_to_exitcode(status)
+            cpu[rank] = used.ru_utime + used.ru_stime
         ended = time.time()
     finally:
         for run, screen in zip(runs, screens, strict=True):
@@ -103,11 +110,12 @@ def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, floa
     check(checkpoints / str(step), step)
     saved = (checkpoints / str(step) / NAME).stat().st_mtime
     same = all(f"steps             {step} in" in (folder / f"{rank}.txt").read_text() for rank in range(count))
+    before = [re.findall(r"([\d.]+) CPU s", (folder / f"{rank}.txt").read_text()) for rank in range(count)]
+    after = max((used - float(found[0]) for used, found in zip(cpu, before, strict=True) if found), default=0.0)
     verdict = "all stopped there, exit 0" if same and codes == [0] * count else f"WRONG: exits {codes}"
-    return (
-        f"SIGTERM to process {victim}: step {step} saved {saved - asked:.1f} s later, {verdict}; the last process ended {ended - saved:.1f} s after the save",
-        ended - saved,
-    )
+    told = f"SIGTERM to process {victim}: step {step} saved {saved - asked:.1f} s later, {verdict}; the last process ended {ended - saved:.1f} s"
+    told += f" after the save, of which a process's end takes {after:.1f} CPU s at most (load {os.getloadavg()[0]:.0f})"
+    return told, ended - saved
 
 
 if __name__ == "__main__":

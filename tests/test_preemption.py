@@ -64,7 +64,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
         named = lambda: [one for one in records(tmp_path) if one.get("slow")]
         wait(lambda: bool(named()) or any(worker.poll() is not None for worker in workers))
         workers[1].send_signal(signal.SIGTERM)
-        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -91,7 +91,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait(ready: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
+    until = time.monotonic() + 600
     while not ready():
         assert time.monotonic() < until
         time.sleep(0.05)
