@@ -18,6 +18,6 @@ def test_twenty_kills_while_starting_stepping_and_saving() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(
-        r"^SIGKILL: 20 kills \((\d+) during a save, \d+ before .*: every step equals that of", done.stdout, re.M
+        r"^SIGKILL: 20 kills \((\d+) during a save, \d+ before .*: every step equals that of", done.stdout, re.MULTILINE
     )
     assert found and int(found[1]) >= 5, done.stdout
