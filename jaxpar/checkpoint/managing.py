@@ -175,7 +175,10 @@ class CheckpointManager:
             return False
         self._retry, self._saved = float("inf"), step
         self._bad.discard(step)
-        self._clear(step)
+        try:
+            self._clear(step)
+        except CheckpointError as error:  # what is too much does no harm
+            self._tell(f"checkpoint: {error}")
         return True
 
     @property
