@@ -107,12 +107,15 @@ def kills(
     true = {step: sums(reference, step) for step in steps_in(reference)}
     wrong, done, runs, in_save, early = 0, 0, 0, 0, 0
     while done < number:
-        run, before = Forked(work, folder, steps), len(steps_in(folder))
+        left, before = _half_written(folder), len(steps_in(folder))
+        run = Forked(work, folder, steps)
         _wait_for(run, folder, before, dice.choice(aims), dice)
         run.kill()
         ended = run.wait() == 0
         done += not ended
-        in_save += not ended and bool(unfinished_in(folder))
+        if done % 10 == 0 and not ended:
+            print(f"{done} kills so far, {wrong} steps wrong", file=sys.stderr, flush=True)
+        in_save += not ended and bool(_half_written(folder) - left)
         early += not ended and len(steps_in(folder)) == before
         wrong += _differing(folder, true)
         if ended:
@@ -132,12 +135,17 @@ def _wait_for(run: Forked, folder: Path, before: int, aim: str, dice: random.Ran
     """Until it is time to kill: soon after the start, or, once the run has saved a step, at any moment or in a save."""
     early = dice.uniform(0, STARTING)
     while run.poll() is None and (_cpu(run) < early if aim == "start" else len(steps_in(folder)) == before):
-        time.sleep(0.001)
+        time.sleep(0.004)
     if aim == "start":
         return
     until = time.monotonic() + dice.uniform(0, 0.3)
     while run.poll() is None and (time.monotonic() < until or (aim == "save" and not _saving(folder))):
-        time.sleep(0.0005)
+        time.sleep(0.002)
+
+
+def _half_written(folder: Path) -> set[tuple[str, int]]:
+    """What saves were at work in, each folder told from another of the same name."""
+    return {(name, (folder / name).stat().st_ino) for name in unfinished_in(folder)}
 
 
 def _cpu(run: Forked) -> float:

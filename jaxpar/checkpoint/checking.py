@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,18 +100,24 @@ def wrong_step(folder: Path, manifest: Manifest, step: int) -> str:
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps that have a folder with a manifest, oldest first; their bytes are not looked at."""
-    return sorted(int(p.name) for p in _entries(Path(folder)) if STEP.fullmatch(p.name) and (p / NAME).is_file())
+    """The steps that have a folder with a manifest, oldest first; their bytes are not looked at.
+
+    Raises:
+      CheckpointError: the folder is there, but may not be read: it is not for lack of steps that none is found.
+    """
+    with _readable(Path(folder)):
+        return sorted(int(p.name) for p in _entries(Path(folder)) if STEP.fullmatch(p.name) and (p / NAME).is_file())
 
 
 def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
-    """Folders of steps without a manifest, and what an interrupted save left behind."""
-    found = [p for p in _entries(Path(folder)) if p.is_dir()]
-    return sorted(
-        p.name
-        for p in found
-        if re.match(r"[0-9]+(\.|$)", p.name) and not (STEP.fullmatch(p.name) and (p / NAME).is_file())
-    )
+    """Folders of steps without a manifest, and what an interrupted save left behind. Raises as :func:`steps_in`."""
+    with _readable(Path(folder)):
+        found = [p for p in _entries(Path(folder)) if p.is_dir()]
+        return sorted(
+            p.name
+            for p in found
+            if re.match(r"[0-9]+(\.|$)", p.name) and not (STEP.fullmatch(p.name) and (p / NAME).is_file())
+        )
 
 
 def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
@@ -253,5 +260,16 @@ def unreadable(file: Path, error: Exception, path: str = "") -> str:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = (
+            f"{folder} cannot be read: {error.strerror}. Remedy: the right to read it, and the folders of steps in it."
+        )
+        raise CheckpointError(text) from error

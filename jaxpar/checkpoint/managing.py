@@ -46,7 +46,7 @@ class CheckpointManager:
       directory: of the run's checkpoints; made when needed.
       keep: how many of the newest steps to keep; ``None`` keeps all. The best ones are kept beside.
       every: save when so many steps have passed, or ``minutes``; what :meth:`due` says.
-      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal ones the newest. Manifests hold it, so it outlives the process.
+      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal ones the oldest. Manifests hold it, so it outlives the process.
       keep_best: how many of the best steps to keep.
       asynchronous: write in the background; a save waits for the one before.
       verify: read back what was written, and hold it against what was in memory.
@@ -181,7 +181,10 @@ class CheckpointManager:
             return False
         self._retry, self._saved = float("inf"), step
         self._bad.discard(step)
-        self._clear(step)
+        try:
+            self._clear(step)
+        except CheckpointError as error:  # what is too much does no harm
+            self._tell(f"checkpoint: {error}")
         return True
 
     @property
@@ -278,7 +281,7 @@ class CheckpointManager:
             return []
         found = [(value, step) for step in self.steps() if (value := self._metric(step)) is not None]
         sign = 1 if self._best == "min" else -1
-        return [step for _, step in sorted(found, key=lambda pair: (sign * pair[0], -pair[1]))]
+        return [step for _, step in sorted(found, key=lambda pair: (sign * pair[0], pair[1]))]
 
     def _metric(self, step: int) -> float | None:
         try:
