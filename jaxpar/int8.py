@@ -2,7 +2,7 @@
 
 For weights that only inference reads, and for its caches. A number x becomes round(x / s) with s = max|x| / 127 over the dims that are summed,
 so none is off by more than max|x| / 254 (after Jacob et al. 2018, arXiv:1712.05877, symmetric). As the scale is the same for all that is summed, a product with
-the integers is scaled afterwards: no weight is ever written out in another dtype. What is not finite stays so: the scale carries it.
+the integers is scaled afterwards, and a compiler can cast them as it reads. What is not finite stays so: the scale carries it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def cached_attention(
     Args:
       q_B1HD: queries [batch, 1, heads, head_dim]; k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
       cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim], arrays or :class:`jaxpar.Int8` with a scale for each token and
-        head; then the new ones are rounded, and nothing of the cache is ever written out in another dtype.
+        head; then the new ones are rounded, and scales multiply scores and probabilities.
       layer: which of the layers; it may be traced.
       at_B: the position of each row's token, which is its slot.
       group: (number, groups): these rows are a part of the cache's, row ``i`` its row ``i * groups + number``; the number may be traced.
