@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
-from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.blocks import KEPT, SAVED
 from jaxpar.attn.context import AUTO, Context, Laid
 from jaxpar.copies import Branch, check_count, in_copies
 from jaxpar.copies import cut as cut_rows
@@ -34,7 +34,7 @@ from jaxpar.recompute import OUTPUT, SAVED_EMBED, Recompute
 from jaxpar.waiting import cut
 from jaxpar.weights import gather_weight, project
 
-NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
+NAMES = (SAVED, KEPT, OUTPUT, "qkv", "mlp_hidden")
 """What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
 
 type Rope = tuple[jax.Array, jax.Array]
