@@ -3,7 +3,7 @@
 Causal, batch 1, 8 heads of 64, fp32, forward and backward: CPU seconds (the least of several runs, each implementation in turn), temporary
 memory and errors against fp64, beside ``ringattention`` 0.1.2 where ``JAXPAR_PEER_PYTHON`` is the Python of an environment that has it
 (``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype × kind of axes with the plain
-form instead (50 CPU minutes), and prints a table; ``--markdown FILE`` puts it there.
+form instead (25 CPU minutes), and prints a table; ``--markdown FILE`` puts it there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.blocks import KEPT, SAVED
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.layout import current_layout
 from jaxpar.topology import platform_of
@@ -125,7 +125,7 @@ class Recompute:
                 )
         if self.policy == "none":
             return all_but_gathered if regather else policies.everything_saveable
-        kept = {"save_attention": (SAVED,), "save_outputs": (OUTPUT,), "save_names": self.save_names}.get(
+        kept = {"save_attention": (SAVED, KEPT), "save_outputs": (OUTPUT,), "save_names": self.save_names}.get(
             self.policy, ()
         )
         kept = kept if regather else (*kept, GATHERED)

@@ -6,6 +6,7 @@ all of them, several at a time.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.blocks import KEPT, SAVED
 from jaxpar.attn.exchanged import splash_exchanged
 from jaxpar.errors import ConfigError, LayoutError
 
@@ -242,7 +243,7 @@ def traced(impl: str, gradient: bool, **options: Any) -> str:
 def test_kept_keys_are_gathered_once(keep: bool, saved: bool, gathers: int) -> None:
     """Keys and values: forward, and once more for the backward pass, unless they are kept and the policy saves what attention makes."""
     policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(SAVED) if saved else policies.nothing_saveable
+    policy = policies.save_only_these_names(SAVED, KEPT) if saved else policies.nothing_saveable
     once = jax.checkpoint(lambda *x: jp.attention(*x, impl="gather", keep=keep), policy=policy)
     with layout(context=4):
         grad = jax.jit(jax.grad(lambda *x: jnp.sum(once(*x) ** 2), argnums=(0, 1, 2)))
@@ -273,6 +274,16 @@ def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
     report = jp.audit(compiled, mesh=where.mesh)
     assert report.matmul_flops == 7 * 2 * 8 * 4 * 16 * 16 * 136 // 4
     assert "LOWER BOUNDS" not in str(report)
+
+
+def test_the_backward_pass_takes_no_memory_before_it_begins() -> None:
+    """Arrays as large as a device's queries that a ring has at once: 20 where zeros, blocks and keys of later hops were made at the start."""
+    shape, dims, where = (1, 1024, 4, 32), ("batch", "seq", "heads", "head_dim"), layout(context=4)
+    given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where.sharding(dims, shape))
+    with where:
+        ring = jax.grad(lambda *x: jnp.sum(jp.attention(*x, impl="ring", order="zigzag", block=16)), argnums=(0, 1, 2))
+        program = jax.jit(ring, compiler_options=QUICK).lower(given, given, given).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 13 * math.prod(shape)
 
 
 def test_a_window_ends_the_ring_early() -> None:

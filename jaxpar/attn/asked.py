@@ -43,7 +43,8 @@ class Options(TypedDict, total=False):
         what :func:`jaxpar.balanced_order` gives; it may be traced.
       travel: the dtype in which gradients of keys and values go from device to device.
       keep: for ``gather``: the keys and values of all devices stay from the forward to the backward pass, which then gathers nothing. Under
-        a policy of recomputation they are among what attention makes (``save_attention``); where that is not saved, they are gathered again.
+        a policy of recomputation they are among what attention makes (``save_attention``), by the name ``attention_keys``; where that is not
+        saved, they are gathered again.
       block: tokens of a tile's side, at most; ``None`` for 512, and 256 on CPUs.
     """
 

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 SAVED = "attention"
 """The name of what attention makes, for checkpoint policies: saved, its kernel does not run again."""
 
+KEPT = "attention_keys"
+"""The name of the keys and values of all devices, where ``keep`` is asked for: saved, they are not gathered again."""
+
 LANES = 128
 """Of a TPU's registers: what is no multiple of them is filled up."""
 

@@ -194,7 +194,8 @@ def not_before[T](x: T, results: jax.Array) -> T:
     zeros before the forward pass. It forgets barriers before it orders instructions, but not what a choice depends on.
     """
     never = results[(0,) * results.ndim] < -jnp.inf
-    return jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
+    same: T = jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
+    return same
 
 
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> Gradients:

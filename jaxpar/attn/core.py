@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.attn import heads, rings
-from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.blocks import KEPT, SAVED
 from jaxpar.attn.blockwise import finished, in_blocks, rows_of, whole
 from jaxpar.attn.engine import not_before
 from jaxpar.attn.order import into_zigzag
@@ -61,7 +61,7 @@ def _forward(way: Way, q: Any, k: Any, v: Any, segments: Segments, extras: Extra
     q_blocks, *keys = _packed(split, *far)
     everybodys = None
     if way.keep:
-        keys = everybodys = [checkpoint_name(rings.gathered(split, x), SAVED) for x in keys]
+        keys = everybodys = [checkpoint_name(rings.gathered(split, x), KEPT) for x in keys]
     o, lse = finished(FORWARD[way.keys](split, q_blocks, *keys))
     o, lse = _unpacked(o if way.whole else o.astype(q.dtype), far[0].shape[1]), _unpacked(lse, far[0].shape[1])
     o, lse = (checkpoint_name(_returned(way, x), SAVED) for x in (o, lse))

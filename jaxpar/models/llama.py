@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
-from jaxpar.attn.blocks import SAVED
+from jaxpar.attn.blocks import KEPT, SAVED
 from jaxpar.attn.context import AUTO, Context, Laid
 from jaxpar.copies import Cut, check_count
 from jaxpar.copies import cut as cut_rows
@@ -36,7 +36,7 @@ from jaxpar.together import Part
 from jaxpar.waiting import cut
 from jaxpar.weights import gather_weight, project
 
-NAMES = (SAVED, OUTPUT, "qkv", "mlp_hidden")
+NAMES = (SAVED, KEPT, OUTPUT, "qkv", "mlp_hidden")
 """What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
 
 type Rope = tuple[jax.Array, jax.Array]
