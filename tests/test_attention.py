@@ -192,7 +192,7 @@ def test_a_devices_tokens_need_not_be_whole_blocks() -> None:
 
 def test_attention_in_fp16_asks_for_no_product_that_a_cpu_lacks() -> None:
     q, k, v = (jax.random.normal(jax.random.key(n), (2, 8, 2, 4)) for n in range(3))
-    with jp.Layout(jp.MeshSpec(data=2).build(jax.devices()[:2]), jp.Rules(batch="data", seq=None, heads=None)):
+    with jp.Layout(jp.MeshSpec(data=2).build(jax.devices()[:2]), RULES):
         attend = jax.jit(lambda *x: jp.attention(*x, impl="dense"))
         narrow, wide = attend(*(x.astype(jnp.float16) for x in (q, k, v))), attend(q, k, v)
     assert narrow.dtype == jnp.float16
