@@ -116,6 +116,23 @@ NOT_STEPPED = {
 # Beside the common test of updates these train the model themselves: what they do depends on where they are.
 TRAINED = ("adafactor", "adamw", "lbfgs", "muon", "sam", "schedule_free", "sophia")
 
+# Those whose update is in the program of another: its core under another name than its own, or the same function. They are not stepped twice.
+CORES = {
+    "add_noise": "noisy_sgd",
+    "multi_transform": "partition",
+    "scale": "scale_by_learning_rate",
+    "scale_by_belief": "adabelief",
+    "scale_by_factored_rms": "adafactor",
+    "scale_by_learning_rate": "adam",
+    "scale_by_optimistic_gradient": "optimistic_gradient_descent",
+    "scale_by_polyak": "polyak_sgd",
+    "scale_by_rms": "rmsprop",
+    "scale_by_rss": "adagrad",
+    "scale_by_sign": "sign_sgd",
+    "scale_by_trust_ratio": "lamb",
+    "trace": "sgd",
+}
+
 
 def constructors() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every public function of optax and optax.contrib that returns a transform, or does not say what it returns."""
@@ -148,6 +165,9 @@ def test_the_lists_of_exceptions_name_what_exists() -> None:
     public = {*dir(optax), *dir(optax.contrib)}
     assert {*SPECIAL, *NOT_STEPPED, *TRAINED} <= set(CONSTRUCTORS)
     assert public >= OTHERS
+    for core, optimizer in CORES.items():
+        one, other = CONSTRUCTORS[core], CONSTRUCTORS[optimizer]
+        assert one is other or f".{core}(" in inspect.getsource(other) or f" {core}(" in inspect.getsource(other), core
 
 
 def assert_valid(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> None:
@@ -259,7 +279,7 @@ def assert_close(got: dict[tuple[str, ...], np.ndarray], want: dict[tuple[str, .
 
 def stepped() -> list[str]:
     """Those to be tested side by side: neither trained on their own nor known by the optimizer they are the core of."""
-    cores = {f"scale_by_{name}" for name in CONSTRUCTORS}
+    cores = {*CORES, *(f"scale_by_{name}" for name in CONSTRUCTORS)}
     return [name for name in CONSTRUCTORS if name not in {*NOT_STEPPED, *TRAINED, *cores}]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_step import SGD, one_step
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, ScheduleError
@@ -54,12 +54,8 @@ def layout_of(**sizes: int) -> jp.Layout:
 def run(sizes: dict[str, int], pipeline: Any = None) -> Any:
     """Loss and gradients of one step, and its program."""
     layout = layout_of(**sizes)
-    with jax.default_matmul_precision("highest"), layout:
-        state = jp.init(layout, make_model, optax.sgd(0.1))
-        step = jp.train_step(layout, LOSS, pipeline=pipeline, keep_grads=True, donate=False)
-        compiled = step.lower(state, BATCH).compile(compiler_options=QUICK)
-        _, metrics = compiled(state, BATCH)
-    return float(metrics["loss"]), jax.device_get(metrics["grads"]), compiled, layout
+    metrics, grads, compiled = one_step(layout, LOSS, make_model, BATCH, pipeline=pipeline)
+    return metrics["loss"], grads, compiled, layout
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +102,7 @@ def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says
     batch = {name: jax.ShapeDtypeStruct((rows, seq, WIDTH), jnp.float32) for name in "xy"}
     found = []
     with layout:
-        state = jp.init(layout, make_model, optax.sgd(0.1))
+        state = jp.abstract_state(layout, make_model, SGD)
         for recompute in ((), (4, 3)):
             step = jp.train_step(
                 layout, replace(LOSS, layer=layer), pipeline=pipeline_of("gpipe", 2, recompute=recompute)
