@@ -192,9 +192,10 @@ def _check_best(job: Job) -> None:
     asked, train = job.config.checkpoint, job.config.train
     if asked is None or asked.best is None or asked.best.metric == "loss":
         return
-    both = math.lcm(asked.every, train.eval_every) if asked.every is not None and asked.every > 0 else math.inf
-    if both > train.steps:
-        when = f"every {asked.every} steps" if asked.every is not None else "by the clock"
+    if asked.minutes is None and (asked.every is None or asked.every < 1):
+        return  # the last step alone, or what the manager refuses
+    if asked.every is None or math.lcm(asked.every, train.eval_every) > train.steps:
+        when = "by the clock" if asked.every is None else f"every {asked.every} steps"
         raise ConfigError(
             f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved {when} before step {train.steps} "
             f"has none. Remedy: every: {train.eval_every}, or metric: loss."
