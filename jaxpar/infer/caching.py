@@ -95,6 +95,7 @@ def cached_attention(
     def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, at_B: jax.Array, layer: Any, number: Any) -> Any:
         first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
         new = (("keys", k), ("values", v))
+        number = number if groups > 1 else 0  # known, the rows written are all rows to the compiler
         cache = {name: _written(cache[name], x, layer, at_B - first, (number, groups)) for name, x in new}
         mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
         if heads != kv_heads:  # queries' heads are split, these are whole
