@@ -15,7 +15,8 @@ import jaxpar as jp
 from jaxpar.crossing import asking
 from jaxpar.inspect.compare import gradient_gaps
 from jaxpar.models.embedding import lookup
-from jaxpar.models.losses import linear_cross_entropy
+from jaxpar.models.llama import make_llama, preset
+from jaxpar.models.losses import linear_cross_entropy, next_token_loss
 
 RULES = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None, heads=None, vocab=None)
 ZEROS = {stage: jp.Zero(stage, min_bytes=0) for stage in (0, 2, 3)}
@@ -113,3 +114,14 @@ def test_rows_of_a_table_are_summed_wide_whichever_way_they_come(case: str) -> N
     want = np.zeros_like(table)
     np.add.at(want, ids.ravel(), np.cos(table[ids.ravel()]))
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-2 * np.abs(want).max())
+
+
+def test_copies_of_layers_scatter_wide_too(layout_of: Any) -> None:
+    layout = layout_of("fsdp_tp_sp", 8)
+    model = preset("tiny", layers=1, dtype="bfloat16", copies=2)
+    state = jp.abstract_state(layout, make_llama(model), optax.sgd(0.1))
+    tokens = jax.ShapeDtypeStruct((32, 64), "int32")
+    for precision, dtype in (("bf16", "f32"), ({"compute": "bf16", "reduce": "bf16"}, "bf16")):
+        step = jp.train_step(layout, next_token_loss, precision=precision)
+        text = str(step.trace(state, {"tokens": tokens, "targets": tokens}).jaxpr)
+        assert set(re.findall(r"(\w+)\[[\d,]+\]\S* = reduce_scatter\[", text)) == {dtype}
