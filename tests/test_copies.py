@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from one_step import check_grads, one_step
 
 import jaxpar as jp
 from jaxpar.config import build
@@ -38,6 +38,8 @@ RULES = jp.Rules(
     layers="pipeline",
     params={"embed": "data"},
 )
+HOW = {"layers": 2, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48}
+ONE = llama.make_llama(llama.preset("tiny", **HOW))
 Found = tuple[float, Any, Any]
 
 
@@ -55,19 +57,14 @@ def run(
     **config: Any,
 ) -> Found:
     """Loss, gradients and the audit of one step of a small Llama."""
-    how = {"layers": 2, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48, "remat": "full", **config}
-    model, layout = llama.preset("tiny", copies=copies, **how), layout_of(**sizes)
+    model, layout = llama.preset("tiny", copies=copies, **HOW, **{"remat": "full", **config}), layout_of(**sizes)
     keys = enumerate(("tokens", "targets"))
     batch = {name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, 64) for n, name in keys}
     if packed:
         batch["segment_ids"] = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (ROWS, SEQ))))
     loss = staged_next_token_loss(model) if staged else next_token_loss
-    with jax.default_matmul_precision("highest"), layout:
-        state = jp.init(layout, llama.make_llama(model), optax.sgd(0.1))
-        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False)
-        compiled = step.lower(state, batch).compile(compiler_options=QUICK)
-        _, metrics = compiled(state, batch)
-    return float(metrics["loss"]), jax.device_get(metrics["grads"]), jp.audit(compiled, mesh=layout.mesh)
+    metrics, grads, compiled = one_step(layout, loss, llama.make_llama(model), batch, ONE, pipeline=pipeline)
+    return metrics["loss"], grads, jp.audit(compiled, mesh=layout.mesh)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +79,7 @@ def two_copies() -> Found:
 
 def check_same(got: Found, want: Found, bound: float = 2e-6) -> None:
     assert got[0] == pytest.approx(want[0], rel=bound)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True)
-    for (keys, a), b in pairs:
-        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
+    check_grads(got[1], want[1], bound)
 
 
 def test_two_copies_give_what_one_gives(two_copies: Found, one_copy: Found) -> None:
