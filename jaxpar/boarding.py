@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.crossing import Parts, batch_axes, gather, parts_of, reduce
 from jaxpar.errors import ConfigError, LayoutError, listing
-from jaxpar.joint import Joint
 from jaxpar.layout import Layout, hint
 from jaxpar.microbatches import each_parameter, pieces_of, resolved_of
 from jaxpar.model import show, to_path
@@ -38,7 +37,6 @@ class Boarding:
       stored, wanted: where parameters, and their gradients, lie: trees of :class:`Lies`.
       each: gradients of layers come already scattered.
       chunks: of each sequence.
-      joint: which weights of layers lie side by side, from ``enter`` to ``leave``.
     """
 
     layout: Layout
@@ -50,29 +48,18 @@ class Boarding:
     wanted: Any
     each: bool
     chunks: int
-    joint: Joint
 
     @classmethod
     def of(
-        cls,
-        layout: Layout,
-        split: Split,
-        state: TrainState,
-        precision: Precision,
-        asked: Pipeline | Asynchronous,
-        together: tuple[tuple[str, ...], ...] = (),
+        cls, layout: Layout, split: Split, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
     ) -> Boarding:
-        """That of a state, with these groups of weights ``together`` where they can be.
+        """That of a state.
 
         Raises:
           ConfigError, LayoutError: layers do not go over the pieces, or parameters lie so that stages cannot have theirs.
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
-        lies = [_lies(layout, state, role, axes) for role in ("params", "gradients")]
-        groups = tuple(tuple(tuple(path.split("/")) for path in group) for group in together)
-        found = tuple(map(split.stack, lies))
-        joint = Joint.of(layout, (*axes, AXIS), groups, split.stack(split.shapes), found, precision)
-        stored, wanted = (split.join(joint.lies(split.stack(each)), each) for each in lies)
+        stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
         each = asked.reduce != "once"
         for lies in jax.tree.leaves(split.stack(wanted)):
             first = lies.parts(axes).dims[0]
@@ -82,7 +69,7 @@ class Boarding:
                     f"Remedy: reduce='once', or rules that split another dim."
                 )
         chunks = asked.schedule.sequence_chunks
-        return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks, joint)
+        return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks)
 
     def kept(self, asked: Pipeline) -> Kept | None:
         """Slots of layers, where the first of a stage recompute.
@@ -101,10 +88,6 @@ class Boarding:
                     f"a pass. Remedy: a number up to {most} for stage {stage}."
                 )
         return kept_of(asked.schedule, asked.recompute, counts) if asked.recompute else None
-
-    def block(self, weights: Any) -> Any:
-        """One layer of the model, of its weights as they come aboard."""
-        return self.split.block(self.joint.given(weights))
 
     def enter(self, params: Any, batch: Any, x: jax.Array, microbatches: int) -> tuple[Any, tuple[Any, jax.Array]]:
         """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x`` as [devices, microbatches, rows, ...].
@@ -125,7 +108,6 @@ class Boarding:
         stored = jax.tree.map(lambda lies: lies.spec(), self.stored)
         into = stored, jax.tree.map(rows, batch), self._columns(x, x.ndim, *row_axes(self.layout, x))
         out = weights, (jax.tree.map(lambda _: own, batch), self._columns(x, x.ndim + 2, ways))
-        params = self.split.join(self.joint.join(self.split.stack(params), self.precision.crossing), params)
         found: tuple[Any, tuple[Any, jax.Array]] = self._inside(local, into, out)(params, batch, x)
         return found
 
@@ -149,8 +131,8 @@ class Boarding:
         into = came, own, own, self._columns(like, x.ndim, ways)
         wanted = jax.tree.map(lambda lies: lies.spec(), self.wanted)
         out = PartitionSpec(), PartitionSpec(), wanted, self._columns(like, like.ndim, *row_axes(self.layout, like))
-        sums, weight, grads, x = self._inside(local, into, out)(grads, sums, weight, x)
-        return sums, weight, self.split.join(self.joint.part(self.split.stack(grads)), grads), x
+        found: tuple[Any, jax.Array, Any, jax.Array] = self._inside(local, into, out)(grads, sums, weight, x)
+        return found
 
     def summed(self, sums: Any) -> Any:
         """Each device's own sums [1, ...], of all devices."""

@@ -40,7 +40,7 @@ def evaluated(
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
     program = Program(
         schedule=schedule,
-        layer=layer_of(loss_fn, board),
+        layer=layer_of(loss_fn, split),
         side=side_of(layout, loss_fn, split),
         head=_head(loss_fn, split),
         axes=board.axes,

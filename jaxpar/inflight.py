@@ -122,7 +122,7 @@ class Call:
         split, loss_fn, counts = self.split, self.loss_fn, self.board.layers.counts
         return Program(
             schedule=self.window,
-            layer=layer_of(loss_fn, self.board),
+            layer=layer_of(loss_fn, split),
             side=side_of(self.layout, loss_fn, split),
             head=head,
             axes=self.board.axes,

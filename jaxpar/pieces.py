@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.boarding import Boarding, Split, row_axes, seq_axes
+from jaxpar.boarding import Split, row_axes, seq_axes
 from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout
@@ -30,9 +30,9 @@ def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Arr
     return x
 
 
-def layer_of(loss_fn: Staged, board: Boarding) -> Layer:
-    """One layer, of its weights as they come aboard."""
-    return lambda weights, x, side: loss_fn.one(board.block(weights), x, side.given, side.keys)
+def layer_of(loss_fn: Staged, split: Split) -> Layer:
+    """One layer, of its weights."""
+    return lambda weights, x, side: loss_fn.one(split.block(weights), x, side.given, side.keys)
 
 
 def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any], Beside]:

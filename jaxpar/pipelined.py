@@ -48,12 +48,12 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     x, pull = jax.vjp(before, others)
     check_chunks(x, schedule)
 
-    board = Boarding.of(layout, split, state, precision, asked, loss_fn.together)
+    board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
     program = Program(
         schedule=schedule,
-        layer=layer_of(loss_fn, board),
+        layer=layer_of(loss_fn, split),
         side=side_of(layout, loss_fn, split),
         head=head_of(loss_fn, split, scale),
         axes=board.axes,
@@ -67,7 +67,7 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         dims=loss_fn.dims,
         kept=board.kept(asked),
         again=asked.recompute,
-        carry=_carry(loss_fn, split, board, schedule.sequence_chunks),
+        carry=_carry(loss_fn, split, schedule.sequence_chunks),
     )
     grads, (sums, weight, after), fed = run(program, split.stack(weights), split.others(weights), fed, pieces)
     sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
@@ -186,13 +186,13 @@ def _check_chunks(layout: Layout, loss_fn: Staged, batch: Any, asked: Pipeline) 
             )
 
 
-def _carry(loss_fn: Staged, split: Split, board: Boarding, chunks: int) -> Carry | None:
+def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
     """How layers take sequences in chunks."""
     layer = loss_fn.carried_layer
     if chunks == 1 or layer is None:
         return None
     return Carry(
-        layer=lambda w, x, side, carry, chunk: layer(board.block(w), x, side.given, carry, chunk),
+        layer=lambda w, x, side, carry, chunk: layer(split.block(w), x, side.given, carry, chunk),
         empty=lambda piece: loss_fn.carry(split.model_of(split.others(split.shapes)), piece[0]),
         chunks=chunks,
     )

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxpar.crossing import wide
 from jaxpar.errors import ModelError, listing
-from jaxpar.together import Part
 
 ADDED = "loss"
 """Under this name a layer gives what is added to the loss."""
@@ -55,9 +54,6 @@ class Staged:
         stands in the carry behind that part (that of another microbatch, or of later chunks), nor on what stood in it.
       carry: ``carry(model, batch)``: the carry of a layer for all of a microbatch, arrays [rows, seq, ...] or their shapes. Integers have no
         gradient.
-      together: groups of weights of a layer, by their paths in it (``("attention/q", "attention/k", "attention/v")``), that the layer gives to one call
-        of :func:`jaxpar.project`, in this order. A pipeline lays each group side by side once a step where it can: where the mesh has no axes but
-        those of the pipeline and of the rows, they lie alike, and nothing crosses in int8.
 
     ``model`` is what ``make_model`` returned, for ``loss_fn``; under a pipeline without its layers. ``block`` is one layer: an NNX module
     (the stack's, with one layer's arrays) or the stack's subtree of one layer's arrays.
@@ -84,7 +80,6 @@ class Staged:
     keys: bool = False
     carried_layer: Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]] | None = None
     carry: Callable[[Any, Any], Any] = _nothing
-    together: tuple[tuple[str, ...], ...] = ()
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -202,5 +197,5 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         )
     structure = jax.tree.structure(params)
     return jax.tree.leaves(params), lambda leaves: nnx.merge(
-        graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, Part))), rest
+        graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest
     )

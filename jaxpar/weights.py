@@ -26,7 +26,6 @@ from jaxpar.layout import current_layout, hint, to_spec
 from jaxpar.precision import Precision
 from jaxpar.products import GATHERED, Regather, product, route
 from jaxpar.rules import Axes
-from jaxpar.together import parted, whole_of
 from jaxpar.waiting import fetch
 
 type _Dims = tuple[str | None, ...]
@@ -76,8 +75,7 @@ def project(
 
     Raises:
       ConfigError: ``regather`` does not divide the devices that share a weight.
-      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``, or do not share its scales; or some,
-        but not all, of those that lie side by side (``Staged(together=...)``).
+      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``, or do not share its scales.
 
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
@@ -90,11 +88,6 @@ def project(
     >>> q.shape, k.shape
     ((2, 4, 3), (2, 2, 3))
     """
-    whole = whole_of([w for w, _ in weights])
-    if whole is not None:
-        (y,) = project(x, (whole, (weights[0][1][0], None)), dtype=dtype, regather=regather)
-        # What heads want of the order in memory would else reach into the matmuls, forward and backward.
-        return tuple(parted(jax.lax.optimization_barrier(y), [w.shape[1:] for w, _ in weights]))
     for w, dims in weights:
         if w.shape[:summed] != x.shape[x.ndim - summed :]:
             which = (

@@ -41,15 +41,14 @@ class Mlp:
     rules: jp.Rules
 
     def make(self, key: jax.Array) -> dict[str, Any]:
-        # One draw for all: each takes as long to compile as all else that a first state needs.
-        drawn = jax.random.normal(key, (66, 16))
+        up, down, square, bias = jax.random.split(key, 4)
         return {
             "block": {
-                "up": jp.tag(drawn[:24].T / 4, "embed", "mlp"),
-                "down": jp.tag(drawn[24:48] / 5, "mlp", "embed"),
-                "bias": jp.tag(drawn[48:50].reshape(-1)[:24], "mlp"),
+                "up": jp.tag(jax.random.normal(up, (16, 24)) / 4, "embed", "mlp"),
+                "down": jp.tag(jax.random.normal(down, (24, 16)) / 5, "mlp", "embed"),
+                "bias": jp.tag(jax.random.normal(bias, (24,)), "mlp"),
             },
-            "square": jp.tag(drawn[50:] / 4, "embed", "mlp"),
+            "square": jp.tag(jax.random.normal(square, (16, 16)) / 4, "embed", "mlp"),
             "temperature": jnp.ones(()),
         }
 

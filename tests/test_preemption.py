@@ -68,6 +68,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
     finally:
         for worker in workers:
             worker.kill()
+            worker.communicate()
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     ended = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     last = ended[0]["steps"]
@@ -91,7 +92,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait(ready: Callable[[], bool]) -> None:
-    until = time.monotonic() + 600
+    until = time.monotonic() + 300
     while not ready():
         assert time.monotonic() < until
         time.sleep(0.05)

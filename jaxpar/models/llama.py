@@ -32,7 +32,6 @@ from jaxpar.models.embedding import lookup
 from jaxpar.models.interleaved import HALVES, block_in_copies, halved, laid_for_halves
 from jaxpar.nnx import axes, stacked
 from jaxpar.recompute import OUTPUT, SAVED_EMBED, Recompute
-from jaxpar.together import Part
 from jaxpar.waiting import cut
 from jaxpar.weights import gather_weight, project
 
@@ -221,11 +220,10 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[batch, seq, embed]; or only the first ``half`` of the work, what each head makes of the tokens: [batch, seq, heads, head_dim]."""
         kv_dims = ("embed", "kv_heads", "head_dim")
-        weights = (self.q[...], ("embed", "heads", "head_dim")), (self.k[...], kv_dims), (self.v[...], kv_dims)
-        if isinstance(weights[0][0], Part):
-            q, k, v = project(x_BSE, *weights, **self.how)
-        else:  # One by one: gathered together they come too late to hide behind the matmul before.
-            q, k, v = [project(x_BSE, weight, **self.how)[0] for weight in weights]
+        # One by one: gathered together they come too late to hide behind the matmul before.
+        (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
+        (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
+        (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
         if half:

@@ -104,6 +104,4 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         dims=("batch", "residual_seq", "embed"),
         carried_layer=carried_layer,
         carry=lambda model, batch: empty_carry(config, batch),
-        # Copies hand a layer's weights on by their arrays.
-        together=() if config.copies > 1 else (("attention/q", "attention/k", "attention/v"), ("mlp/gate", "mlp/up")),
     )

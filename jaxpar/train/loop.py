@@ -219,6 +219,7 @@ class Run:
         self._overdue = news is not None and news[0].overdue
         if news is None:
             return
+        self._tally.heard()
         self._signal = max(one.signal for one in news)
         self._stop.late = bool(self._signal)
         slow, among = self._stragglers.add(news), self._stragglers
@@ -338,6 +339,12 @@ class Tally:
             self._busy = min(self._busy, seconds)
             return 0.0
         return max(batch - self._busy, 0.0) if math.isfinite(self._busy) else batch
+
+    def heard(self) -> None:
+        """An exchange is over, which took as long as the slowest took to come to it: no time of this process's own."""
+        self._account.wall()
+        other = self._account.spent["other"]
+        self._waited, self._other = self._waited + other - self._other, other
 
     def news(self, signal: int, overdue: bool) -> News:
         """What the others should know; begins anew."""
