@@ -62,7 +62,8 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
     ]
     try:
         named = lambda: [one for one in records(tmp_path) if one.get("slow") == [1]]
-        wait(lambda: bool(named()) or any(worker.poll() is not None for worker in workers))
+        beyond = lambda: any(one["step"] > BAD + 1 for one in records(tmp_path))
+        wait(lambda: (bool(named()) and beyond()) or any(worker.poll() is not None for worker in workers))
         workers[1].send_signal(signal.SIGTERM)
         outputs = [worker.communicate(timeout=600)[0] for worker in workers]
     finally:
