@@ -192,7 +192,12 @@ def main() -> int:
     )
     parser.add_argument("--names", help="which schedules, with commas; all by default")
     parser.add_argument("--lowering", choices=sorted(HOW), default="uniform", help="(default: %(default)s)")
-    parser.add_argument("--unit", type=float, default=40, help="ms of F, of B and of W on a stage; 0 measures nothing")
+    parser.add_argument(
+        "--unit",
+        type=float,
+        default=160,
+        help="ms of F, of B and of W on a stage, many times the 1 to 3 ms that two cores add to a tick; 0 measures nothing",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
