@@ -91,7 +91,7 @@ def table(points: Sequence[dict[str, Any]]) -> str:
         sums = (
             parts["parameters"] + parts["weight copies"],
             parts["optimizer"] + parts["gradients"] + parts["batch and rest"],
-            parts["saved activations"] + parts["working"],
+            parts["kept weights"] + parts["saved activations"] + parts["working"],
         )
         rows.append((*words(point), *(f"{n / 2**20:.0f}" for n in (*sums, total, peak)), f"{errors[-1]:+.1%}"))
     lines = [head, ("---",) * 5 + ("---:",) * 6, *rows]

@@ -26,9 +26,10 @@ _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
 """MiB of vector memory by device kind, as jax's ``pallas.tpu.get_tpu_info_for_chip`` has them."""
 
 _ROLES = {"params": "parameters", "opt_state": "optimizer"}
-PARTS = ("parameters", "optimizer", "batch and rest", "gradients", "weight copies", "saved activations", "working")
-"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, what loops keep for the
-backward pass (which a remat policy decides), and what is alive beside at the worst moment."""
+KEPT = "kept weights"
+PARTS = ("parameters", "optimizer", "batch and rest", "gradients", "weight copies", KEPT, "saved activations", "working")
+"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, gathered weights that loops keep for
+the backward pass (which ``regather`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Memory:
         >>> Memory("cpu", {"parameters": 8}, ("fft",)).cells(str)
         [('parameters', '8'), ('not estimated', 'fft')]
         """
-        known = [(part, show(size)) for part, size in self.parts.items()]
+        named = {KEPT: f"{KEPT} (by regather)"}
+        known = [(named.get(part, part), show(size)) for part, size in self.parts.items() if size or part != KEPT]
         if self.unknown:
             return [*known, ("not estimated", ", ".join(self.unknown))]
         return [*known, ("total", show(self.total or 0))]
@@ -106,7 +108,9 @@ def _sorted(moment: Moment, walk: Walk, made: Sequence[Value]) -> dict[str, int]
     parts = dict.fromkeys(PARTS[3:], 0)
     gradients, copies = walk.behind_results() | walk.behind(made), walk.copies_of_inputs()
     for held in moment.held:
-        if held.depth:
+        if held.gathered:
+            part = KEPT
+        elif held.depth:
             part = "working"
         elif held.value in gradients:
             part = "gradients"
