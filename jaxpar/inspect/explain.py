@@ -92,6 +92,7 @@ def explain(
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
+    notes += _narrow(rows, memory.narrow) if memory is not None else ()
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
 
 
@@ -178,6 +179,20 @@ def _row(layout: Layout, tensor: Tensor, part: str, *, disk: str = "") -> Row:
         rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),
         why=tuple(why),
         problems=resolved.problems,
+    )
+
+
+def _narrow(rows: Sequence[Row], paths: Sequence[str]) -> tuple[str, ...]:
+    """What is said of gradients that are summed in 16 bits."""
+    if not paths:
+        return ()
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    size = sum(row.bytes for row in rows if row.path in set(paths))
+    count = f"the gradients of {len(paths)} parameters" if len(paths) > 1 else "the gradient of one parameter"
+    return (
+        f"16-bit sums: {count} ({show_bytes(size)}) {'are' if len(paths) > 1 else 'is'} summed over devices in the 16 bits that the model "
+        f"computes in: {named}. Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sums all "
+        f"gradients in fp32.",
     )
 
 
