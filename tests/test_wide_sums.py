@@ -15,6 +15,7 @@ import jaxpar as jp
 from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError
 from jaxpar.inspect.compare import gradient_gaps
+from jaxpar.inspect.report import show_bytes
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.losses import linear_cross_entropy, next_token_loss
@@ -104,8 +105,9 @@ def noted(zero: jp.Zero, **step: Any) -> tuple[str, ...]:
 
 def test_explain_names_what_is_summed_in_16_bits_all_the_same() -> None:
     said = (
-        "16-bit sums: the gradient of one parameter (2.25 KiB) is summed over devices in the 16 bits that the model computes in: params/one. Remedy: "
-        "jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {optimizer: {stage: 1}}), which sums all gradients in fp32."
+        "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16 bits that the model computes in: params/one. "
+        "Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {optimizer: {stage: 1}}), which sums all "
+        "gradients in fp32."
     )
     for stage in (0, 2, 3):
         assert noted(ZEROS[stage]) == (said,)
@@ -133,6 +135,27 @@ def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
     for precision in ("bf16", {"gather": "bf16"}):
         assert 1e-5 < max(gradient_gaps(want, gradients(precision, 8, ZEROS[3])).values()) < 2e-2
     assert max(gradient_gaps(want, gradients({"reduce": "fp32"}, 8, ZEROS[2])).values()) < 1e-5
+
+
+def test_explain_names_what_int8_is_not_for() -> None:
+    """Embedding and head, in the stages in which the compiler gathers and reduces."""
+    config = preset("tiny", layers=1, dtype="bfloat16")
+    tokens = jp.tag(jax.ShapeDtypeStruct((32, 128), "int32"), "batch", "seq")
+    given = {"batch": {"tokens": tokens, "targets": tokens}, "loss_fn": next_token_loss}
+    size = 2 * 4 * config.vocab * config.embed
+    for stage, named in ((3, True), (1, False)):
+        zero = jp.Zero(stage)
+        rules = zero.rules(jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=8).rules)
+        layout = jp.Layout(jp.MeshSpec(data=8).abstract(), rules)
+        step = zero.step | {"precision": {"gather": "int8", "reduce": "int8"}}
+        notes = jp.explain(layout, make_llama(config), optax.sgd(0.1), **given, step=step).notes
+        said = (
+            f"not in int8: 2 parameters ({show_bytes(size)}) and what is summed of their gradients cross in the dtype of the compute, as they do not go "
+            f"through jp.project: params/embedding, params/head. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors "
+            f"cross in int8."
+        )
+        assert ([note for note in notes if "int8" in note] == [said]) is named, notes
+        assert named or not any("int8" in note for note in notes)
 
 
 TABLES: dict[str, tuple[jp.MeshSpec, dict[str, Any]]] = {

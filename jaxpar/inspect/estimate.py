@@ -167,7 +167,9 @@ class Walk:
         made = [(v, self.maker.get(v)) for v in values if v.bytes]
         slices = [None if op is None else _slice(op, v) for v, op in made]
         return tuple(
-            Held(v, op.name if op else "carried", v.bytes, self.depth, one is not None, one is not None and one.gathered)
+            Held(
+                v, op.name if op else "carried", v.bytes, self.depth, one is not None, one is not None and one.gathered
+            )
             for (v, op), one in zip(made, slices, strict=True)
         )
 

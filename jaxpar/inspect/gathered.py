@@ -11,7 +11,17 @@ from jaxpar.inspect.hlo import Computation, Instruction
 
 _MOVES = frozenset(
     ("copy", "convert", "bitcast", "bitcast-convert", "transpose", "reshape", "opt-barrier", "copy-start", "copy-done")
-    + ("reduce-precision", "slice", "slice-start", "slice-done", "dynamic-slice", "all-gather-done", "async-done", "fusion-done", "call-done")
+    + (
+        "reduce-precision",
+        "slice",
+        "slice-start",
+        "slice-done",
+        "dynamic-slice",
+        "all-gather-done",
+        "async-done",
+        "fusion-done",
+        "call-done",
+    )
 )
 _Place = tuple[Instruction, Computation]
 
@@ -102,5 +112,7 @@ def _unchanging(value: Instruction, where: Computation, body: Computation, flow:
             continue
         back = _back(value, where, flow) if value.opcode in ("parameter", "get-tuple-element") else None
         inner = flow.inner(value)
-        todo += [back] if back else [(inner.root, inner)] if inner else [(where[name], where) for name in value.operands]
+        todo += (
+            [back] if back else [(inner.root, inner)] if inner else [(where[name], where) for name in value.operands]
+        )
     return True

@@ -6,6 +6,7 @@ what XLA:TPU was seen to do; ``docs/memory.md`` has the assumptions, and the err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxpar.crossing import SMALL
 from jaxpar.disk import gradient_step
 from jaxpar.errors import JaxparError
 from jaxpar.inspect.estimate import Moment, Value, Walk
@@ -30,7 +32,16 @@ _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
 
 _ROLES = {"params": "parameters", "opt_state": "optimizer"}
 KEPT = "kept weights"
-PARTS = ("parameters", "optimizer", "batch and rest", "gradients", "weight copies", KEPT, "saved activations", "working")
+PARTS = (
+    "parameters",
+    "optimizer",
+    "batch and rest",
+    "gradients",
+    "weight copies",
+    KEPT,
+    "saved activations",
+    "working",
+)
 """The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, gathered weights that loops keep for
 the backward pass (which ``regather`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
 
@@ -43,7 +54,8 @@ class Memory:
       target: the device that the step was traced for, as ``TPU v5 lite``; ``cpu`` where the mesh names none.
       parts: part → bytes on one device, of :data:`PARTS`; where something could not be estimated, only what is known.
       unknown: what keeps the rest from being estimated: operations by name, or why the step cannot be traced.
-      narrow: parameters whose gradients that same step sums over devices in 16 bits, which nobody has asked for.
+      narrow: parameters whose gradients that same step sums over devices in 16 bits, though nobody has asked for that; where int8 is asked
+        for, those that are not summed so.
     """
 
     target: str
@@ -120,11 +132,14 @@ def estimate(
 def _narrow(
     layout: Layout, program: Program, gradients: Sequence[Value], tensors: Sequence[Tensor], precision: Precision
 ) -> tuple[str, ...]:
-    if precision.reduce is not None and precision.reduce != INT8 and jnp.dtype(precision.reduce).itemsize < 4:
+    packed = precision.reduce == INT8
+    if precision.reduce is not None and not packed and jnp.dtype(precision.reduce).itemsize < 4:
         return ()
-    paths = [tensor.path for tensor in tensors if tensor.role == "params"]
+    params = [tensor for tensor in tensors if tensor.role == "params"]
     axes = {axis for dim in layout.resolve(("batch",)).axes for axis in dim}
-    return tuple(paths[i] for i, _ in narrow_sums(program, gradients, axes))
+    found = [params[i] for i in narrow_sums(program, gradients, axes, 8 if packed else 2)]
+    # Those that are small in 16 bits cross as they are, whatever was asked for.
+    return tuple(t.path for t in found if not packed or 2 * math.prod(t.shape) >= SMALL)
 
 
 def _sorted(moment: Moment, walk: Walk, made: Sequence[Value]) -> dict[str, int]:

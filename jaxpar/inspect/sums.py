@@ -1,4 +1,4 @@
-"""Which gradients a traced step sums over devices in 16 bits: found by going back from each to where its parts are made.
+"""Which gradients a traced step sums over devices in few bits: found by going back from each to where its parts are made.
 
 A sum over devices is an operation whose operands are divided by a mesh axis that does not divide its result. What a model hands to
 :func:`jaxpar.project`, the lookup and the loss is summed in fp32; what it multiplies by itself in 16 bits the compiler sums so.
@@ -11,19 +11,37 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from jaxpar.inspect.program import Op, Program, Value
 
 _ONE = frozenset(
-    ("convert_element_type", "sharding_constraint", "reshard", "reshape", "transpose", "squeeze", "broadcast_in_dim", "name", "local")
-    + ("reduce_precision", "optimization_barrier", "split", "slice", "dynamic_slice", "copy", "neg", "relaid", "expand_dims")
+    (
+        "convert_element_type",
+        "sharding_constraint",
+        "reshard",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "broadcast_in_dim",
+        "name",
+        "local",
+    )
+    + (
+        "reduce_precision",
+        "optimization_barrier",
+        "split",
+        "slice",
+        "dynamic_slice",
+        "copy",
+        "neg",
+        "relaid",
+        "expand_dims",
+    )
 )
 _MANY = frozenset(("add", "add_any", "mul", "div", "sub", "select_n", "concatenate", "pad", "dynamic_update_slice"))
 _BY_HAND = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
-_NARROW = 2
 
 
-def narrow_sums(program: Program, gradients: Sequence[Value], axes: Collection[str]) -> list[tuple[int, frozenset[str]]]:
-    """The places among ``gradients`` of those that are summed in 16 bits over some of ``axes``, and over which."""
+def narrow_sums(program: Program, gradients: Sequence[Value], axes: Collection[str], most: int) -> list[int]:
+    """The places among ``gradients`` of those that are summed over some of ``axes`` as numbers of at most so many bytes."""
     makers = dict(_makers(program))
-    found = ((i, _summed(value, makers, frozenset(axes))) for i, value in enumerate(gradients))
-    return [(i, over) for i, over in found if over]
+    return [i for i, value in enumerate(gradients) if _summed(value, makers, frozenset(axes), most)]
 
 
 def _makers(program: Program) -> Iterator[tuple[Value, Op]]:
@@ -33,9 +51,9 @@ def _makers(program: Program) -> Iterator[tuple[Value, Op]]:
             yield from _makers(body)
 
 
-def _summed(value: Value, makers: dict[Value, Op], axes: frozenset[str]) -> frozenset[str]:
-    """The axes over which parts of a value are summed in 16 bits on the way to it."""
-    todo, seen, over = [value], set[Value](), frozenset[str]()
+def _summed(value: Value, makers: dict[Value, Op], axes: frozenset[str], most: int) -> bool:
+    """Whether parts of a value are summed so on the way to it."""
+    todo, seen = [value], set[Value]()
     while todo:
         value = todo.pop()
         op = makers.get(value)
@@ -49,10 +67,9 @@ def _summed(value: Value, makers: dict[Value, Op], axes: frozenset[str]) -> froz
         elif op.name in ("scan", "while") and op.bodies:
             body = op.bodies[-1]
             todo.append(body.results[op.makes.index(value)])
-        elif value.itemsize == _NARROW:
-            gone = axes if op.name in _BY_HAND else (_axes(op.reads) - _axes(op.makes)) & axes
-            over |= gone
-    return over
+        elif value.itemsize <= most and (op.name in _BY_HAND or (_axes(op.reads) - _axes(op.makes)) & axes):
+            return True
+    return False
 
 
 def _axes(values: Iterable[Value]) -> frozenset[str]:

@@ -63,7 +63,9 @@ def llama_step(
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=placed)
     # In 16 bits all that crosses the mesh is of one size.
     precision = {"reduce": "bf16"} if config.dtype == "bfloat16" else None
-    return jp.train_step(layout, next_token_loss, precision=precision).lower(state, {"tokens": tokens, "targets": tokens})
+    return jp.train_step(layout, next_token_loss, precision=precision).lower(
+        state, {"tokens": tokens, "targets": tokens}
+    )
 
 
 def training_flops(config: LlamaConfig, batch: int, seq: int) -> int:

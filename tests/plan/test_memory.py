@@ -116,7 +116,9 @@ def test_gathered_weights_that_are_kept_are_a_part_of_their_own(regather: Any, s
     """All of the layers' matrices in 16 bits, or a part of them within groups; else the estimate has no such line."""
     sizes = {"embed": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "mlp": 4096, "vocab": 2048, "layers": 3}
     config = LlamaConfig(**sizes, dtype="bfloat16", remat="full", regather=regather)
-    layout = jp.Layout(jp.MeshSpec(data=16).abstract(), jp.Layout.from_yaml("configs/layouts/fsdp.yaml", devices=16).rules)
+    layout = jp.Layout(
+        jp.MeshSpec(data=16).abstract(), jp.Layout.from_yaml("configs/layouts/fsdp.yaml", devices=16).rules
+    )
     tokens = jp.tag(jax.ShapeDtypeStruct((64, 512), "int32"), "batch", "seq")
     batch = {"tokens": tokens, "targets": tokens}
     memory = jp.explain(layout, make_llama(config), optax.sgd(1e-3), batch=batch, loss_fn=next_token_loss).memory
