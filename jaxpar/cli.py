@@ -300,7 +300,9 @@ def _compiled(command: Check, topology: str) -> int:
     job = _job(command.config, command.set, run=False)
     tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
     flops = tokens * job.model.flops_per_token(seq)
-    about = About(tokens, flops, job.model.vocab, seq, Recompute.of(job.model.remat).policy)
+    about = About(
+        tokens, flops, job.model.vocab, seq, Recompute.of(job.model.remat).policy, job.config.parallel.regather
+    )
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
     found = check_up(parsed, *run, about=about, **options)

@@ -37,8 +37,12 @@ def asked() -> Precision:
 
 
 def summing(dtype: Any) -> Any:
-    """The dtype, if a wider one than ``dtype``, in which a gradient is to be summed by whoever makes it; nothing inside of a ``shard_map``."""
-    return None if jax.sharding.get_abstract_mesh().manual_axes else asked().summing(dtype)
+    """The dtype, if a wider one than ``dtype``, in which a gradient is to be summed by whoever makes it; nothing inside of a ``shard_map``.
+
+    Nor outside of a step: who takes gradients by themselves has asked for no dtype.
+    """
+    aside = _asked.value is None or jax.sharding.get_abstract_mesh().manual_axes
+    return None if aside else asked().summing(dtype)
 
 
 def batch_axes(layout: Layout) -> Axes:

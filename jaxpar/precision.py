@@ -90,8 +90,8 @@ class Precision:
     Attributes:
       compute: weights are cast to it before the model sees them; ``None`` leaves them as they are.
       gather: dtype in which weights cross the mesh; that of ``compute`` if ``None``.
-      reduce: dtype in which gradients are summed over devices; fp32 or wider if ``None``, unless the model alone says in what it computes and
-        the compiler reduces where gradients arise: then the model's.
+      reduce: dtype in which gradients are summed over devices; fp32 or wider if ``None``, also of a model that computes in 16 bits by its own
+        word alone.
         Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.quantise`). Where weights are gathered, or gradients
         reduced, by the compiler (ZeRO stages 2 and 3), all this is for what the model hands to :func:`jaxpar.project`.
       scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
@@ -171,11 +171,21 @@ class Precision:
         return jnp.dtype(self.gather) if narrow else None
 
     def summing(self, dtype: Any) -> Any:
-        """The dtype in which devices' parts of a gradient computed in ``dtype`` are summed where it arises, if that is a wider one."""
-        if self.reduce == INT8 or (self.reduce is None and self.compute is None):
+        """The dtype in which devices' parts of a gradient computed in ``dtype`` are summed where it arises, if that is a wider one.
+
+        Raises:
+          ConfigError: ``reduce`` is narrower than what a model computes in by its own word.
+        """
+        if self.reduce == INT8:
             return None
+        dtype = jnp.dtype(dtype)
         wide = jnp.promote_types(dtype, self.reduce or jnp.float32)
-        return None if wide == jnp.dtype(dtype) else wide
+        if self.compute is None and self.reduce is not None and jnp.dtype(self.reduce).itemsize < dtype.itemsize:
+            raise ConfigError(
+                f"precision: reduce is {self.reduce}, but here the compiler reduces gradients where they arise, and the model computes them in "
+                f"{dtype.name}. Remedy: precision.compute: {self.reduce}, reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+            )
+        return None if wide == dtype else wide
 
     def reducing(self, grad: jax.Array) -> jax.Array:
         """A device's sum of gradients as it is reduced over devices, if not in int8."""

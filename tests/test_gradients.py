@@ -281,11 +281,11 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
     ("precision", "options", "text"),
     [
         (
-            {"reduce": "bf16"},
+            {"compute": "fp32", "reduce": "bf16"},
             {"gather": "step", "reduce": "each"},
             (
                 "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not narrower than the "
-                "dtype of the compute (the model). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+                "dtype of the compute (float32). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
             ),
         ),
         (

@@ -13,7 +13,9 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.crossing import asking
+from jaxpar.errors import ConfigError
 from jaxpar.inspect.compare import gradient_gaps
+from jaxpar.inspect.report import show_bytes
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.losses import linear_cross_entropy, next_token_loss
@@ -38,7 +40,12 @@ def loss(model: Any, tokens: jax.Array) -> jax.Array:
     return linear_cross_entropy(left * jnp.tanh(right), jp.gather_weight(model["head"], *NAMES), tokens)
 
 
-def traced(zero: jp.Zero, precision: Any) -> str:
+def half(model: Any, tokens: jax.Array) -> jax.Array:
+    """The same, in 16 bits."""
+    return loss(jax.tree.map(lambda w: w.astype(jnp.bfloat16), model), tokens)
+
+
+def traced(zero: jp.Zero, precision: Any, loss: Any = loss) -> str:
     """A step for TPUs, more tokens on each than words: the table is not exchanged for rows."""
     layout = jp.Layout(jp.MeshSpec(data=8).on("v5e:2x4"), zero.rules(RULES))
     state = jp.abstract_state(layout, make, optax.sgd(0.1))
@@ -62,8 +69,50 @@ def test_gradients_computed_in_bf16_are_summed_in_fp32(stage: int) -> None:
 def test_the_models_own_dtypes_are_nobody_elses_matter() -> None:
     assert set(made(traced(ZEROS[3], None))) == set(made(traced(ZEROS[3], "fp32"))) == {"f32"}
     wide = jp.Precision(reduce="float32")
-    assert (wide.summing("float32"), jp.Precision().summing("bfloat16")) == (None, None)
+    assert (wide.summing("float32"), jp.Precision().summing("float32")) == (None, None)
     assert (wide.summing("bfloat16"), wide.gathering("bfloat16")) == (jnp.float32, None)
+    assert jp.Precision(reduce="bfloat16").summing("bfloat16") is None
+
+
+@pytest.mark.parametrize("stage", ZEROS)
+def test_a_model_in_bf16_by_its_own_word_alone_is_summed_in_fp32(stage: int) -> None:
+    assert made(traced(ZEROS[stage], None, half)) == ["f32"] * 4
+    assert set(made(traced(ZEROS[stage], {"reduce": "bf16"}, half))) == {"bf16"}
+
+
+def test_sums_cannot_be_asked_narrower_than_the_model_computes() -> None:
+    text = (
+        "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, and the model computes them in float32. Remedy: "
+        "precision.compute: bfloat16, reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        traced(ZEROS[3], {"reduce": "bf16"})
+
+
+def of_its_own(model: Any, x: jax.Array) -> jax.Array:
+    """A weight multiplied by hand in 16 bits, one in 32, and one that is handed over."""
+    half = jnp.bfloat16
+    x = jnp.sin(x.astype(half) @ jp.hint(model["one"].astype(half), *NAMES))
+    (x,) = jp.project(x, (model["left"], NAMES), dtype=half)
+    return jnp.mean((x.astype(jnp.float32) @ model["right"]) * jnp.sum(model["head"]) * jnp.sum(model["table"]))
+
+
+def noted(zero: jp.Zero, **step: Any) -> tuple[str, ...]:
+    layout = jp.Layout(jp.MeshSpec(data=8).abstract(), zero.rules(RULES))
+    batch = jp.tag(jax.ShapeDtypeStruct((64, 24), "float32"), "batch", "embed")
+    return jp.explain(layout, make, optax.sgd(0.1), batch=batch, loss_fn=of_its_own, step=zero.step | step).notes
+
+
+def test_explain_names_what_is_summed_in_16_bits_all_the_same() -> None:
+    said = (
+        "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16 bits that the model computes in: params/one. "
+        "Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {optimizer: {stage: 1}}), which sums all "
+        "gradients in fp32."
+    )
+    for stage in (0, 2, 3):
+        assert noted(ZEROS[stage]) == (said,)
+    assert noted(ZEROS[3], accumulate=4) == (said,)
+    assert noted(jp.Zero(1, min_bytes=0)) == noted(ZEROS[3], precision={"compute": "bf16", "reduce": "bf16"}) == ()
 
 
 def test_a_narrower_dtype_to_gather_in_is_that_of_the_gather_alone() -> None:
@@ -86,6 +135,27 @@ def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
     for precision in ("bf16", {"gather": "bf16"}):
         assert 1e-5 < max(gradient_gaps(want, gradients(precision, 8, ZEROS[3])).values()) < 2e-2
     assert max(gradient_gaps(want, gradients({"reduce": "fp32"}, 8, ZEROS[2])).values()) < 1e-5
+
+
+def test_explain_names_what_int8_is_not_for() -> None:
+    """Embedding and head, in the stages in which the compiler gathers and reduces."""
+    config = preset("tiny", layers=1, dtype="bfloat16")
+    tokens = jp.tag(jax.ShapeDtypeStruct((32, 128), "int32"), "batch", "seq")
+    given = {"batch": {"tokens": tokens, "targets": tokens}, "loss_fn": next_token_loss}
+    size = 2 * 4 * config.vocab * config.embed
+    for stage, named in ((3, True), (1, False)):
+        zero = jp.Zero(stage)
+        rules = zero.rules(jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=8).rules)
+        layout = jp.Layout(jp.MeshSpec(data=8).abstract(), rules)
+        step = zero.step | {"precision": {"gather": "int8", "reduce": "int8"}}
+        notes = jp.explain(layout, make_llama(config), optax.sgd(0.1), **given, step=step).notes
+        said = (
+            f"not in int8: 2 parameters ({show_bytes(size)}) and what is summed of their gradients cross in the dtype of the compute, as they do not go "
+            f"through jp.project: params/embedding, params/head. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors "
+            f"cross in int8."
+        )
+        assert ([note for note in notes if "int8" in note] == [said]) is named, notes
+        assert named or not any("int8" in note for note in notes)
 
 
 TABLES: dict[str, tuple[jp.MeshSpec, dict[str, Any]]] = {

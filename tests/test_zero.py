@@ -91,6 +91,57 @@ def test_groups_that_replicate_across_one_another_equal_one_device(
     np.testing.assert_allclose(losses, on_one_device("adamw")[0], rtol=1e-5, atol=0)
 
 
+EXPERTS = jp.Rules(batch="data", rows="data", embed=None, mlp=None, experts="expert")
+
+
+def experts(key: jax.Array) -> dict[str, Any]:
+    """A router, and the two weights of four experts."""
+    shapes = {"router": ("embed", "experts"), "up": ("experts", "embed", "mlp"), "down": ("experts", "mlp", "embed")}
+    sizes = {"experts": 4, "embed": 16, "mlp": 32}
+    keys = dict(zip(shapes, jax.random.split(key, 3), strict=True))
+    return {
+        name: jp.tag(jax.random.normal(keys[name], tuple(sizes[dim] for dim in dims)), *dims)
+        for name, dims in shapes.items()
+    }
+
+
+def mixture(model: Any, x_BE: jax.Array) -> jax.Array:
+    """Each row by the sum of its experts, as it routes itself."""
+    gates_BX = jax.nn.softmax(x_BE @ model["router"])
+    hidden_BXM = jp.hint(jnp.tanh(jnp.einsum("BE,XEM->BXM", x_BE, model["up"])), "rows", "experts", None)
+    return jnp.mean(jnp.einsum("BXM,XME,BX->BE", hidden_BXM, model["down"], gates_BX) ** 2)
+
+
+def routed(zero: jp.Zero, rules: jp.Rules, devices: int) -> tuple[list[float], Any, list[str]]:
+    """Losses of three steps, the last one's gradients, and how the experts' weights lie."""
+    mesh = jp.MeshSpec(data=-1, expert=2) if devices > 1 else jp.MeshSpec(data=1)
+    layout = jp.Layout(mesh.build(jax.devices()[:devices]), zero.rules(rules))
+    with jax.default_matmul_precision("highest"):
+        state = jp.init(layout, experts, optax.adamw(LR))
+        step = jp.train_step(layout, mixture, keep_grads=True, **zero.step)
+        losses = []
+        for i in range(3):
+            state, metrics = step(state, np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32))
+            losses.append(float(metrics["loss"]))
+    lies = [str(x.sharding.spec) for x in jax.tree.leaves(state.opt_state) if x.ndim == 3]
+    return losses, jax.device_get(metrics["grads"]), lies
+
+
+@pytest.fixture(scope="module")
+def mixed_on_one_device() -> Any:
+    return routed(jp.Zero(0), EXPERTS, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_beside_experts_equals_one_device(stage: int, mixed_on_one_device: Any) -> None:
+    """The batch over ``data``; from stage 2 on also over both axes, as experts have it whose rows are exchanged."""
+    for rules in (EXPERTS, EXPERTS.replace(batch=("data", "expert"))) if stage > 1 else (EXPERTS,):
+        losses, grads, lies = routed(jp.Zero(stage, min_bytes=256), rules, 8)
+        assert len(lies) == 4 and all("expert" in spec and "data" in spec for spec in lies), lies
+        np.testing.assert_allclose(losses, mixed_on_one_device[0], rtol=1e-5, atol=0)
+        assert max(gradient_gaps(mixed_on_one_device[1], grads).values()) < 1e-5
+
+
 def square(key: jax.Array) -> dict[str, Any]:
     """Two weights whose bytes divide by anything: 2 × 64 × 64 parameters."""
     return {name: jp.tag(jax.random.normal(key, (64, 64)), "embed", "mlp") for name in ("up", "down")}

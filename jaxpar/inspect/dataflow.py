@@ -142,7 +142,7 @@ class Flow:
         if root.opcode != "tuple" or index >= len(root.operands):
             return False
         value = body[root.operands[index]]
-        while value.opcode in ("copy", "bitcast"):
+        while value.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
             value = body[value.operands[0]]
         if value.opcode != "get-tuple-element" or value.index != index:
             return False

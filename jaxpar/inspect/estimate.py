@@ -32,7 +32,8 @@ _LOOPS = ("scan", "while")
 class Held:
     """An array in memory at the peak: the operation that makes it and its bytes on one device.
 
-    ``depth`` counts the loops around it; ``stacked`` says that a loop has filled it, one slice a round.
+    ``depth`` counts the loops around it; ``stacked`` says that a loop has filled it, one slice a round, ``gathered`` that these are
+    weights which it gathers.
     """
 
     value: Value
@@ -40,6 +41,7 @@ class Held:
     bytes: int
     depth: int
     stacked: bool
+    gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,16 +164,13 @@ class Walk:
         return first, last
 
     def _describe(self, values: Iterable[Value]) -> tuple[Held, ...]:
-        made = ((v, self.maker.get(v)) for v in values if v.bytes)
+        made = [(v, self.maker.get(v)) for v in values if v.bytes]
+        slices = [None if op is None else _slice(op, v) for v, op in made]
         return tuple(
             Held(
-                v,
-                op.name if op else "carried",
-                v.bytes,
-                self.depth,
-                op is not None and v in op.makes[op.carries :] and op.name == "scan",
+                v, op.name if op else "carried", v.bytes, self.depth, one is not None, one is not None and one.gathered
             )
-            for v, op in made
+            for (v, op), one in zip(made, slices, strict=True)
         )
 
     def behind_results(self) -> frozenset[Value]:
@@ -190,6 +189,12 @@ class Walk:
             for v in op.makes
             if not _solid(op) and op.reads and self._parts(v) == {v} and not any(self._parts(r) for r in op.reads)
         )
+
+
+def _slice(op: Op, made: Value) -> Value | None:
+    """What a loop that fills this array makes of it in a round."""
+    stacks = op.makes[op.carries :] if op.name == "scan" else []
+    return op.bodies[0].results[op.makes.index(made)] if made in stacks else None
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:

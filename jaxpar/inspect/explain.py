@@ -22,6 +22,7 @@ from jaxpar.inspect.report import Report, Row, device_bytes, show_bytes
 from jaxpar.layout import Layout, observing, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.objective import loss_of
+from jaxpar.precision import INT8, Precision
 from jaxpar.rules import Over, Resolved
 from jaxpar.state import Tensor, TrainState, place, shape_state
 from jaxpar.stored import disk_of, groups_of, refusal, stored_tensors
@@ -92,6 +93,8 @@ def explain(
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
+    packed = Precision.of((step or {}).get("precision")).reduce == INT8
+    notes += _narrow(rows, memory.narrow, packed) if memory is not None else ()
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
 
 
@@ -179,6 +182,26 @@ def _row(layout: Layout, tensor: Tensor, part: str, *, disk: str = "") -> Row:
         why=tuple(why),
         problems=resolved.problems,
     )
+
+
+def _narrow(rows: Sequence[Row], paths: Sequence[str], packed: bool) -> tuple[str, ...]:
+    """What is said of gradients that are summed in 16 bits, or that are not ``packed`` as was asked for."""
+    if not paths:
+        return ()
+    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    size = show_bytes(sum(row.bytes for row in rows if row.path in set(paths)))
+    some = f"{len(paths)} parameters" if len(paths) > 1 else "one parameter"
+    text = (
+        f"16-bit sums: the gradients of {some} ({size}) are summed over devices in the 16 bits that the model computes in: {named}. "
+        f"Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sums all "
+        f"gradients in fp32."
+    )
+    if packed:
+        text = (
+            f"not in int8: {some} ({size}) and what is summed of their gradients cross in the dtype of the compute, as they do not go through "
+            f"jp.project: {named}. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
+        )
+    return (text,)
 
 
 def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) -> str:

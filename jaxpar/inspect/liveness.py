@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxpar.inspect.dataflow import Flow
 from jaxpar.inspect.flops import target
+from jaxpar.inspect.gathered import gathered_stacks
 from jaxpar.inspect.hlo import FUSIONS, Computation, Instruction, Location, Module
 
 # Their result lies where their operands do.
@@ -36,6 +38,7 @@ class Buffer:
       argument: whether it is an argument of the program.
       number: of an argument, its place among them; else -1.
       opcode: of the instruction that makes it.
+      gathered: whether a loop fills it with weights that it gathers.
     """
 
     bytes: int
@@ -46,6 +49,7 @@ class Buffer:
     argument: bool
     number: int = -1
     opcode: str = ""
+    gathered: bool = False
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -87,6 +91,8 @@ _Held = tuple[tuple[_Made, ...], ...]
 class _Scan:
     def __init__(self, module: Module):
         self.module = module
+        self._flow = Flow(module)
+        self._gathered: set[_Made] = set()
         self._done: dict[str, tuple[Buffer, ...]] = {}
 
     def run(self, name: str, scope: str) -> tuple[Buffer, ...]:
@@ -133,6 +139,8 @@ class _Scan:
                 here = _finished(given, where[instruction.operands[0]], instruction)
             elif instruction.opcode in _VIEWS:
                 here = tuple(given)
+                if instruction.opcode == "while" and len(given) == len(instruction.types):
+                    self._gathered |= {made for i in gathered_stacks(instruction, self._flow) for made in given[i]}
             elif instruction.opcode in _FREE or (instruction.opcode == "parameter" and not entry):
                 here = ((),) * len(instruction.types)
             else:
@@ -165,7 +173,9 @@ class _Scan:
         # A name without a path is the compiler's own, and tells nothing; so is that of memory which only a loop will fill.
         telling = sorted((i for i in near if "/" in i.op_name), key=lambda i: target(i) == "AllocateBuffer")
         op_name = next((i.op_name for i in telling), "")
-        return Buffer(made.bytes, shape, source, op_name, scope, False, opcode=maker.opcode)
+        return Buffer(
+            made.bytes, shape, source, op_name, scope, False, opcode=maker.opcode, gathered=made in self._gathered
+        )
 
     def _near(self, maker: Instruction, where: Computation) -> Iterator[Instruction]:
         """What can say where a value comes from: its maker, what that runs, what it is made of, and who reads it."""

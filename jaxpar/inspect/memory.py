@@ -6,18 +6,23 @@ what XLA:TPU was seen to do; ``docs/memory.md`` has the assumptions, and the err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxpar.crossing import SMALL
 from jaxpar.disk import gradient_step
 from jaxpar.errors import JaxparError
 from jaxpar.inspect.estimate import Moment, Value, Walk
-from jaxpar.inspect.program import Reader
+from jaxpar.inspect.program import Program, Reader
+from jaxpar.inspect.sums import narrow_sums
 from jaxpar.layout import Layout, to_spec
+from jaxpar.precision import INT8, Precision
 from jaxpar.state import Tensor
 from jaxpar.step import train_step
 from jaxpar.stored import disk_of
@@ -26,9 +31,19 @@ _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
 """MiB of vector memory by device kind, as jax's ``pallas.tpu.get_tpu_info_for_chip`` has them."""
 
 _ROLES = {"params": "parameters", "opt_state": "optimizer"}
-PARTS = ("parameters", "optimizer", "batch and rest", "gradients", "weight copies", "saved activations", "working")
-"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, what loops keep for the
-backward pass (which a remat policy decides), and what is alive beside at the worst moment."""
+KEPT = "kept weights"
+PARTS = (
+    "parameters",
+    "optimizer",
+    "batch and rest",
+    "gradients",
+    "weight copies",
+    KEPT,
+    "saved activations",
+    "working",
+)
+"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, gathered weights that loops keep for
+the backward pass (which ``regather`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,14 @@ class Memory:
       target: the device that the step was traced for, as ``TPU v5 lite``; ``cpu`` where the mesh names none.
       parts: part → bytes on one device, of :data:`PARTS`; where something could not be estimated, only what is known.
       unknown: what keeps the rest from being estimated: operations by name, or why the step cannot be traced.
+      narrow: parameters whose gradients that same step sums over devices in 16 bits, though nobody has asked for that; where int8 is asked
+        for, those that are not summed so.
     """
 
     target: str
     parts: dict[str, int]
     unknown: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
 
     @property
     def total(self) -> int | None:
@@ -56,7 +74,8 @@ class Memory:
         >>> Memory("cpu", {"parameters": 8}, ("fft",)).cells(str)
         [('parameters', '8'), ('not estimated', 'fft')]
         """
-        known = [(part, show(size)) for part, size in self.parts.items()]
+        named = {KEPT: f"{KEPT} (by regather)"}
+        known = [(named.get(part, part), show(size)) for part, size in self.parts.items() if size or part != KEPT]
         if self.unknown:
             return [*known, ("not estimated", ", ".join(self.unknown))]
         return [*known, ("total", show(self.total or 0))]
@@ -85,20 +104,42 @@ def estimate(
     try:
         # With the optimizer's state on disk, the program that makes the gradients is the larger one.
         step = train_step if disk_of(state) is None else gradient_step
-        traced = step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
+        more = {"keep_grads": True} if step is train_step else {}
+        traced = step(layout, loss_fn, **options, **more).trace(*jax.tree.unflatten(treedef, placed))
     except (JaxparError, TypeError, ValueError, NotImplementedError) as error:
         reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         return Memory(target, known, (reason,))
     program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
+    carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.rest, state.scale)))
+    gradients = program.results[carried : carried + len(jax.tree.leaves(state.params))]
+    if step is train_step:
+        # Looked at, and then forgotten: a step that trains does not give them back.
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
+        kept = [i for i, path in enumerate(paths) if i >= carried and getattr(path[1], "key", "") == "grads"]
+        gradients = [program.results[i] for i in kept]
+        program.results = [value for i, value in enumerate(program.results) if i not in kept]
+    narrow = _narrow(layout, program, gradients, tensors, Precision.of(options.get("precision")))
     for tensor, value in zip(tensors, program.inputs, strict=True):
         known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
-    carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.rest, state.scale)))
-    made = program.results[carried : carried + len(jax.tree.leaves(state.params))] if step is gradient_step else ()
+    made = gradients if step is gradient_step else ()
     walk = Walk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
     moment = walk.peak()
     if reader.unknown:
-        return Memory(target, known, tuple(sorted(reader.unknown)))
-    return Memory(target, known | _sorted(moment, walk, made))
+        return Memory(target, known, tuple(sorted(reader.unknown)), narrow)
+    return Memory(target, known | _sorted(moment, walk, made), (), narrow)
+
+
+def _narrow(
+    layout: Layout, program: Program, gradients: Sequence[Value], tensors: Sequence[Tensor], precision: Precision
+) -> tuple[str, ...]:
+    packed = precision.reduce == INT8
+    if precision.reduce is not None and not packed and jnp.dtype(precision.reduce).itemsize < 4:
+        return ()
+    params = [tensor for tensor in tensors if tensor.role == "params"]
+    axes = {axis for dim in layout.resolve(("batch",)).axes for axis in dim}
+    found = [params[i] for i in narrow_sums(program, gradients, axes, 8 if packed else 2)]
+    # Those that are small in 16 bits cross as they are, whatever was asked for.
+    return tuple(t.path for t in found if not packed or 2 * math.prod(t.shape) >= SMALL)
 
 
 def _sorted(moment: Moment, walk: Walk, made: Sequence[Value]) -> dict[str, int]:
@@ -106,7 +147,9 @@ def _sorted(moment: Moment, walk: Walk, made: Sequence[Value]) -> dict[str, int]
     parts = dict.fromkeys(PARTS[3:], 0)
     gradients, copies = walk.behind_results() | walk.behind(made), walk.copies_of_inputs()
     for held in moment.held:
-        if held.depth:
+        if held.gathered:
+            part = KEPT
+        elif held.depth:
             part = "working"
         elif held.value in gradients:
             part = "gradients"

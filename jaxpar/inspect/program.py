@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jaxpar.inspect.report import device_bytes
 from jaxpar.inspect.spread import Spec, UnknownSpread, full, ways, without
 from jaxpar.inspect.spread import spread as spread_of
+from jaxpar.products import GATHERED
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _OPENED |= {"eval_jaxpr": "call_jaxpr"}  # what jax 0.12 calls a closed call
@@ -31,6 +32,8 @@ _OWN_CODE: tuple[str, ...] = (
     "scatter_add",
 )
 _OWN_CODE += ("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max", "scatter-apply")
+_NAMED = ("name", "reduce_precision", "reshape", "convert_element_type")
+"""What leaves a gathered weight what it is, between its name and what a loop keeps of it."""
 SMALL = 2**20
 """Bytes below which it does not matter how a value is divided."""
 
@@ -40,6 +43,7 @@ class Value:
     """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant).
 
     ``open`` says so of a constant that came out of a ``shard_map``: but for the axes that are manual there, anything would do.
+    ``gathered`` says that it bears the name of gathered weights.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +51,7 @@ class Value:
     spec: Spec | None
     sizes: Mapping[str, int]
     open: bool = False
+    gathered: bool = False
 
     @property
     def bytes(self) -> int:
@@ -138,6 +143,9 @@ class Reader:
             specs = [None] * len(makes)
         for value, spec in zip(makes, specs, strict=True):
             value.spec = spec
+        if name in _NAMED:
+            for value in (*reads, *makes):
+                value.gathered |= params.get("name") == GATHERED or reads[0].gathered
         ops.append(Op(name, reads, makes))
         return makes
 

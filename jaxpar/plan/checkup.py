@@ -21,7 +21,7 @@ from jaxpar.layout import Layout
 from jaxpar.model import MakeModel
 from jaxpar.plan.aot import AheadOfTime, CompilerOptions, aim, compile_for, placed
 from jaxpar.plan.findings import Evidence, Finding, find, knob
-from jaxpar.plan.footprint import CATEGORIES, Footprint, Held, footprint, held_by
+from jaxpar.plan.footprint import CATEGORIES, KEPT, Footprint, Held, footprint, held_by
 from jaxpar.plan.remarks import rematerialised
 from jaxpar.plan.roofline import Roofline, roofline, time_each
 from jaxpar.state import abstract_state
@@ -43,6 +43,7 @@ class About:
       model_flops: FLOPs of one step over all devices that the model needs, without recomputation.
       vocab, seq: sizes, to recognise logits and attention scores.
       remat: the model's policy, as ``full``.
+      regather: as ``parallel.regather`` of the run.
     """
 
     tokens: int = 0
@@ -50,6 +51,7 @@ class About:
     vocab: int = 0
     seq: int = 0
     remat: str = ""
+    regather: bool | int = True
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Checkup:
       findings: the worst first.
       held: what the step is given.
       refused: the compiler's words, if it refused.
+      regather: what asked for the weights that the program keeps, if it is known.
     """
 
     topology: str
@@ -75,6 +78,7 @@ class Checkup:
     findings: tuple[Finding, ...]
     held: tuple[Held, ...]
     refused: str = ""
+    regather: bool | int = True
 
     @property
     def fits(self) -> bool:
@@ -115,7 +119,8 @@ class Checkup:
 
     def __str__(self) -> str:
         lines = [self.headline(), "", "memory of one device at the peak"]
-        lines += [f"  {name:<15} {_signed(size):>12}" for name, size in self.categories()]
+        by = {} if self.regather is True else {KEPT: f"  (parallel: {{regather: {str(self.regather).lower()}}})"}
+        lines += [f"  {name:<15} {_signed(size):>12}{by.get(name, '')}" for name, size in self.categories()]
         if self.largest():
             lines += ["", "largest tensors at the peak", *_aligned(self.largest())]
         if self.audit is not None:
@@ -226,7 +231,8 @@ def examine(
         seq=about.seq,
         remat=about.remat,
     )
-    return Checkup(step.topology, sizes, step, report, line, memory, find(evidence), tuple(held))
+    findings = find(evidence)
+    return Checkup(step.topology, sizes, step, report, line, memory, findings, tuple(held), regather=about.regather)
 
 
 def too_large(text: str, remat: str = "", held: Sequence[Held] = ()) -> Finding | None:

@@ -13,7 +13,7 @@ from functools import partial
 from jaxpar.inspect.audit import Audit
 from jaxpar.inspect.collectives import Collective, wire_bytes
 from jaxpar.inspect.report import show_bytes
-from jaxpar.plan.footprint import Footprint, Held
+from jaxpar.plan.footprint import KEPT, Footprint, Held
 from jaxpar.plan.recognise import is_logits, is_scores
 from jaxpar.plan.remarks import Rematerialised
 from jaxpar.plan.roofline import Roofline, Transfers, show_time
@@ -136,6 +136,8 @@ def knob(category: str, remat: str = "") -> str:
         "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as "
         "parallel: {offload: {optimizer: host}}.",
         "gradients": "shard the parameters over another axis, and their gradients follow.",
+        KEPT: "gather the layers' weights again for the backward pass, as parallel: {regather: true}, or keep a part of them within groups, as "
+        "parallel: {regather: 4}.",
         "activations": f"{again}split the sequence over an axis (residual_seq: model), or take a smaller data.batch.",
         "temporaries": f"{again}take a smaller data.batch, or split the largest tensors at the peak over another axis.",
     }

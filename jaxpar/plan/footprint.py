@@ -5,7 +5,9 @@ told from the buffers that :func:`jaxpar.inspect.liveness.peak` finds alive at t
 
 - **gradients**: made in the backward pass (jax's name of the operation has ``transpose(``), not gathered, and of the shape of
   a parameter: its shard, one layer of it, or either with fewer of its mesh axes applied (before it is scattered);
-- **activations**: made in the forward pass (``jvp(``) outside of loops: what it saves for the backward pass, stacks of
+- **kept weights**: what the loop over layers gathers and fills an array with, for the backward pass not to gather it again; told by
+  where it comes from (:mod:`jaxpar.inspect.gathered`), which is no rule of thumb;
+- **activations**: made in the forward pass (``jvp(``) outside of loops: all else that it saves for the backward pass, stacks of
   residuals among it;
 - **temporaries**: all else. Activations that the backward pass computes again are there, and gathered weights.
 
@@ -26,7 +28,8 @@ from jaxpar.inspect.liveness import Buffer, Peak
 from jaxpar.layout import Layout
 from jaxpar.state import TrainState, place
 
-CATEGORIES = ("parameters", "optimizer", "other state", "batch", "gradients", "activations", "temporaries")
+KEPT = "kept weights"
+CATEGORIES = ("parameters", "optimizer", "other state", "batch", "gradients", KEPT, "activations", "temporaries")
 """What memory is for, in the order in which it is shown."""
 
 _PARTS = {"params": "parameters", "opt_state": "optimizer"}
@@ -165,6 +168,8 @@ def footprint(
 def _category(buffer: Buffer, gradients: frozenset[tuple[int, ...]], held: tuple[Held, ...]) -> str:
     if buffer.argument:
         return held[buffer.number].category if buffer.number < len(held) else "other state"
+    if buffer.gathered:
+        return KEPT
     backward = "transpose(" in buffer.op_name
     if backward and not buffer.opcode.startswith("all-gather") and buffer.dims in gradients:
         return "gradients"

@@ -17,7 +17,7 @@ WIDTH = 880
 _LEFT, _ROW, _BAR = 150, 30, 18
 _ROOM = WIDTH - _LEFT - 120
 # Okabe and Ito's colours, which most people can tell apart.
-_COLOURS = ("#0072b2", "#56b4e9", "#999999", "#cc79a7", "#d55e00", "#009e73", "#e69f00", "#dddddd")
+_COLOURS = ("#0072b2", "#56b4e9", "#999999", "#cc79a7", "#d55e00", "#f0e442", "#009e73", "#e69f00", "#dddddd")
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ def overlap_picture(line: Roofline) -> str:
     for t in line.transfers:
         name = f"links over {'+'.join(t.axes)}"
         pieces = [
-            Piece(0, t.hidden, _COLOURS[5], f"hidden under work: {show_time(t.hidden)}"),
-            Piece(waits, t.stalled, _COLOURS[6], f"longer than the work beside it: {show_time(t.stalled)}"),
+            Piece(0, t.hidden, _COLOURS[6], f"hidden under work: {show_time(t.hidden)}"),
+            Piece(waits, t.stalled, _COLOURS[7], f"longer than the work beside it: {show_time(t.stalled)}"),
             Piece(at, t.exposed, _COLOURS[4], f"nothing beside it: {show_time(t.exposed)}"),
         ]
         at += t.exposed
         rows.append((name, [p for p in pieces if p.size], show_time(t.seconds)))
     words = ("work", "hidden under it", "outlasts the work beside it", "nothing beside it")
-    marks = [(word, _COLOURS[i]) for word, i in zip(words, (0, 5, 6, 4), strict=True)]
+    marks = [(word, _COLOURS[i]) for word, i in zip(words, (0, 6, 7, 4), strict=True)]
     return legend(marks) + bars(rows, line.step, (line.step, f"step {show_time(line.step)}"))
 
 

@@ -56,6 +56,16 @@ def test_the_text_says_whether_it_fits_and_what_to_change() -> None:
     assert re.search(r"^  not attributed +-\d+\.\d\d MiB\n  host +3 B$", str(small), re.MULTILINE)
 
 
+def test_the_memory_that_kept_weights_take_is_told_with_the_key_that_asked_for_it() -> None:
+    line = r"^  kept weights +336.00 MiB{}$"
+    asked = dataclasses.replace(ABOUT, regather=False)
+    for about, said in ((asked, re.escape("  (parallel: {regather: false})")), (ABOUT, "")):
+        kept = examine(step("tpu_kept"), facts("tpu_kept")["mesh"], (), about)
+        assert re.search(line.format(said), str(kept), re.MULTILINE)
+        assert json.loads(kept.to_json())["memory_by_category"]["kept weights"] == 336 * 2**20
+    assert "kept weights" not in str(found("tpu_fsdp"))
+
+
 def test_a_peak_beyond_the_memory_does_not_fit() -> None:
     large = found(memory={"peak": 17 * 2**30})
     assert not large.fits and large.findings[0].kind == "does not fit"

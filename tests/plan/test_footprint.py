@@ -33,6 +33,7 @@ def made(shape: str, op_name: str, **fields: object) -> Buffer:
         (made("bf16[8,64]", "jit(step)/jvp()/while/body/dot_general", scope="while.1"), "temporaries"),
         (made("bf16[8,64]", "jit(step)/transpose(jvp())/checkpoint/rematted_computation/mul"), "temporaries"),
         (made("bf16[8,64]", ""), "temporaries"),
+        (made("bf16[3,64,64]", "jit(step)/jvp()/while", gathered=True), "kept weights"),
     ],
 )
 def test_a_buffer_has_the_category_of_its_maker(buffer: Buffer, category: str) -> None:
@@ -41,13 +42,14 @@ def test_a_buffer_has_the_category_of_its_maker(buffer: Buffer, category: str) -
     assert sum(found.categories.values()) + found.unattributed == found.total == 10_000
 
 
-@pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled"])
+@pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "tpu_kept"])
 def test_the_categories_of_a_program_add_up_to_the_walk(name: str) -> None:
     known = facts(name)
     config = LlamaConfig(**known["config"])
+    rules = {"tpu_unrolled": "tp", "tpu_kept": "fsdp"}.get(name, name[4:])
     layout = jp.Layout(
         jp.MeshSpec(**{axis: n for axis, n in known["mesh"].items() if n > 1}).abstract(),
-        jp.Layout.from_yaml(f"configs/layouts/{name[4:] if name != 'tpu_unrolled' else 'tp'}.yaml", devices=64).rules,
+        jp.Layout.from_yaml(f"configs/layouts/{rules}.yaml", devices=64).rules,
     )
     placed = layout.sharding(("batch", "seq"), (known["batch"], known["seq"]))
     tokens = jax.ShapeDtypeStruct((known["batch"], known["seq"]), "int32", sharding=placed)
@@ -61,9 +63,11 @@ def test_the_categories_of_a_program_add_up_to_the_walk(name: str) -> None:
         # A key is an argument that the step may not read.
         assert sum(h.bytes for h in given) == pytest.approx(arguments, abs=16)
         assert found.total == pytest.approx(walk.bytes, abs=16)
-    assert found.categories["activations"] + found.categories["temporaries"] + found.categories["gradients"] == sum(
-        b.bytes for b in walk.buffers if not b.argument
-    )
+    made = sum(found.categories[name] for name in ("kept weights", "activations", "temporaries", "gradients"))
+    assert made == sum(b.bytes for b in walk.buffers if not b.argument)
+    # Gathered for the forward pass, in 16 bits, and not again: all of the layers' matrices, and nothing but them.
+    kept = 2 * (config.matmul_params - config.embed * config.vocab) if name == "tpu_kept" else 0
+    assert found.categories["kept weights"] == kept
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -18,6 +18,8 @@ import jaxpar as jp
 from jaxpar.inspect.estimate import Walk
 from jaxpar.inspect.memory import PARTS, Memory, estimate
 from jaxpar.inspect.program import Reader
+from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.losses import next_token_loss
 from jaxpar.models.vit import ViTConfig, make_vit, vit_loss
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +109,23 @@ def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -
     assert again.parts["saved activations"] == 8 * MIB
     assert kept.parts["saved activations"] > 2 * again.parts["saved activations"]
     assert again.parts["gradients"] == kept.parts["gradients"] == 8 * MIB
+
+
+@pytest.mark.parametrize(("regather", "share"), [(True, 0), (4, 4), (False, 1)])
+def test_gathered_weights_that_are_kept_are_a_part_of_their_own(regather: Any, share: int) -> None:
+    """All of the layers' matrices in 16 bits, or a part of them within groups; else the estimate has no such line."""
+    sizes = {"embed": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "mlp": 4096, "vocab": 2048, "layers": 3}
+    config = LlamaConfig(**sizes, dtype="bfloat16", remat="full", regather=regather)
+    layout = jp.Layout(
+        jp.MeshSpec(data=16).abstract(), jp.Layout.from_yaml("configs/layouts/fsdp.yaml", devices=16).rules
+    )
+    tokens = jp.tag(jax.ShapeDtypeStruct((64, 512), "int32"), "batch", "seq")
+    batch = {"tokens": tokens, "targets": tokens}
+    memory = jp.explain(layout, make_llama(config), optax.sgd(1e-3), batch=batch, loss_fn=next_token_loss).memory
+    assert memory is not None and memory.unknown == ()
+    matrices = 2 * (config.matmul_params - config.embed * config.vocab)
+    assert memory.parts["kept weights"] == (matrices // share if share else 0)
+    assert (("kept weights (by regather)", f"{matrices // max(share, 1)}") in memory.cells(str)) == bool(share)
 
 
 @pytest.mark.parametrize(("rows_of_all", "fits"), [(4 * 4096, True), (4 * 65536, False)])
