@@ -69,10 +69,6 @@ def test_hosts_and_launchers_that_contradict_it_are_refused(refused: Any, monkey
     )
     two = ("--coordinator", "127.0.0.1:1", "--process-count", "4", "--process-id", "3", "--processes", "2")
     assert refused(*two) == "LaunchError: --processes 2 from --process-id 3 on are more than --process-count 4."
-    elastic = refused(*two[:4], "--process-id", "2", "--processes", "2", supervise={"elastic": True})
-    assert elastic.startswith(
-        "LaunchError: supervise.elastic is on, but 2 of 4 processes run here: this supervisor cannot tell"
-    )
     assert refused("--coordinator", "127.0.0.1:1") == (
         "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes N, which starts "
         "them here."
