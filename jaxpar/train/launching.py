@@ -64,13 +64,15 @@ def _train(loaded: Loaded, asked: Asked) -> int:
         # A host that is gone is noticed by the others' supervisors through jax alone.
         join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
     _choose_devices(loaded.config, what)
+    from jaxpar.train.compiling import leave
     from jaxpar.train.job import make_job
     from jaxpar.train.loop import train
 
     job = make_job(loaded)
     if what is not None:
         console.print(f"launch  {what}")
-    train(job, console)
+    if train(job, console).left:
+        leave()
     return 0
 
 

@@ -48,8 +48,11 @@ class MetricsWriter:
         if after is not None:
             self.found = _records(file)
             self.before = [record for record in self.found if record["step"] <= after]
-        self._lines = file.open("w", encoding="utf-8")
-        self._lines.writelines(json.dumps(record) + "\n" for record in self.before)
+        # What was there stays there until all that is kept of it is on the new file.
+        new = file.with_suffix(".new")
+        new.write_text("".join(json.dumps(record) + "\n" for record in self.before), encoding="utf-8")
+        new.replace(file)
+        self._lines = file.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, **values: float) -> None:
