@@ -77,7 +77,8 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
         with account.spend("restore"):
             found = saver.restore(engine.like)
         after = None if found is None else found.step
-        with MetricsWriter(Path(config.output), after, writes=jax.process_index() == 0) as writer:
+        first = jax.process_index() == 0
+        with MetricsWriter(Path(config.output), after, writes=first, tell=console.print) as writer:
             run = Run(job, layout, text, engine, saver, writer, account, console, stop)
             return run.go(found, heldout), saver
 
