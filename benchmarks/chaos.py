@@ -229,6 +229,9 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=0, help="kill and stop processes of a run of so many, and nothing else"
     )
+    parser.add_argument(
+        "--hosts", action="store_true", help="kill of two hosts' processes and supervisors, and nothing else"
+    )
     parser.add_argument("--terminate", type=int, default=0, help="SIGTERM to one process of so many, and nothing else")
     parser.add_argument("--trials", type=int, default=2, help="of each, with --processes and --terminate")
     parser.add_argument("--seed", type=int, default=0)
@@ -241,6 +244,11 @@ def main() -> int:
 
         with tempfile.TemporaryDirectory() as folder:
             return int("NOT as wanted" in " ".join(processes(asked.processes, asked.trials, dice, Path(folder))))
+    if asked.hosts:
+        from chaos_hosts import hosts
+
+        with tempfile.TemporaryDirectory() as folder:
+            return int("NOT as wanted" in " ".join(hosts(Path(folder))))
     if asked.terminate:
         from chaos_terminate import terminate
 

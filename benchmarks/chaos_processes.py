@@ -25,10 +25,14 @@ ALLOWANCE, AGAIN, STEPS = 15.0, 30.0, 100_000
 
 
 class Run:
-    """A supervised run, and each line that it prints with its time."""
+    """A supervised run, and each line that it prints with its time.
 
-    def __init__(self, folder: Path, processes: int):
+    ``words`` are of the command line, ``supervise`` of that table of the configuration; ``processes`` are all, of which ``words`` may start a part.
+    """
+
+    def __init__(self, folder: Path, processes: int, words: tuple[str, ...] = (), **supervise: object):
         self.folder, self.lines = folder, list[tuple[float, str]]()
+        folder.mkdir(exist_ok=True)
         config = {
             "model": {
                 "family": "llama",
@@ -44,11 +48,12 @@ class Run:
             "data": {"source": "synthetic", "batch": 4 * processes, "seq": 16},
             "train": {"steps": STEPS, "eval_every": STEPS, "eval_batches": 1},
             "checkpoint": {"every": 20},
-            "supervise": {"allowance": ALLOWANCE, "restarts": 1000, "backoff": 1.0},
+            "supervise": {"allowance": ALLOWANCE, "restarts": 1000, "backoff": 1.0, **supervise},
             "output": str(folder / "run"),
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "jaxpar.cli", "train", str(folder / "run.yaml"), "--processes", str(processes)]
+        words = words or ("--processes", str(processes))
+        command = [sys.executable, "-m", "jaxpar.cli", "train", str(folder / "run.yaml"), *words]
         # Light compiles: what is measured is all else.
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -69,7 +74,7 @@ class Run:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            ours = str(self.folder / "run.yaml").encode() in words
+            ours = str(self.folder / "run.yaml").encode() in words and b"--processes" not in words
             if ours and b"--process-id" in words and words[words.index(b"--process-id") + 1] == str(rank).encode():
                 return pid
         raise SystemExit(f"process {rank} is not there:\n" + "\n".join(line for _, line in self.lines[-20:]))
@@ -81,6 +86,11 @@ class Run:
             return max(json.loads(line)["step"] for line in lines if line.endswith("}"))
         except (OSError, ValueError):
             return 0
+
+    def progress(self, steps: int = 25) -> None:
+        """Wait for so many steps."""
+        start = self.step()
+        self.until(lambda: self.step() > start + steps, "progress")
 
     def until(self, ready: Callable[[], bool], what: str, limit: float = 900) -> float:
         """Wait; the time when it was so."""
@@ -108,8 +118,8 @@ class Run:
 
 def hit(run: Run, rank: int, number: signal.Signals, *, in_save: bool) -> tuple[float, float, float, str]:
     """Signal a process; seconds until it is named, until the run steps again, spent compiling in between; and the line."""
-    before, start = len(run.lines), run.step()
-    run.until(lambda: run.step() > start + 25, "progress")
+    before = len(run.lines)
+    run.progress()
     child = run.child(rank)
     if in_save:  # the others would wait ten minutes for its part of it
         run.until(lambda: any((run.folder / "run/checkpoints").glob("*.unfinished")), "a save")
@@ -118,20 +128,24 @@ def hit(run: Run, rank: int, number: signal.Signals, *, in_save: bool) -> tuple[
     run.until(lambda: run.find(r"^restart ", before) is not None, "a restart")
     named = run.find(rf"^process(es)? .*{rank}.* of ", before)
     assert named is not None
+    again, compiling = stepping(run, before)
+    return named[0] - sent, again - sent, compiling, named[1]
+
+
+def stepping(run: Run, before: int) -> tuple[float, float]:
+    """When a run that was begun anew has made a step, and the seconds that it spent compiling; ``before`` of its lines are older."""
     file = run.folder / "run/metrics.jsonl"
     run.until(lambda: run.find(r"^compiled in", before) is not None, "the compile")
     found = run.find(r"^compiled in ([\d.]+)", before)
     assert found is not None
     size = file.stat().st_size
     again = run.until(lambda: file.stat().st_size > size, "a step")
-    return named[0] - sent, again - sent, float(found[1].split()[2]), named[1]
+    return again, float(found[1].split()[2])
 
 
 def processes(count: int, trials: int, dice: random.Random, root: Path) -> list[str]:
     """Kill and stop, ``trials`` times each; a line for each kind, with what was found and what is wanted."""
-    folder = root / "processes"
-    folder.mkdir()
-    run, lines = Run(folder, count), list[str]()
+    run, lines = Run(root / "processes", count), list[str]()
     try:
         run.until(lambda: run.step() > 20, "the first steps")
         for number in (signal.SIGKILL, signal.SIGSTOP):

@@ -91,7 +91,7 @@ class AsynchronousStep:
         skip_nonfinite: bool = True,
         donate: bool = True,
     ):
-        how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+        how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
         _check(pipeline, how, clip_norm)
         self.layout, self.loss_fn, self.pipeline, self.how = layout, loss_fn, pipeline, how
         self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite

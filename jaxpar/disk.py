@@ -54,7 +54,7 @@ def gradient_step(
     Returns:
       A jitted ``(state, batch) -> (carried, grads, metrics, finite)``; ``carried`` are the next state's ``step``, ``rest`` and ``scale``.
     """
-    how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
     options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
 
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:

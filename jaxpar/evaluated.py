@@ -12,10 +12,10 @@ from jaxpar.boarding import Boarding, Split
 from jaxpar.layout import Layout
 from jaxpar.microbatches import means_of
 from jaxpar.objective import Metrics, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, layer_of, side_of, weighted
+from jaxpar.pieces import after_of, before_of, check_rows, columns, program_of, weighted
 from jaxpar.pipeline.asked import Pipeline
 from jaxpar.pipeline.forward import run_forward
-from jaxpar.pipeline.program import Head, Program
+from jaxpar.pipeline.program import Head
 from jaxpar.pipelined import check_pipeline, join
 from jaxpar.precision import Precision
 from jaxpar.schedules.forwards import forwards
@@ -38,17 +38,7 @@ def evaluated(
     board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
-    program = Program(
-        schedule=schedule,
-        layer=layer_of(loss_fn, split),
-        side=side_of(layout, loss_fn, split),
-        head=_head(loss_fn, split),
-        axes=board.axes,
-        counts=board.layers.counts,
-        starts=board.layers.starts,
-        join=join,
-        dims=loss_fn.dims,
-    )
+    program = program_of(layout, loss_fn, split, board, schedule=schedule, head=_head(loss_fn, split), join=join)
     sums = run_forward(program, split.stack(weights), split.others(weights), fed, pieces)
     (loss, metrics), weight = board.summed(sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)

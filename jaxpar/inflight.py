@@ -20,7 +20,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.layout import Layout, lay_out
 from jaxpar.microbatches import Found, How, means_of, unscaled
 from jaxpar.model import to_path
-from jaxpar.pieces import before_of, check_rows, columns, layer_of, side_of
+from jaxpar.pieces import before_of, check_rows, columns, program_of
 from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.pipeline.endless import Endless, beside, numbered
 from jaxpar.pipeline.layers import AXIS
@@ -119,17 +119,18 @@ class Call:
 
     def program(self, head: Head) -> Program:
         """What stages and head do; both chunks of a stage are its layers."""
-        split, loss_fn, counts = self.split, self.loss_fn, self.board.layers.counts
-        return Program(
+        counts = self.board.layers.counts
+        return program_of(
+            self.layout,
+            self.loss_fn,
+            self.split,
+            self.board,
             schedule=self.window,
-            layer=layer_of(loss_fn, split),
-            side=side_of(self.layout, loss_fn, split),
             head=head,
-            axes=self.board.axes,
             keeps=self.asked.keeps,
             reduce=self.board.of_one_layer if self.board.each else None,
             counts=None if counts is None else counts.repeat(2, axis=1),
-            dims=loss_fn.dims,
+            starts=None,
         )
 
     def put(self, x: jax.Array, *spec: Any) -> jax.Array:

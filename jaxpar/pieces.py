@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.boarding import Split, row_axes, seq_axes
+from jaxpar.boarding import Boarding, Split, row_axes, seq_axes
 from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout
@@ -18,8 +18,20 @@ from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, unpack
 from jaxpar.pipeline.beside import Beside
 from jaxpar.pipeline.layers import AXIS
+from jaxpar.pipeline.program import Program
 from jaxpar.pipeline.stage import Layer
 from jaxpar.staged import Staged
+
+
+def program_of(layout: Layout, loss_fn: Staged, split: Split, board: Boarding, **others: Any) -> Program:
+    """What stages carry out: the loss's layers where ``board`` has them; ``others`` are a program's other fields, or other values of these."""
+    layers = board.layers
+    mine: dict[str, Any] = {
+        "layer": layer_of(loss_fn, split),
+        "side": side_of(layout, loss_fn, split),
+        "dims": loss_fn.dims,
+    }
+    return Program(**{**mine, "axes": board.axes, "counts": layers.counts, "starts": layers.starts, **others})
 
 
 def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Array:

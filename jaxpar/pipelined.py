@@ -21,13 +21,13 @@ from jaxpar.layout import Layout
 from jaxpar.microbatches import Found, How, means_of, scale_of, unscaled
 from jaxpar.model import show, to_path
 from jaxpar.objective import check_names, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, layer_of, side_of, weighted
+from jaxpar.pieces import after_of, before_of, check_rows, columns, program_of, weighted
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.pipeline.beside import Extras
 from jaxpar.pipeline.chunks import Carry, check_chunks
 from jaxpar.pipeline.executor import run
 from jaxpar.pipeline.layers import AXIS
-from jaxpar.pipeline.program import Head, Program
+from jaxpar.pipeline.program import Head
 from jaxpar.staged import Staged, with_extras
 from jaxpar.state import TrainState
 
@@ -51,20 +51,18 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
-    program = Program(
+    program = program_of(
+        layout,
+        loss_fn,
+        split,
+        board,
         schedule=schedule,
-        layer=layer_of(loss_fn, split),
-        side=side_of(layout, loss_fn, split),
         head=head_of(loss_fn, split, scale),
-        axes=board.axes,
         keeps=asked.keeps,
         divergent=asked.lowering == "divergent",
         reduce=board.of_one_layer if asked.reduce == "each" else None,
         turn=board.of_one_layer if asked.reduce == "chunk" else None,
-        counts=board.layers.counts,
-        starts=board.layers.starts,
         join=join,
-        dims=loss_fn.dims,
         kept=board.kept(asked),
         again=asked.recompute,
         carry=_carry(loss_fn, split, schedule.sequence_chunks),

@@ -85,7 +85,7 @@ def train_step(
         compiler for the layout's devices does not take. When traced with :func:`jaxpar.one_bit_adam`: an argument that does not go
         with it.
     """
-    how = replace(how_of(accumulate, gather, reduce, precision, skip_nonfinite), fusion=fusion or Fusion())
+    how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
             f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: jp.AsynchronousStep, or "
@@ -141,7 +141,14 @@ def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[
     return grads, norm
 
 
-def how_of(accumulate: int, gather: Gather, reduce: Reduce | None, precision: Asked, skip_nonfinite: bool) -> How:
+def how_of(
+    accumulate: int,
+    gather: Gather,
+    reduce: Reduce | None,
+    precision: Asked,
+    skip_nonfinite: bool,
+    fusion: Fusion | None,
+) -> How:
     """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")
@@ -155,7 +162,7 @@ def how_of(accumulate: int, gather: Gather, reduce: Reduce | None, precision: As
             "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
             "skip_nonfinite out."
         )
-    return How(accumulate, gather, reduce, found)
+    return How(accumulate, gather, reduce, found, fusion or Fusion())
 
 
 def _refuse(how: How, clip_norm: float | None) -> None:

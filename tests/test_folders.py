@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,3 +124,60 @@ def test_a_disk_that_takes_no_more_in_the_midst_of_a_save(tmp_path: Path, clock:
         clock[0] = 31.0
         assert manager.due(3) and manager.save(3, state(3)) and manager.wait() and manager.steps() == [1, 3]
     assert len(told) == 1 and not list(tmp_path.glob("*.unfinished"))
+
+
+MOUNTED = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"')
+"""A command in a namespace of its own, where a folder is a disk of 2 MiB. Any user may, where the system lets users have namespaces."""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if shutil.which("unshare") is None:
+        pytest.skip("a full disk needs a file system of its own: there is no command 'unshare' here")
+    refused = subprocess.run([*MOUNTED, disk, "true"], capture_output=True, text=True, check=False)
+    if refused.returncode:
+        pytest.skip(
+            f"a full disk needs a file system of its own, and this system grants none: {refused.stderr.strip()}"
+        )
+    command = [*MOUNTED, disk, sys.executable, __file__, disk]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not list(disk.iterdir())  # it was there alone
+    # How much is free in the midst of a save is a matter of the moment.
+    assert re.sub(r"device\. [\d,]+ bytes", "device. 0 bytes", result.stdout).splitlines() == [
+        *(
+            f"checkpoint of step {step} not saved: {disk}/{step}: {why} bytes are free. Remedy: make room. step 1 stays; it will be tried again in 30 s."
+            for step, why in (
+                (2, "writing: No space left on device. 0"),
+                (3, "the folder: No space left on device for 16,384 bytes. 8,192"),
+            )
+        ),
+        "[1, 4] 4.0",
+    ]
+
+
+def fill(disk: Path) -> None:
+    """Two saves on a full disk, of which the first finds it full in its midst, and one when there is room again; prints what is told."""
+    now, told, rest = [0.0], list[str](), disk / "rest"
+    managing.time.monotonic = lambda: now[0]
+    with jp.CheckpointManager(disk, every=1, keep=2, tell=told.append) as manager:
+        assert manager.save(1, state(1)) and manager.wait()
+        free = shutil.disk_usage(disk).free
+        for step, left in ((2, 16384), (3, 8192)):
+            rest.write_bytes(bytes(free - left))
+            assert shutil.disk_usage(disk).free == left
+            assert not (manager.save(step, state(step)) and manager.wait())
+            assert not manager.overdue and manager.steps() == [1]
+            assert shutil.disk_usage(disk).free == left  # nothing of it stays
+            assert manager.restore_latest(LIKE).step == 1  # type: ignore[union-attr]
+            rest.unlink()
+            now[0] += 31.0
+        assert manager.overdue and manager.save(4, state(4)) and manager.wait()
+        found = manager.restore_latest(LIKE)
+        assert found is not None
+        print(*(" ".join(text.split()) for text in told), f"{manager.steps()} {found.state['w'][0]}", sep="\n")
+
+
+if __name__ == "__main__":
+    fill(Path(sys.argv[1]))

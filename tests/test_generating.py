@@ -11,40 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from generators import CONFIG, MOST, PROMPTS, RULES, SLOTS, generator, one_device
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
 from jaxpar.infer.sampling import BROKEN, next_tokens
-from jaxpar.models.decoding import cached_llama
-from jaxpar.models.llama import LlamaConfig, make_llama
-
-CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48)
-RULES = jp.Rules(
-    batch="data",
-    seq=("context", "ulysses"),
-    residual_seq=("context", "ulysses", "model"),
-    embed=None,
-    norm=None,
-    heads="model",
-    kv_heads="model",
-    head_dim=None,
-    mlp="model",
-    vocab="model",
-    layers="pipeline",
-    params={"embed": "data"},
-)
-PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], list(range(20, 37))]
-MOST, SLOTS = [8, 5, 8, 8], 32
-
-
-def generator(mesh: Any, rules: jp.Rules = RULES, **options: Any) -> jp.Generator:
-    how: dict[str, Any] = {"batch": 4, "slots": SLOTS, **options}
-    return jp.Generator(jp.Layout(mesh, rules), make_llama(CONFIG), cached_llama(CONFIG), **how)
-
-
-def one_device() -> Any:
-    return jp.MeshSpec().build(jax.devices()[:1])
+from jaxpar.models.llama import make_llama
 
 
 @dataclass(frozen=True)

@@ -5,43 +5,28 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import generators
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from generators import TIED as CONFIG
+from generators import one_device
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, JaxparError, LayoutError
 from jaxpar.infer.caching import empty
 from jaxpar.models.decoding import cached_llama
-from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.llama import make_llama
 
-CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, tie_embeddings=True)
-RULES = jp.Rules(
-    batch="data",
-    seq="context",
-    residual_seq="context",
-    embed=None,
-    norm=None,
-    heads="model",
-    kv_heads="model",
-    head_dim=None,
-    mlp="model",
-    vocab="model",
-    layers=None,
-    params={"embed": "data"},
-)
-PROMPTS, MOST = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]], [8, 5, 8]
+RULES = generators.RULES.replace(seq="context", residual_seq="context", layers=None)
+PROMPTS, MOST = generators.PROMPTS[:3], generators.MOST[:3]
 BOTH = {"weights": "int8", "cache": "int8"}
 
 
-def generator(mesh: Any, **kept: Any) -> jp.Generator:
-    return jp.Generator(jp.Layout(mesh, RULES), make_llama(CONFIG), cached_llama(CONFIG, **kept), batch=4, slots=32)
-
-
-def one_device() -> Any:
-    return jp.MeshSpec().build(jax.devices()[:1])
+def generator(mesh: Any, **kept: str) -> jp.Generator:
+    return generators.generator(mesh, RULES, CONFIG, kept)
 
 
 @pytest.fixture(scope="module")

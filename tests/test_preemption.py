@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rich.console import Console
 import jaxpar as jp
 from jaxpar.checkpoint.checking import check, steps_in
 from jaxpar.data import batches
+from jaxpar.launch.group import free_port
 from jaxpar.train import loop
 from jaxpar.train.config import load_run
 from jaxpar.train.job import make_job
@@ -84,6 +86,36 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
     assert len(slow["waited_seconds"]) == 2
     found = check(tmp_path / "out/checkpoints" / str(last))
     assert found.about["passed"] == [[4, 5]] and found.about["position"] == ended[0]["position"]
+
+
+def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(tmp_path: Path) -> None:
+    """By the command line, whose processes have a compile to leave."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "simulate": 4, "output": str(tmp_path / "out")}))
+    place = ("--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2", "--process-id")
+    command = [sys.executable, "-m", "jaxpar.cli", "train", str(tmp_path / "run.yaml"), *place]
+    env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    screens = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    with ExitStack() as opened:
+        runs = [
+            subprocess.Popen(
+                [*command, str(rank)], env=env, stdout=opened.enter_context(screen.open("w")), stderr=subprocess.STDOUT
+            )
+            for rank, screen in enumerate(screens)
+        ]
+        try:
+            wait(lambda: "\ntext  " in screens[1].read_text() or any(run.poll() is not None for run in runs))
+            runs[1].send_signal(signal.SIGTERM)
+            codes = [run.wait(300) for run in runs]
+        finally:
+            for run in runs:
+                run.kill()
+                run.wait()
+    said = [screen.read_text() for screen in screens]
+    assert codes == [0, 0], said
+    for text in said:
+        assert "stopped by SIGTERM in the compile: no step was made, so there is nothing to save" in text
+        assert "compiled in" not in text and "Traceback" not in text
+    assert steps_in(tmp_path / "out/checkpoints") == []
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -37,6 +37,9 @@ UNFINISHED = ".unfinished"
 _ONE_AT_A_TIME = threading.Lock()
 
 
+_NO_SPACE = os.strerror(errno.ENOSPC)
+
+
 @dataclass
 class Saving:
     """A save at work in the background."""
@@ -134,6 +137,7 @@ def begin(
     with _naming(target, "the folder"):
         if jax.process_index() == 0:
             shutil.rmtree(here, ignore_errors=True)  # of a save that was killed
+            _check_room(target, leaves)
             here.mkdir(mode=0o700, parents=True)
     copies = copied([leaf.value for leaf in leaves])
     if disk is not None:
@@ -153,6 +157,8 @@ def begin(
                 work()
         except BaseException as error:  # noqa: BLE001 (it is raised where somebody waits)
             saving._error = error
+            if jax.process_index() == 0:  # on a full disk nothing else would fit beside it
+                shutil.rmtree(here, ignore_errors=True)
 
     saving._thread = threading.Thread(target=run, name=f"save {target.name}")
     saving._thread.start()
@@ -242,9 +248,19 @@ def _naming(target: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in said
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _NO_SPACE in said
+        if full and not isinstance(error, OSError):
+            said = _NO_SPACE  # orbax tells all that it was about to do
         remedy = f" {shutil.disk_usage(_existing(target)).free:,} bytes are free. Remedy: make room." if full else ""
         raise CheckpointError(f"{target}: {what}: {said}.{remedy}") from error
+
+
+def _check_room(target: Path, leaves: list[Leaf]) -> None:
+    """Nothing is begun that cannot fit: it would take what room there is from all else. Several processes must begin together, and find out."""
+    usage = shutil.disk_usage(_existing(target))
+    needed = sum(leaf.value.nbytes for leaf in leaves)
+    if jax.process_count() == 1 and usage.total and usage.free < needed:
+        raise OSError(errno.ENOSPC, f"{_NO_SPACE} for {needed:,} bytes")
 
 
 def _existing(path: Path) -> Path:

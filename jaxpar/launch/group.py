@@ -51,9 +51,8 @@ class Local:
 
     Args:
       logs: the folder, which is made.
-      first, total: the number of this host's first process and how many there are on all hosts; by default these are all.
       coordinator: ``HOST:PORT`` of process 0; by default a free port of the loopback interface.
-      variables: for a process's environment, beside this one's, by its rank; ``None`` takes one away.
+      variables: for a process's environment, beside this one's, by its number among those started here; ``None`` takes one away.
       console: process 0 writes here; without, into its log as the others do.
       append: keep what an earlier run's logs hold.
       grace: seconds between SIGTERM and SIGKILL.
@@ -64,36 +63,38 @@ class Local:
         self,
         logs: Path,
         *,
-        first: int = 0,
-        total: int | None = None,
         coordinator: str | None = None,
-        variables: Callable[[int], Mapping[str, str | None]] = lambda rank: {},
+        variables: Callable[[int], Mapping[str, str | None]] = lambda index: {},
         console: bool = True,
         append: bool = False,
         grace: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._logs, self._first, self._total, self._coordinator = logs, first, total, coordinator
+        self._logs, self._coordinator = logs, coordinator
         self._grace, self._clock, self._variables = grace, clock, variables
         self._running: dict[int, _Child] = {}
         self._fresh, self._console = not append, console
         self.peers: list[Peer] = []
 
-    def start(self, command: Command, count: int) -> None:
+    def start(self, command: Command, count: int, *, first: int = 0, total: int | None = None) -> None:
         """Start ``count`` processes.
+
+        Args:
+          first, total: the number of the first one, and how many there are on all hosts; by default these are all.
 
         Raises:
           LaunchError: the coordinator's port cannot be had; a program cannot be started.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
-        total = self._total or count
+        total = total or count
         address = self._coordinator or f"{LOOPBACK}:{free_port()}"
-        if self._coordinator is not None and self._first == 0 and total > 1:
+        if self._coordinator is not None and first == 0 and total > 1:
             check_free(self._coordinator)
         mode, self._fresh, self.peers = ("w" if self._fresh else "a"), False, []
         try:
-            for rank in range(self._first, self._first + count):
-                environ = {n: text for n, text in {**os.environ, **self._variables(rank)}.items() if text is not None}
+            for rank in range(first, first + count):
+                changed = {**os.environ, **self._variables(rank - first)}
+                environ = {name: text for name, text in changed.items() if text is not None}
                 with self.log(rank).open(mode, encoding="utf-8") as log:
                     self._running[rank] = _Child(
                         command(rank, total, address), environ, log, own=rank != 0 or not self._console
@@ -183,12 +184,8 @@ class _Child:
             if not data:
                 break
             self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        found = []
-        for line in lines:
-            with suppress(ValueError):
-                found.append(json.loads(line))
-        return [message for message in found if isinstance(message, dict)]
+        found, self._rest = messages(self._rest)
+        return found
 
     def close(self) -> None:
         """Kill what is left of its session, and wait."""
@@ -196,6 +193,20 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         os.close(self._read)
+
+
+def messages(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
+    """The messages in what has come, a line of JSON each, and the rest, which is no whole line yet.
+
+    >>> messages(b'{"step": 3}\\nnonsense\\n{"st')
+    ([{'step': 3}], b'{"st')
+    """
+    *lines, rest = data.split(b"\n")
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [message for message in found if isinstance(message, dict)], rest
 
 
 def free_port(host: str = LOOPBACK) -> int:

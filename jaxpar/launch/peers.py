@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SILENT = 10.0
@@ -12,6 +12,9 @@ SILENT = 10.0
 _NEWS = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed", "heartbeat timeout",
          "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
 """Words of errors that a process raises because of another one."""
+_TIMES = ("began", "sign", "tick")
+_KINDS: dict[str, Any] = {**dict.fromkeys(_TIMES, float), "step": int | None, "doing": str, "where": str, "waits": bool,
+                          "raised": str | None, "again": bool, "code": int | None, "lost": str | None}  # fmt: skip
 
 
 @dataclass
@@ -59,6 +62,22 @@ class Peer:
                 self.where, self.waits = where, waits
             case {"raised": str(text), "again": bool(again)}:
                 self.raised, self.again = text, again
+
+    def told(self, now: float) -> dict[str, Any]:
+        """All that is known of it, for a supervisor with a clock of its own: times are ages."""
+        return {**asdict(self), **{name: now - getattr(self, name) for name in _TIMES}}
+
+    def take(self, told: Mapping[str, Any], now: float) -> None:
+        """Take what another supervisor :meth:`told` of this process.
+
+        Raises:
+          TypeError: it is no such thing.
+        """
+        for name, kind in _KINDS.items():
+            if not isinstance(told.get(name), kind):
+                raise TypeError(f"a process's {name} cannot be {told.get(name)!r:.60}")
+        for name in _KINDS:
+            setattr(self, name, now - told[name] if name in _TIMES else told[name])
 
     @property
     def ended(self) -> bool:

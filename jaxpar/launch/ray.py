@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +41,17 @@ class Member:
 
     def start(self, command: Sequence[str], total: int, variables: Mapping[str, str | None], *, again: bool) -> None:
         """Start the process; ``again`` keeps what its log holds."""
-        self._group = Local(
-            self._logs, first=self._rank, total=total, variables=lambda rank: variables, console=False, append=again
-        )
+        self._group = Local(self._logs, variables=lambda index: variables, console=False, append=again)
         log = self._group.log(self._rank)
         self._read = log.stat().st_size if again and log.exists() else 0
         # It is told the coordinator's address, on process 0's node, by its command.
-        self._group.start(lambda rank, total, address: command, 1)
+        self._group.start(lambda rank, total, address: command, 1, first=self._rank, total=total)
 
     def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
         """The peer, its times as ages in seconds; and what process 0 printed since."""
         assert self._group is not None
         self._group.poll(seconds)
-        peer, now = asdict(self._group.peers[0]), time.monotonic()
-        ages = {name: now - peer[name] for name in ("began", "sign", "tick")}
-        return {**peer, **ages}, "" if self._rank else self.printed()
+        return self._group.peers[0].told(time.monotonic()), "" if self._rank else self.printed()
 
     def pass_on(self, number: int) -> None:
         """Give the process a signal."""
@@ -196,11 +191,7 @@ class RayGroup:
             peer.lost = "was lost with its Ray worker"
             del self._members[peer.rank]
             return
-        now = self._clock()
-        for name in ("began", "sign", "tick"):
-            said[name] = now - said[name]
-        for name, value in said.items():
-            setattr(peer, name, value)
+        peer.take(said, self._clock())
         if printed:
             self._show(printed)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 
 from jaxpar.launch.group import Command, Group
+from jaxpar.launch.listening import listening
 from jaxpar.launch.peers import Allowance, Cause, cause
 
 _POLL = 0.2
@@ -58,7 +56,6 @@ class Supervisor:
       latest: the newest step that a restart would begin from, ``None`` without one.
       refit: with elastic on: how many of so many processes to go on with, 0 for none, and a text on that.
       tell: takes each line for the user.
-      total: how many there are on all hosts, where that is more than ``count``.
 
     >>> import sys, tempfile
     >>> from pathlib import Path
@@ -78,7 +75,6 @@ class Supervisor:
     latest: Callable[[], int | None] = lambda: None
     refit: Callable[[int], tuple[int, str]] = lambda count: (count, "")
     tell: Callable[[str], None] = print
-    total: int | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     causes: list[Cause] = field(default_factory=list)
@@ -87,7 +83,7 @@ class Supervisor:
     def run(self) -> int:
         """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal."""
         began, first = self.clock(), self.count
-        with self._listening():
+        with listening(self._signals):
             while True:
                 found = self._attempt()
                 if found is None:
@@ -118,7 +114,7 @@ class Supervisor:
                     self.group.pass_on(number)
                 if all(peer.code == 0 for peer in self.group.peers):
                     return None
-                found = cause(self.group.peers, self.total or self.count, allowance, self.clock())
+                found = cause(self.group.peers, self.count, allowance, self.clock())
                 if found is not None and not found.sure:
                     unsure = self.clock() if unsure is None else unsure
                     all_over = all(peer.ended for peer in self.group.peers)
@@ -167,22 +163,6 @@ class Supervisor:
         while not self._signals and self.clock() < until:
             self.sleep(min(0.2, seconds))
         return not self._signals
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are passed on, rather than ending this process before its children."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {n: signal.signal(n, self._take) for n in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
 
 
 def _times(count: int, noun: str) -> str:

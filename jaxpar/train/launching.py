@@ -15,8 +15,11 @@ from jaxpar.checkpoint.checking import steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
 from jaxpar.launch import heartbeat, shares
 from jaxpar.launch.detect import Cluster, detect
-from jaxpar.launch.group import Group, Local
+from jaxpar.launch.follower import Follower
+from jaxpar.launch.group import Command, Group, Local
+from jaxpar.launch.hosts import Hosts
 from jaxpar.launch.joining import Place, found, join, place_of
+from jaxpar.launch.peers import Cause
 from jaxpar.launch.supervisor import Policy, Supervisor
 from jaxpar.train.config import Loaded, RunConfig, load_run
 from jaxpar.zero import Zero
@@ -61,13 +64,15 @@ def _train(loaded: Loaded, asked: Asked) -> int:
         # A host that is gone is noticed by the others' supervisors through jax alone.
         join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
     _choose_devices(loaded.config, what)
+    from jaxpar.train.compiling import leave
     from jaxpar.train.job import make_job
     from jaxpar.train.loop import train
 
     job = make_job(loaded)
     if what is not None:
         console.print(f"launch  {what}")
-    train(job, console)
+    if train(job, console).left:
+        leave()
     return 0
 
 
@@ -121,7 +126,7 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
     """Run ``count`` processes of this run to their end."""
     run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
     _check_nesting(count, asked)
-    _check_hosts(count, total, first, asked, policy)
+    _check_hosts(count, total, first, asked)
     devices = shares.simulated(run.simulate, os.environ)
     real = [] if asked.ray else shares.gpus(os.environ)
     each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
@@ -133,22 +138,37 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
     if run.checkpoint is None and policy.restarts:
         print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
 
-    def command(rank: int, total: int, address: str) -> list[str]:
-        again = ["checkpoint.resume=auto"] if run.checkpoint is not None and supervisor.causes else []
-        share = [] if devices is None or real else [f"simulate={each * total}"]
-        place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
-        sets = [word for one in (*settings, *again, *share) for word in ("--set", one)]
-        words = [sys.executable, "-m", "jaxpar.cli", "train", str(config), *sets]
-        return [*words, "--process-count", str(total), *place]
+    def command_of(again: bool) -> Command:
+        """What to run as one of the processes, the first time or ``again``."""
+        resume = ["checkpoint.resume=auto"] if run.checkpoint is not None and again else []
 
-    others = total if total != count else None
-    group = _group(run, asked, real, each, first, others)
+        def command(rank: int, total: int, address: str) -> list[str]:
+            share = [] if devices is None or real else [f"simulate={each * total}"]
+            place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
+            sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
+            words = [sys.executable, "-m", "jaxpar.cli", "train", str(config), *sets]
+            return [*words, "--process-count", str(total), *place]
+
+        return command
+
+    causes: list[Cause] = []
+    again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
+    group = _group(run, asked, real, each)
     latest, refit = functools.partial(_latest, run), functools.partial(shares.refit, each=each, reason=fits)
-    supervisor = Supervisor(group, command, count, policy, latest, refit, total=others)
-    return supervisor.run()
+    if not isinstance(group, Local) or asked.coordinator is None or total == count:
+        return Supervisor(group, again, count, policy, latest, refit, causes=causes).run()
+    if first:
+        return Follower(group, command_of, first, count, total, asked.coordinator).run()
+    hosts, status = Hosts(group, count, total, asked.coordinator, fits=refit), 1
+    try:
+        remaining = lambda count: refit(min(count, hosts.room))
+        status = Supervisor(hosts, again, total, policy, latest, remaining, tell=hosts.say, causes=causes).run()
+    finally:
+        hosts.close(status)
+    return status
 
 
-def _check_hosts(count: int, total: int, first: int, asked: Asked, policy: Policy) -> None:
+def _check_hosts(count: int, total: int, first: int, asked: Asked) -> None:
     """Whether what is asked of this host goes with what is said of all."""
     if count < 1:
         raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
@@ -159,11 +179,6 @@ def _check_hosts(count: int, total: int, first: int, asked: Asked, policy: Polic
         )
     if first + count > total:
         raise LaunchError(f"--processes {count} from --process-id {first} on are more than --process-count {total}.")
-    if policy.elastic and total != count:
-        raise LaunchError(
-            f"supervise.elastic is on, but {count} of {total} processes run here: this supervisor cannot tell those of other hosts that there are "
-            f"fewer now. Remedy: supervise.elastic: false, or --ray, which has one supervisor for all hosts."
-        )
     if not asked.ray and shares.has_tpu(os.environ) and count > 1:
         raise LaunchError(
             f"--processes is {count}, but the chips of a TPU host belong to one process. Remedy: --processes 1."
@@ -203,23 +218,22 @@ def _misfit(loaded: Loaded, count: int, *, each: int) -> str | None:
     return shares.misfit(count, each, loaded.config.data.batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
 
 
-def _group(run: RunConfig, asked: Asked, real: list[str], each: int, first: int, total: int | None) -> Group:
+def _group(run: RunConfig, asked: Asked, real: list[str], each: int) -> Group:
     logs = Path(run.output) / "logs"
 
-    def variables(rank: int) -> dict[str, str | None]:
+    def variables(index: int) -> dict[str, str | None]:
         found: dict[str, str | None] = {"PYTHONUNBUFFERED": "1"}
         if "XLA_FLAGS" in os.environ:
             found["XLA_FLAGS"] = shares.without_flag(os.environ["XLA_FLAGS"])
         if real:
-            local = (rank - first) * each
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(real[local : local + each])
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(real[index * each : (index + 1) * each])
         return found
 
     if asked.ray:
         from jaxpar.launch.ray import RayGroup
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    return Local(logs, first=first, total=total, coordinator=asked.coordinator, variables=variables)
+    return Local(logs, coordinator=asked.coordinator, variables=variables)
 
 
 def _latest(run: RunConfig) -> int | None:

@@ -22,6 +22,7 @@ from jaxpar.errors import CheckpointError, ConfigError, DivergedError
 from jaxpar.inspect.compare import first_nonfinite
 from jaxpar.launch import heartbeat
 from jaxpar.train import watch as watching
+from jaxpar.train.compiling import unless_asked
 from jaxpar.train.engine import Engine, put
 from jaxpar.train.goodput import Goodput
 from jaxpar.train.job import Job
@@ -29,7 +30,7 @@ from jaxpar.train.metrics import MetricsWriter, peak_flops
 from jaxpar.train.news import Exchange, News, Stragglers
 from jaxpar.train.progress import StepLine
 from jaxpar.train.saving import Saver, here
-from jaxpar.train.signals import Stop
+from jaxpar.train.signals import Stop, told
 from jaxpar.train.summary import Summary, conclude, introduce
 from jaxpar.train.watch import Passed, Watch
 
@@ -43,7 +44,8 @@ def train(job: Job, console: Console) -> Summary:
 
     Returns:
       What was printed at the end. SIGTERM and Ctrl-C end the run after the step it is in, in all of its processes after the same one, and everything is
-      written as for a full run (after SIGTERM without a last evaluation and the picture); a second signal ends it at once.
+      written as for a full run (after SIGTERM without a last evaluation and the picture); a second signal ends it at once. In the compile they end it
+      at once, with ``left`` set: a thread is still at it, so this process can only be ended (:func:`jaxpar.train.compiling.leave`).
 
     Raises:
       LayoutError: the layout does not fit; raised before anything is compiled.
@@ -51,7 +53,17 @@ def train(job: Job, console: Console) -> Summary:
       DivergedError: too many steps in a row were not finite, or spikes, and the run cannot roll back.
       CheckpointError: the run was to go on from a checkpoint, and cannot.
     """
-    began, account, config, layout = time.perf_counter(), Goodput(), job.config, job.layout()
+    began = time.perf_counter()
+    with Stop() as stop:
+        summary, saver = _train(job, console, stop)
+    summary.seconds = time.perf_counter() - began
+    if not summary.left:
+        conclude(summary, Path(job.config.output), console, saver)
+    return summary
+
+
+def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
+    account, config, layout = Goodput(), job.config, job.layout()
     text = load_text(config.data.source)
     if text.vocab > job.model.vocab:
         raise ConfigError(
@@ -61,17 +73,14 @@ def train(job: Job, console: Console) -> Summary:
     # Held-out batches and layout are checked before the first compile.
     heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
     introduce(job, layout, text, console)
-    folder = Path(config.output)
-    with Stop() as stop, Saver(job, layout, console) as saver, Engine(job, layout) as engine:
+    with Saver(job, layout, console) as saver, Engine(job, layout) as engine:
         with account.spend("restore"):
             found = saver.restore(engine.like)
         after = None if found is None else found.step
-        with MetricsWriter(folder, after, writes=jax.process_index() == 0) as writer:
+        first = jax.process_index() == 0
+        with MetricsWriter(Path(config.output), after, writes=first, tell=console.print) as writer:
             run = Run(job, layout, text, engine, saver, writer, account, console, stop)
-            summary = run.go(found, heldout)
-    summary.seconds = time.perf_counter() - began
-    conclude(summary, folder, console, saver)
-    return summary
+            return run.go(found, heldout), saver
 
 
 class Run:
@@ -112,9 +121,10 @@ class Run:
         heartbeat.doing("compile")
         with self._console.status("compiling the step ..."), account.spend("compile"):
             started = time.perf_counter()
-            self._state = self._engine.first_state(None if found is None else found.state)
-            self._engine.compile(self._state, self._batch, self._heldout[0], self._saver.disk(found))
+            summary.signal = unless_asked(lambda quiet: self._compile(found, quiet), self._exchange, self._stop)
             summary.compile_seconds = time.perf_counter() - started
+        if summary.signal:
+            return self._leave(number)
         self._console.print(f"compiled in {summary.compile_seconds:.1f} s")
         # Only the first of several processes has the records: it must not do what the others do not.
         if found is None or (not summary.evals and jax.process_count() == 1):
@@ -136,6 +146,24 @@ class Run:
         self._stream.close()
         summary.signal, summary.goodput = self._signal, account.record()
         self._writer.note(number, **summary.goodput)
+        return summary
+
+    def _compile(self, found: Restored | None, quiet: Callable[[], None]) -> None:
+        """The first state and the programs; ``quiet`` when devices have nothing more to do."""
+        self._state = self._engine.first_state(None if found is None else found.state)
+        jax.block_until_ready(self._state)
+        quiet()
+        self._engine.compile(self._state, self._batch, self._heldout[0], self._saver.disk(found))
+
+    def _leave(self, number: int) -> Summary:
+        """End before the first step: what is on disk is all there is."""
+        summary, where = self.summary, self._saver.directory
+        safe = (
+            f"step {number} lies in {escape(str(where))}" if number else "no step was made, so there is nothing to save"
+        )
+        self._console.print(f"[bold]stopped by {told(summary.signal)}[/] in the compile: {safe}")
+        summary.left = self._stop.late = True
+        self._stream.close()
         return summary
 
     def _take_up(self, found: Restored) -> int:

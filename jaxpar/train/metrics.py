@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from jaxpar.accelerators import of_device
 from jaxpar.errors import need
+
+_SECONDS = 30.0
+"""Between two times that TensorBoard's file is brought up to date, or tried again."""
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -26,6 +32,8 @@ def peak_flops(device_kind: str) -> float | None:
 class MetricsWriter:
     """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 
+    A disk that takes none of it ends no run: it is told, and the records wait in memory.
+
     A run that goes on after step ``after`` keeps the records up to there: ``before`` has them, ``found`` all that there were. Of several processes
     one writes; in the others, which are told ``writes=False``, nothing happens.
 
@@ -33,37 +41,48 @@ class MetricsWriter:
       MissingExtraError: tensorboardX is not installed.
     """
 
-    def __init__(self, folder: Path, after: int | None = None, *, writes: bool = True):
+    def __init__(
+        self, folder: Path, after: int | None = None, *, writes: bool = True, tell: Callable[[str], None] = print
+    ):
         self.found: list[dict[str, Any]] = []
         self.before: list[dict[str, Any]] = []
-        self._lines: TextIO | None = None
+        self._lines: FileIO | None = None
+        self._tell, self._pending, self._told = tell, b"", False
         if not writes:
             return
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
+        self._board = _Board(folder / "tensorboard")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "metrics.jsonl"
         if after is not None:
             self.found = _records(file)
             self.before = [record for record in self.found if record["step"] <= after]
-        self._lines = file.open("w", encoding="utf-8")
-        self._lines.writelines(json.dumps(record) + "\n" for record in self.before)
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        # What was there stays there until all that is kept of it is on the new file.
+        new = file.with_suffix(".new")
+        new.write_text("".join(json.dumps(record) + "\n" for record in self.before), encoding="utf-8")
+        new.replace(file)
+        self._lines = file.open("ab", buffering=0)
 
     def write(self, step: int, **values: float) -> None:
         """One record: the step and its values. Numbers that are not finite are written as strings, so the line stays JSON."""
         self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
         if self._lines is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            self._board.add(step, values)
 
     def note(self, step: int, **values: Any) -> None:
         """One record of anything that is JSON, which TensorBoard does not see."""
-        if self._lines is not None:
-            self._lines.write(json.dumps({"step": step, **values}) + "\n")
-            self._lines.flush()
+        if self._lines is None:
+            return
+        self._pending += json.dumps({"step": step, **values}).encode() + b"\n"
+        try:
+            while self._pending:
+                self._pending = self._pending[self._lines.write(self._pending) :]
+            self._told = False
+        except OSError as error:  # no reason to end a run
+            if not self._told:
+                self._tell(
+                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept, and written when it can be."
+                )
+            self._told = True
 
     def __enter__(self) -> Self:
         return self
@@ -72,8 +91,52 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lines is not None:
+            if self._pending:
+                lost = self._pending.count(b"\n")
+                self._tell(f"metrics: {lost} records are lost, as {self._lines.name} could not be written to the end.")
             self._lines.close()
             self._board.close()
+
+
+class _Board:
+    """TensorBoard's files. Written here, not by tensorboardX's own thread: that one ends on a full disk, and who gives it more waits for ever."""
+
+    def __init__(self, folder: Path):
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.summary import scalar
+        except ImportError as error:
+            raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
+        self._folder, self._open, self._event, self._scalar = folder, EventsWriter, Event, scalar
+        self._events: Any = None
+        self._retry = self._flush = 0.0
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Numbers of a step; what the disk does not take is left out, and a while later a new file is begun."""
+        now = time.monotonic()
+        if now < self._retry:
+            return
+        try:
+            if self._events is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._events = self._open(str(self._folder / "events"))
+            for name, value in values.items():
+                event = self._event(step=step, wall_time=time.time(), summary=self._scalar(name, value))
+                self._events.write_event(event)
+            if now >= self._flush:
+                self._events.flush()
+                self._flush = now + _SECONDS
+        except OSError:
+            self.close()
+            self._retry = now + _SECONDS
+
+    def close(self) -> None:
+        """End the file."""
+        events, self._events = self._events, None
+        with suppress(OSError):
+            if events is not None:
+                events.close()
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

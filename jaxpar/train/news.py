@@ -31,6 +31,7 @@ class News:
       own: its own work outside of the device's: batches and bookkeeping.
       waited: for the device, which waits for the other processes.
       seconds: of the steps.
+      busy: whether it has not ended what all do before the first step.
     """
 
     signal: int = 0
@@ -39,6 +40,7 @@ class News:
     own: float = 0.0
     waited: float = 0.0
     seconds: float = 0.0
+    busy: bool = False
 
 
 class Exchange:
@@ -60,12 +62,20 @@ class Exchange:
         self._left -= 1
         if self._left:
             return None
-        if self._gather is None:
-            self._left = 1
-            return [mine()]
-        found = [_read(row) for row in np.asarray(self._gather(mine()))]
-        self._left = steps_between(max(one.seconds / one.steps if one.steps else _PERIOD for one in found))
+        found = self.meet(mine())
+        self._left = 1
+        if not self.alone:
+            self._left = steps_between(max(one.seconds / one.steps if one.steps else _PERIOD for one in found))
         return found
+
+    def meet(self, mine: News) -> list[News]:
+        """The news of each process, now: all of them are to call it."""
+        return [mine] if self._gather is None else [_read(row) for row in np.asarray(self._gather(mine))]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other processes."""
+        return self._gather is None
 
 
 def steps_between(seconds: float) -> int:
@@ -93,8 +103,8 @@ def _gathering() -> Callable[[News], jax.Array]:
 
 
 def _read(row: np.ndarray) -> News:
-    signal, overdue, steps, own, waited, seconds = map(float, row)
-    return News(int(signal), bool(overdue), int(steps), own, waited, seconds)
+    signal, overdue, steps, own, waited, seconds, busy = map(float, row)
+    return News(int(signal), bool(overdue), int(steps), own, waited, seconds, bool(busy))
 
 
 class Stragglers:

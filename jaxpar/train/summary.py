@@ -23,7 +23,7 @@ from jaxpar.train.saving import Saver
 class Summary:
     """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``, ``skipped`` in a row at the end.
 
-    ``signal`` is the one that ended it, or 0; ``goodput`` the account of :class:`jaxpar.train.goodput.Goodput`; ``passed`` the batches that were
+    ``signal`` is the one that ended it, or 0, and ``left`` whether that was before its first step; ``goodput`` the account of :class:`jaxpar.train.goodput.Goodput`; ``passed`` the batches that were
     passed over, as ranges; ``slow`` the processes that kept the others waiting at the end.
     """
 
@@ -37,6 +37,7 @@ class Summary:
     compile_seconds: float = 0.0
     seconds: float = 0.0
     signal: int = 0
+    left: bool = False
     skipped: int = 0
     rollbacks: int = 0
     passed: list[list[int]] = field(default_factory=list)

@@ -187,18 +187,6 @@ def test_after_a_signal_nothing_is_started_again_and_a_second_one_ends_all(tmp_p
     assert run.attempts == [2]
 
 
-def test_some_of_several_hosts_processes_have_their_own_numbers(tmp_path: Path) -> None:
-    lines: list[str] = []
-    group = Local(tmp_path, first=2, total=4, coordinator="192.0.2.1:9")
-    words = [sys.executable, "-S", "-c", "import sys; print(*sys.argv[1:], flush=True); sys.exit(int(sys.argv[1]) % 2)"]
-    supervisor = Supervisor(
-        group, lambda *place: [*words, *map(str, place)], 2, Policy(restarts=0), tell=lines.append, total=4
-    )
-    assert supervisor.run() == 1
-    assert lines[0] == "process 3 of 4 ended with exit status 1 before its first step"
-    assert (tmp_path / "process-3.log").read_text() == "3 4 192.0.2.1:9\n"
-
-
 def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
     script = "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, file=sys.stderr, flush=True)\nsay(step=1)\nsys.exit(2)"
     run = Run(tmp_path, script, 1, restarts=0)

@@ -18,6 +18,7 @@ import yaml
 from jaxpar.checkpoint.checking import check, steps_in
 from jaxpar.cli import main
 from jaxpar.launch.detect import detect
+from jaxpar.launch.group import free_port
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -69,10 +70,6 @@ def test_hosts_and_launchers_that_contradict_it_are_refused(refused: Any, monkey
     )
     two = ("--coordinator", "127.0.0.1:1", "--process-count", "4", "--process-id", "3", "--processes", "2")
     assert refused(*two) == "LaunchError: --processes 2 from --process-id 3 on are more than --process-count 4."
-    elastic = refused(*two[:4], "--process-id", "2", "--processes", "2", supervise={"elastic": True})
-    assert elastic.startswith(
-        "LaunchError: supervise.elastic is on, but 2 of 4 processes run here: this supervisor cannot tell"
-    )
     assert refused("--coordinator", "127.0.0.1:1") == (
         "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes N, which starts "
         "them here."
@@ -106,13 +103,13 @@ def test_the_supervisor_itself_needs_no_jax() -> None:
 def test_one_of_two_is_killed_and_the_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two processes of one device each; the second is lost, and elastic training resumes as one process."""
+    """Two processes of one device each, each with a supervisor of its own, as on two hosts; the second is lost, and elastic training resumes as one."""
     assert detect(os.environ) is None
     # What is tested is not the compiler.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     output, file = tmp_path / "run", tmp_path / "run.yaml"
     changes = {"train": {"steps": 3000, "eval_every": 3000, "eval_batches": 1}, "checkpoint": {"every": 10}}
-    supervise = {"processes": 2, "backoff": 0, "elastic": True, "restarts": 1}
+    supervise = {"processes": 1, "backoff": 0, "elastic": True, "restarts": 1}
     file.write_text(yaml.safe_dump({**RUN, "simulate": 2, "output": str(output), "supervise": supervise, **changes}))
     ended = threading.Event()
 
@@ -134,18 +131,25 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
                 return
         os.kill(os.getpid(), signal.SIGINT)
 
+    place = ["train", str(file), "--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2", "--process-id"]
+    command = [sys.executable, "-m", "jaxpar.cli", *place, "1", "--processes", "1"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        status = main(["train", str(file)])
+        status = main([*place, "0"])
+        there = other.communicate(timeout=60)[0]
     finally:
         ended.set()
         killer.join()
+        other.kill()
+        other.communicate()
     screen = capfd.readouterr().out
     logs = {log.name: log.read_text() for log in (output / "logs").glob("*.log")}
     assert status == 0, (screen, logs)
     found = re.search(r"^process 1 of 2 was killed by SIGKILL after step (\d+)$", screen, re.MULTILINE)
     assert found is not None, (screen, logs)
+    assert other.returncode == 0 and found[0] in there.splitlines(), there  # named on both hosts
     again = re.search(r"^restart 1 of 1 in 0 s: 1 process from step (\d+)$", screen, re.MULTILINE)
     assert again is not None and 10 <= int(again[1]) <= int(found[1])
     assert "data 2 = 2 devices (cpu)" in screen and f"resumed from step {again[1]} of {output}/checkpoints" in screen

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from jaxpar.cli import main
 from jaxpar.data import batches
 from jaxpar.errors import CheckpointError, ConfigError, DataError
 from jaxpar.train.config import load_run
+from jaxpar.train.engine import Engine
 from jaxpar.train.job import Job, make_job
+from jaxpar.train.loop import train
 from jaxpar.train.saving import Saver, _changes, _plain, here
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
@@ -98,6 +102,30 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
         assert [(r["step"], r[name]) for r in records if name in r] == [
             (r["step"], r[name]) for r in never if name in r
         ]
+
+
+def test_a_signal_in_the_compile_ends_the_run_at_once(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes: tests/test_preemption.py."""
+    config, folder, over, screen = write(tmp_path, "run"), tmp_path / "run", threading.Event(), io.StringIO()
+    shutil.copytree(whole, folder / "checkpoints")
+    shutil.copy(whole.parent / "metrics.jsonl", folder)
+    before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder / "checkpoints/6")
+
+    def compile_for_long(self: Engine, *arguments: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert over.wait(60)
+
+    monkeypatch.setattr(Engine, "compile", compile_for_long)
+    summary = train(job_of(config), Console(file=screen, width=300))
+    over.set()
+    assert (summary.left, summary.signal, summary.steps) == (True, signal.SIGTERM, 4)
+    assert screen.getvalue().endswith(f"stopped by SIGTERM in the compile: step 4 lies in {folder}/checkpoints\n")
+    assert steps_in(folder / "checkpoints") == [2, 4]
+    after = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert after == [record for record in before if record["step"] <= 4]
 
 
 def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:

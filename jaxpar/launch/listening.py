@@ -1,0 +1,31 @@
+"""``listening``: SIGTERM and SIGINT are noted, for whoever passes them on to processes of its own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def listening(signals: list[int]) -> Iterator[None]:
+    """Both are put into a list, rather than ending this process before its children; outside of the main thread nothing is.
+
+    >>> import os
+    >>> found = []
+    >>> with listening(found):
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    >>> [signal.Signals(number).name for number in found]
+    ['SIGTERM']
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    take = lambda number, frame: signals.append(number)
+    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
