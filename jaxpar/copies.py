@@ -27,6 +27,7 @@ from jaxpar import crossing
 from jaxpar.crossing import Parts
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
 from jaxpar.layout import Layout, current_layout, hint
+from jaxpar.links import links_of
 from jaxpar.moved import gather_moved, scatter_moved
 from jaxpar.products import GATHERED
 from jaxpar.rules import Axes, Resolved, resolve
@@ -282,11 +283,15 @@ class _How:
 
     def together(self, h: jax.Array) -> jax.Array:
         """From ``residual_seq`` to ``seq``."""
-        return gather_moved(h, self.hand, dim=1) if self.hand else hint(h, *INSIDE)
+        return gather_moved(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
 
     def apart(self, y: jax.Array) -> jax.Array:
         """From ``seq`` to ``residual_seq``, summed."""
-        return scatter_moved(y, self.hand, dim=1) if self.hand else hint(y, *RESIDUAL)
+        return scatter_moved(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
+
+    def _rings(self) -> tuple[int, ...]:
+        links = links_of(self.layout.mesh)
+        return () if links is None else links.rings(self.hand)
 
     def spec_of_rows(self, *, by_hand: bool = False) -> PartitionSpec:
         along = (*self.seq, *self.hand) if by_hand else self.seq

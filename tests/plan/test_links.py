@@ -13,7 +13,8 @@ from by_hand import collective
 
 from jaxpar.accelerators import accelerator
 from jaxpar.errors import PlanError
-from jaxpar.links import Links, Torus
+from jaxpar.links import Links
+from jaxpar.torus import Torus
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.topology import Topology
 
