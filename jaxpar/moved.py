@@ -114,9 +114,9 @@ class _Ring:
         """This device's piece of the sum over a ring: two sums go round it, one each way, and end here."""
         size = x.shape[dim] // self.ways
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        piece = lambda far: jax.lax.dynamic_slice_in_dim(
-            x, (self.here() + far) % self.ways * size, size, dim
-        ).astype(wide)
+        piece = lambda far: jax.lax.dynamic_slice_in_dim(x, (self.here() + far) % self.ways * size, size, dim).astype(
+            wide
+        )
         narrow = lambda part: part.astype(x.dtype)
         far = (self.ways - 1) // 2
         up, down = [piece(n) for n in range(1, far + 1)], [piece(-n) for n in range(1, far + 1)]

@@ -180,7 +180,9 @@ def axes_of(groups: np.ndarray | Sequence[Sequence[int]], sizes: Mapping[str, in
     return tuple(name for name, line in lines if (line != line[:, :1]).any())
 
 
-def along(pairs: Sequence[tuple[int, int]], axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+def along(
+    pairs: Sequence[tuple[int, int]], axes: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[tuple[int, int], ...]:
     """Pairs of devices as places along some axes, each pair of places once.
 
     >>> along([(0, 2), (1, 3), (2, 0), (3, 1)], ("data",), {"data": 2, "model": 2})

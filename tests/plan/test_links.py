@@ -14,9 +14,9 @@ from by_hand import collective
 from jaxpar.accelerators import accelerator
 from jaxpar.errors import PlanError
 from jaxpar.links import Links
-from jaxpar.torus import Torus
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.topology import Topology
+from jaxpar.torus import Torus
 
 
 def phases(topology: str, mesh: dict[str, int], kind: str, axes: tuple[str, ...], sent: float) -> dict[str, float]:
