@@ -328,9 +328,9 @@ def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
     step = jp.AsynchronousStep(layout, LOSS, pipeline)
     batch = jax.tree.map(lambda x: jp.put(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
     told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
-    assert jax.tree.structure(told) == jax.tree.structure(made)
-    for (keys, one), other in zip(jax.tree_util.tree_leaves_with_path(told), jax.tree.leaves(made), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype), keys
+    leaves = zip(jax.tree_util.tree_leaves_with_path(told), jax.tree_util.tree_leaves_with_path(made), strict=True)
+    for (keys, one), (path, other) in leaves:
+        assert (keys, one.shape, one.dtype) == (path, other.shape, other.dtype)
         assert one.sharding.is_equivalent_to(other.sharding, other.ndim), keys
 
 

@@ -218,7 +218,9 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
     assert f"rolled back from step {seen} to 4: step {seen} was not finite" in screen and summary.passed == [[5, seen]]
     assert summary.losses == expected.losses and state(folder, 10) == state(never, 10)
     on_its_way = {path for path in state(folder, 10)[0] if path.startswith("flight/")}
-    assert any(path.startswith(f"flight/{'previous' if name == 'pipedream_2bw' else 'versions'}") for path in on_its_way)
+    assert any(
+        path.startswith(f"flight/{'previous' if name == 'pipedream_2bw' else 'versions'}") for path in on_its_way
+    )
 
 
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
