@@ -36,6 +36,8 @@ from jaxpar.woven import Branch, woven
 
 Cut = Literal["batch", "seq"]
 COUNTS, CUTS = (1, 2), get_args(Cut)
+STRAIGHT = 4
+"""Over how many devices at most pieces go straight: over 4 in a row no more than 4 cross a link, round a ring 3."""
 INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
 
 type Layer = Callable[[Any, jax.Array, Any], jax.Array]
@@ -290,8 +292,10 @@ class _How:
         return scatter_moved(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
 
     def _rings(self) -> tuple[int, ...]:
+        """How pieces go: straight over a line of few devices, where a product hides them all at once; round rings where they would crowd the links."""
         links = links_of(self.layout.mesh)
-        return () if links is None else links.rings(self.hand)
+        found = () if links is None or links.torus is None else links.rings(self.hand)
+        return found if math.prod(found) > STRAIGHT else ()
 
     def spec_of_rows(self, *, by_hand: bool = False) -> PartitionSpec:
         along = (*self.seq, *self.hand) if by_hand else self.seq

@@ -1,8 +1,9 @@
-"""All-gathers and reduce-scatters as permutes between neighbours, both ways round a ring at once.
+"""All-gathers and reduce-scatters as permutes: every piece straight to its device, or round rings, both ways at once.
 
 As many bytes as the collectives that they stand for. But a compiler lets a permute run beside whatever does not wait for it; a TPU's lets no
-reduce-scatter, and few all-gathers. Where a group lies on several dims of a torus it is one ring after another, each along a dim, so that every
-hop is one link; sums go on from hop to hop, each made in fp32 and sent in the dtype of what is summed.
+reduce-scatter, and few all-gathers. Straight, no piece waits for another, so one product beside them hides all; but on a torus they share links. Round
+a ring along each dim of the torus, one dim after the other, every hop is one link, and waits for the hop before; sums go on from hop to hop, each made
+in fp32 and sent in the dtype of what is summed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def gather_moved(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence
       x: a device's piece.
       axes: of the devices whose pieces are brought together.
       dim: along which the pieces stand.
-      rings: the sizes of the rings that the devices form, outermost first, as :meth:`jaxpar.links.Links.rings` has them; one of all if empty.
+      rings: the sizes of the rings that the devices form, outermost first, as :meth:`jaxpar.links.Links.rings` has them; if empty, pieces go straight.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -51,14 +52,14 @@ def scatter_moved(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequenc
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(axes: tuple[str, ...], rings: tuple[int, ...], dim: int, x: jax.Array) -> jax.Array:
     for ring in reversed(_rings(axes, rings)):  # the innermost first, while pieces are smallest
-        x = ring.gathered(x, dim)
+        x = ring.gathered(x, dim) if rings else ring.gathered_straight(x, dim)
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _scatter(axes: tuple[str, ...], rings: tuple[int, ...], dim: int, x: jax.Array) -> jax.Array:
     for ring in _rings(axes, rings):
-        x = ring.scattered(x, dim)
+        x = ring.scattered(x, dim) if rings else ring.scattered_straight(x, dim)
     return x
 
 
@@ -90,8 +91,27 @@ class _Ring:
         to = lambda i: i + ((i // self.stride + step) % self.ways - i // self.stride % self.ways) * self.stride
         return jax.lax.ppermute(x, self.axes, [(i, to(i)) for i in range(self.count)])
 
+    def gathered_straight(self, x: jax.Array, dim: int) -> jax.Array:
+        """The pieces of all devices, in their order."""
+        came = [x, *(self.sent(x, far) for far in range(1, self.ways))]
+        # came[far] is of the device ``far`` places before; from the last to the first they stand in the order of the devices, begun behind this one.
+        return jnp.roll(jnp.concatenate(came[::-1], dim), (self.here() + 1) * x.shape[dim], dim)
+
+    def scattered_straight(self, x: jax.Array, dim: int) -> jax.Array:
+        """This device's piece of the sum."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        total = self.piece(x, 0, dim).astype(wide)
+        for far in range(1, self.ways):
+            total += self.sent(self.piece(x, far, dim), far).astype(wide)
+        return total.astype(x.dtype)
+
+    def piece(self, x: jax.Array, far: int, dim: int) -> jax.Array:
+        """That of the device ``far`` places behind."""
+        size = x.shape[dim] // self.ways
+        return jax.lax.dynamic_slice_in_dim(x, (self.here() + far) % self.ways * size, size, dim)
+
     def gathered(self, x: jax.Array, dim: int) -> jax.Array:
-        """The pieces of all devices of a ring, in their order."""
+        """The same, round the ring."""
         before, after = [x], [x]  # of the devices so many places before this one, and behind it
         for _ in range((self.ways - 1) // 2):
             before.append(self.sent(before[-1], 1))
@@ -111,12 +131,9 @@ class _Ring:
         return jnp.concatenate([self.sent(first[0], 1), self.sent(second[1], -1)], dim)
 
     def scattered(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's piece of the sum over a ring: two sums go round it, one each way, and end here."""
-        size = x.shape[dim] // self.ways
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        piece = lambda far: jax.lax.dynamic_slice_in_dim(x, (self.here() + far) % self.ways * size, size, dim).astype(
-            wide
-        )
+        """The same, round the ring: two sums go round it, one each way, and end here."""
+        size, wide = x.shape[dim] // self.ways, jnp.promote_types(x.dtype, jnp.float32)
+        piece = lambda far: self.piece(x, far, dim).astype(wide)
         narrow = lambda part: part.astype(x.dtype)
         far = (self.ways - 1) // 2
         up, down = [piece(n) for n in range(1, far + 1)], [piece(-n) for n in range(1, far + 1)]

@@ -23,7 +23,7 @@ def over(outer: int, inner: int, f: Callable[[jax.Array], jax.Array], into: Any,
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=into, out_specs=out, check_vma=False))
 
 
-CASES = [(2, 4, ()), (4, 2, (4, 2)), (1, 2, ()), (1, 5, ())]
+CASES = [(2, 4, ()), (2, 4, (8,)), (4, 2, (4, 2)), (1, 2, (2,)), (1, 5, (5,))]
 
 
 @pytest.mark.parametrize(("outer", "inner", "rings"), CASES)
@@ -71,5 +71,5 @@ def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[i
 def test_sums_are_made_in_fp32() -> None:
     """In bf16 1 + 2^-8 is 1; both small shares together are seen."""
     x = jnp.repeat(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 3)
-    got = over(1, 3, lambda x: scatter_moved(x, AXES, dim=0), P(AXES), P(AXES))(x)
+    got = over(1, 3, lambda x: scatter_moved(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
     assert got.dtype == jnp.bfloat16 and got.tolist() == [1 + 2**-7] * 3
