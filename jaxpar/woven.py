@@ -76,10 +76,7 @@ class _Chain:
         self.branches, self.how, self.block, self.side = branches, how, block, side
         self.ahead, self.carries = ahead, [None] * len(branches)
         self.x, self.steps = x, 4 * len(branches) - 1
-        h = branches[0].before(block, x)
-        if ahead is not None:  # not before the other has what it computes beside this
-            ahead.now, h = jax.lax.optimization_barrier((ahead.now, h))
-        self.now: Any = how.together(h)
+        self.now: Any = how.together(branches[0].before(block, x))
 
     def take(self, step: int) -> bool:
         """Whether the step leaves something that a later one wants."""
