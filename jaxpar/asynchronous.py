@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import inflight, onebit, stashing
 from jaxpar.boarding import Split, row_axes
@@ -106,6 +106,28 @@ class AsynchronousStep:
     def start(self, state: TrainState, batch: Any) -> InFlight:
         """The state with room for what will be on its way; ``batch`` is like those to come, and only looked at."""
         found: InFlight = self._start(state, batch)
+        return found
+
+    def abstract(self, state: TrainState, batch: Any) -> InFlight:
+        """What :meth:`start` would give, as placed shapes: nothing is made, so no device is wanted.
+
+        Args:
+          state: as :func:`jaxpar.abstract_state` gives it.
+          batch: placed shapes, or arrays.
+        """
+        program, shapes = jax.make_jaxpr(self._started, return_shape=True)(state, batch)
+        mesh = self.layout.mesh
+        lies = dict(
+            zip(map(id, program.jaxpr.invars), (x.sharding for x in jax.tree.leaves((state, batch))), strict=True)
+        )
+        # Whatever start makes it lays out at last.
+        laid = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+        lies |= {id(eqn.outvars[0]): eqn.params["sharding"] for eqn in laid}
+        placed = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies.get(id(v), NamedSharding(mesh, PartitionSpec())))
+            for x, v in zip(jax.tree.leaves(shapes), program.jaxpr.outvars, strict=True)
+        ]
+        found: InFlight = jax.tree.unflatten(jax.tree.structure(shapes), placed)
         return found
 
     def __call__(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:

@@ -27,6 +27,7 @@ from jaxpar import crossing
 from jaxpar.crossing import Parts
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
 from jaxpar.layout import Layout, current_layout, hint
+from jaxpar.links import links_of
 from jaxpar.moved import gather_moved, scatter_moved
 from jaxpar.products import GATHERED
 from jaxpar.rules import Axes, Resolved, resolve
@@ -35,6 +36,8 @@ from jaxpar.woven import Branch, woven
 
 Cut = Literal["batch", "seq"]
 COUNTS, CUTS = (1, 2), get_args(Cut)
+STRAIGHT = 4
+"""Over how many devices at most pieces go straight: over 4 in a row no more than 4 cross a link, round a ring 3."""
 INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
 
 type Layer = Callable[[Any, jax.Array, Any], jax.Array]
@@ -282,11 +285,17 @@ class _How:
 
     def together(self, h: jax.Array) -> jax.Array:
         """From ``residual_seq`` to ``seq``."""
-        return gather_moved(h, self.hand, dim=1) if self.hand else hint(h, *INSIDE)
+        return gather_moved(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
 
     def apart(self, y: jax.Array) -> jax.Array:
         """From ``seq`` to ``residual_seq``, summed."""
-        return scatter_moved(y, self.hand, dim=1) if self.hand else hint(y, *RESIDUAL)
+        return scatter_moved(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
+
+    def _rings(self) -> tuple[int, ...]:
+        """How pieces go: straight over a line of few devices, where a product hides them all at once; round rings where they would crowd the links."""
+        links = links_of(self.layout.mesh)
+        found = () if links is None or links.torus is None else links.rings(self.hand)
+        return found if math.prod(found) > STRAIGHT else ()
 
     def spec_of_rows(self, *, by_hand: bool = False) -> PartitionSpec:
         along = (*self.seq, *self.hand) if by_hand else self.seq

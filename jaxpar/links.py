@@ -14,29 +14,29 @@ share the wires between them. A collective over several dims uses all of them at
 **What is sent.** The bytes are the audit's (``Collective.wire_bytes``), those of the best ring. Over several levels they are
 split as the hierarchical algorithm does it (gather across the outer level first, while the pieces are small), one level after
 the other. A program for several TPU slices is compiled that way, and says itself which part crosses them. All-to-all on a torus
-pays for its detours: on n chips, ⌊n²/4⌋ pairs cross the middle. A permute is a shift to the neighbour, over one link, one way;
-one that may cross slices is taken to cross them.
+pays for its detours: on n chips, ⌊n²/4⌋ pairs cross the middle. A permute's messages go each their own way, one dim of the torus after the other,
+and wait for each other where they share a link; one that may cross slices is taken to cross them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxpar.accelerators import Accelerator, of_device
 from jaxpar.devices import take
 from jaxpar.errors import MeshError, PlanError
 from jaxpar.topology import Topology, device_of
+from jaxpar.torus import Torus
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
 
 class Sent(Protocol):
-    """What is asked of a collective: its kind, as XLA names it, the mesh axes, and bytes that a device sends."""
+    """What is asked of a collective: its kind, as XLA names it, the mesh axes, bytes that a device sends, and who sends to whom in a permute."""
 
     @property
     def kind(self) -> str: ...
@@ -46,6 +46,8 @@ class Sent(Protocol):
     def wire_bytes(self) -> float: ...
     @property
     def between_slices(self) -> bool | None: ...
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]: ...
 
 
 @dataclass(frozen=True)
@@ -56,83 +58,20 @@ class Planned:
     axes: tuple[str, ...]
     wire_bytes: float
     between_slices: bool | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a collective: ``seconds`` on the links of one level, and the wires (``queues``) that it keeps busy."""
+    """A part of a collective: the links of one level, and for how many seconds it keeps which wires (``queues``) busy."""
 
     level: str
-    queues: tuple[str, ...]
-    seconds: float
+    queues: Mapping[str, float]
 
-
-@dataclass(frozen=True)
-class Torus:
-    """The torus of a slice, with mesh axes laid on it.
-
-    Attributes:
-      shape: chips along each dim.
-      closed: which dims close to a ring.
-      link: bytes/s of one link, one way.
-      factors: of each dim, the (axis, factor) pairs that make it up, innermost first.
-    """
-
-    shape: tuple[int, ...]
-    closed: tuple[bool, ...]
-    link: float
-    factors: tuple[tuple[tuple[str, int], ...], ...]
-
-    @classmethod
-    def lay(cls, sizes: Mapping[str, int], shape: Sequence[int], closed: Sequence[bool], link: float) -> Torus:
-        """Lay axes, outermost first, on a torus of as many chips.
-
-        >>> Torus.lay({"data": 4, "model": 16}, (4, 16), (False, True), 5e10).factors
-        ((('data', 4),), (('model', 16),))
-        >>> Torus.lay({"data": 8, "model": 2}, (4, 4), (False, False), 5e10).factors
-        ((('model', 2), ('data', 2)), (('data', 4),))
-        """
-        left, factors = list(shape), [[] for _ in shape]  # type: list[int], list[list[tuple[str, int]]]
-        for axis, size in reversed(list(sizes.items())):
-            for dim, factor in _dims_for(size, left, shape):
-                factors[dim].append((axis, factor))
-                left[dim] //= factor
-        return cls(tuple(shape), tuple(closed), link, tuple(map(tuple, factors)))
-
-    def ways(self, axes: Collection[str], *, shift: bool = False) -> dict[int, tuple[int, float]]:
-        """Dim → (chips of a group along it, bytes/s that a device sends along it) for a group over these axes.
-
-        Args:
-          axes: of the group.
-          shift: one way only, as a permute sends.
-        """
-        found = {}
-        for dim, factors in enumerate(self.factors):
-            mine = [i for i, (axis, _) in enumerate(factors) if axis in axes]
-            chips = math.prod(factors[i][1] for i in mine)
-            if chips == 1:
-                continue
-            sharing = math.prod(factor for axis, factor in factors[: mine[-1]] if axis not in axes)
-            whole = mine[-1] == len(factors) - 1  # nothing of the dim lies outside of the group: its ring is the dim's
-            both = 2 if self.closed[dim] and whole and not shift else 1
-            found[dim] = (chips, self.link * both / sharing)
-        return found
-
-
-def _dims_for(size: int, left: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The (dim, factor) pairs that an axis takes: whole dims, as many as fit, else factors of the dims with most to give."""
-    free = [dim for dim, n in enumerate(shape) if n > 1 and left[dim] == n]
-    for count in range(len(free), 0, -1):
-        for dims in combinations(free, count):
-            if math.prod(shape[dim] for dim in dims) == size:
-                return [(dim, shape[dim]) for dim in dims]
-    taken = []
-    for dim in sorted(range(len(shape)), key=lambda dim: -math.gcd(size, left[dim])):
-        factor = math.gcd(size, left[dim])
-        if factor > 1:
-            taken.append((dim, factor))
-            size //= factor
-    return taken
+    @property
+    def seconds(self) -> float:
+        """Until the last of them is done."""
+        return max(self.queues.values(), default=0.0)
 
 
 class Links:
@@ -200,15 +139,27 @@ class Links:
         """Seconds of a permute to any devices: where messages share a link of a torus, they wait for each other.
 
         Args:
-          pairs: (from, to) of those that send, as if the devices of a group stood in one line, or in a ring where it is closed.
+          pairs: (from, to) of those that send, counted along the axes.
         """
-        away = [(a, b) for a, b in pairs if a != b]
-        once = self.seconds("collective-permute", axes, sent) if away else 0.0
-        if self.torus is None:
-            return once
-        size = math.prod(self.levels["ICI"][axis] for axis in axes)
-        closed = any(chips == size and self.torus.closed[dim] for dim, (chips, _) in self.torus.ways(axes).items())
-        return once * _crowd(away, 1 + max((max(pair) for pair in away), default=0), closed=closed)
+        away = tuple((a, b) for a, b in pairs if a != b)
+        sending = Planned("collective-permute", axes, sent, pairs=away)
+        return sum(phase.seconds for phase in self.phases(sending)) if away else 0.0
+
+    def rings(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The sizes of the rings in which a group over the axes is joined, outermost first: along each dim of a torus one; their product is the group.
+
+        >>> from jaxpar import MeshSpec
+        >>> links_of(MeshSpec(data=8, model=8).on("v5p:4x4x4")).rings(("model",))
+        (4, 2)
+        """
+        levels = list(self.levels)
+        along = [
+            sizes
+            for axis in axes
+            for level in levels
+            for sizes in (self.torus.rings(axis) if level == "ICI" and self.torus else (self.levels[level][axis],))
+        ]
+        return tuple(size for size in along if size > 1)
 
     def phases(self, collective: Sent) -> list[Phase]:
         """What one execution of a collective costs, level by level; none where nothing moves."""
@@ -218,7 +169,7 @@ class Links:
         told = collective.between_slices
         used = [level for level, n in groups.items() if n > 1 and (told is None or told == (level == "DCN"))]
         if kind == "collective-permute":
-            return [self._phase(used[0], axes, kind, collective.wire_bytes, 2)] if used else []
+            return [self._permuted(used[0], collective)] if used else []
         others = math.prod(groups[level] for level in used) - 1
         found = []
         for level in used:
@@ -237,37 +188,52 @@ class Links:
             "NVLink": self.accelerator.link_bandwidth,
             "chip": self.accelerator.chip_bandwidth or math.inf,
         }
-        return Phase(level, (level,), sent / speeds[level])
+        return Phase(level, {level: sent / speeds[level]})
 
     @staticmethod
     def _on_torus(torus: Torus, axes: Sequence[str], kind: str, sent: float, group: int) -> Phase:
-        ways = torus.ways(axes, shift=kind == "collective-permute")
-        queues = tuple(f"ICI {dim}" for dim in ways)
-        if kind == "collective-permute":
-            seconds = sent / max(speed for _, speed in ways.values())
-        elif kind == "all-to-all":
+        ways = torus.ways(axes)
+        if kind == "all-to-all":
             held = sent * group / (group - 1)  # what a device holds, of which it sends all but its own share
             seconds = max(held * (chips**2 // 4) / chips / speed for chips, speed in ways.values())
         else:
             seconds = sent / sum(speed for _, speed in ways.values())
-        return Phase("ICI", queues, seconds)
+        return Phase("ICI", {_queue(dim, way): seconds for dim in ways for way in (1, -1)})
+
+    def _permuted(self, level: str, collective: Sent) -> Phase:
+        """A permute: on a torus each message takes its own links, and those that share one wait for each other."""
+        axes, sent = collective.axes, collective.wire_bytes
+        if level != "ICI" or self.torus is None:
+            return self._phase(level, axes, collective.kind, sent, 2)
+        inside = self.levels["chip"]
+        sharers = math.prod(inside[axis] for axis in axes)  # devices of a chip, whose messages are among the pairs
+        pairs = collective.pairs or self._shift(axes)
+        moved = [(self._chip(axes, a), self._chip(axes, b)) for a, b in pairs]
+        loads = self.torus.loads(axes, moved)
+        if not loads:  # all of it stays on a chip
+            return self._phase("chip", axes, collective.kind, sent, 2)
+        speed = self.torus.link * sharers
+        return Phase("ICI", {_queue(*link): sent * load / speed for link, load in loads.items()})
+
+    def _shift(self, axes: Sequence[str]) -> list[tuple[int, int]]:
+        """To the neighbour along the innermost of the axes."""
+        sizes = [math.prod(sizes[axis] for sizes in self.levels.values()) for axis in axes]
+        count, last = math.prod(sizes), sizes[-1]
+        return [(i, i - i % last + (i + 1) % last) for i in range(count)]
+
+    def _chip(self, axes: Sequence[str], device: int) -> int:
+        """Where a device's chip stands among those of its slice, counted along the axes."""
+        found, stride = 0, 1
+        for axis in reversed(axes):
+            outer, chips, inner = (sizes[axis] for sizes in self.levels.values())
+            device, along = divmod(device, outer * chips * inner)
+            found += along // inner % chips * stride
+            stride *= chips
+        return found
 
 
-def _crowd(pairs: Sequence[tuple[int, int]], count: int, *, closed: bool) -> int:
-    """The most messages that go through one link one way, each by the shorter way.
-
-    >>> _crowd([(0, 1), (1, 2), (2, 3), (3, 0)], 4, closed=False), _crowd([(0, 2), (1, 3)], 4, closed=False)
-    (1, 2)
-    """
-    load: dict[tuple[int, int], int] = {}
-    for a, b in pairs:
-        step = 1 if b > a else -1
-        if closed and abs(b - a) > count // 2:
-            step = -step
-        while a != b:
-            load[a, step] = load.get((a, step), 0) + 1
-            a = (a + step) % count
-    return max(load.values(), default=0)
+def _queue(dim: int, way: int) -> str:
+    return f"ICI {dim} {'+' if way > 0 else '-'}"
 
 
 def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:

@@ -169,11 +169,12 @@ def every_microbatch(params: Any, count: int, ways: int, stages: int) -> list[An
 
 @dataclass
 class Run:
-    """What calls gave: parameters at first and after each, their metrics, the state before the last call, saved, and at the end; with a flush at last."""
+    """What calls gave: parameters at first and after each, their metrics, the state at first, before the last call, saved, and at the end; with a flush at last."""
 
     params: list[Any]
     metrics: list[dict[str, float]]
     saved: Any
+    first: Any
     state: Any
     call: Any
 
@@ -214,7 +215,7 @@ CASES: list[tuple[dict[str, int], jp.Asynchronous, bool]] = [
 def done(case: int) -> Run:
     sizes, pipeline, flushes = CASES[case]
     step, state = started(sizes, pipeline)
-    call = step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
+    first, call = state, step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
     params, metrics, numbers = [jax.device_get(state.params)], [], None
     for number in range(CALLS):
         numbers = saved(state) if number == CALLS - 1 else numbers
@@ -226,7 +227,7 @@ def done(case: int) -> Run:
         params.append(jax.device_get(final.params))
         metrics.append({name: float(x) for name, x in told.items()})
         assert int(final.step) == CALLS and int(final.flight["pending"]) == 0
-    return Run(params, metrics, numbers, state, call)
+    return Run(params, metrics, numbers, first, state, call)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -317,6 +318,20 @@ def test_a_window_reads_what_was_written(keeps: Any, stages: int, batch: int) ->
     every = list(range(3 * batch))
     assert back == [every] * stages and lost == every
     assert [m for m in out if m >= 0][: len(every)] == every
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
+    """As ``jaxpar check --topology`` compiles it: every leaf's shape, dtype and place."""
+    sizes, pipeline, _ = CASES[case]
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+    step = jp.AsynchronousStep(layout, LOSS, pipeline)
+    batch = jax.tree.map(lambda x: jp.put(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
+    told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
+    leaves = zip(jax.tree_util.tree_leaves_with_path(told), jax.tree_util.tree_leaves_with_path(made), strict=True)
+    for (keys, one), (path, other) in leaves:
+        assert (keys, one.shape, one.dtype) == (path, other.shape, other.dtype)
+        assert one.sharding.is_equivalent_to(other.sharding, other.ndim), keys
 
 
 TWO = {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ RULES = jp.Rules(
     layers="pipeline",
     params={"embed": "data"},
 )
-HOW = {"layers": 2, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48}
+HOW = {"layers": 2, "vocab": 64, "embed": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "mlp": 48}
 ONE = llama.make_llama(llama.preset("tiny", **HOW))
 Found = tuple[float, Any, Any]
 
@@ -100,8 +101,9 @@ def test_sequences_and_sums_cross_by_permutes(two_copies: Found) -> None:
     assert two_copies[2].count("all-to-all", "model") == 0
 
 
-def test_another_policy_of_recomputation_beside_a_ring(one_copy: Found) -> None:
-    check_same(run({"context": 2, "model": 2}, 2, remat="save_outputs"), one_copy)
+@pytest.mark.parametrize("axis", ["context", "ulysses"])
+def test_another_policy_of_recomputation_beside_a_ring_and_an_exchange_of_heads(axis: str, one_copy: Found) -> None:
+    check_same(run({axis: 2, "model": 2}, 2, remat="save_outputs"), one_copy)
 
 
 def test_copies_inside_of_a_pipeline(one_copy: Found) -> None:
@@ -122,10 +124,13 @@ def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: F
     assert halves[2].wire_bytes("collective-permute", "model") > 0
 
 
-def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline() -> None:
+def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over more devices of a torus: round a ring, of which pieces of the other end come in halves from both sides."""
+    monkeypatch.setattr("jaxpar.copies.STRAIGHT", 2)
+    monkeypatch.setattr("jaxpar.copies.links_of", lambda mesh: SimpleNamespace(torus=True, rings=lambda axes: (4,)))
     pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=ROWS))
     got = run(
-        {"pipeline": 2, "model": 2},
+        {"pipeline": 2, "model": 4},
         2,
         staged=True,
         pipeline=pipeline,

@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 FLOORS = (
     ("errors", "simulate", "versions"),
     ("figures", "names", "texts"),
-    ("accelerators", "config", "devices", "schedules", "staging", "store"),
+    ("accelerators", "config", "devices", "schedules", "staging", "store", "torus"),
     ("links", "mesh", "plain", "rules", "topology"),
     ("exchange", "host", "int8", "launch", "layout", "precision", "waiting", "zero"),
     (

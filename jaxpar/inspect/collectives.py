@@ -44,6 +44,8 @@ class Collective:
       op_name: jax's path of the operation.
       between_slices: in a program for several TPU slices, whether it runs between slices, through their hosts, or inside of
         each; ``None`` in all other programs.
+      pairs: of a permute, who sends to whom: (from, to), counted along its axes.
+      flight: of an exposed permute, a number that it shares with those that are on their way at the same time.
     """
 
     kind: str
@@ -64,6 +66,8 @@ class Collective:
     tensor: str
     op_name: str
     between_slices: bool | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
+    flight: int | None = None
 
     @property
     def total_wire_bytes(self) -> float:
@@ -174,6 +178,19 @@ def axes_of(groups: np.ndarray | Sequence[Sequence[int]], sizes: Mapping[str, in
     coordinates = np.unravel_index(np.asarray(groups), tuple(sizes.values()))
     lines = zip(sizes, coordinates, strict=True)
     return tuple(name for name, line in lines if (line != line[:, :1]).any())
+
+
+def along(
+    pairs: Sequence[tuple[int, int]], axes: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of devices as places along some axes, each pair of places once.
+
+    >>> along([(0, 2), (1, 3), (2, 0), (3, 1)], ("data",), {"data": 2, "model": 2})
+    ((0, 1), (1, 0))
+    """
+    coordinates = dict(zip(sizes, np.unravel_index(np.asarray(pairs), tuple(sizes.values())), strict=True))
+    places = np.ravel_multi_index([coordinates[axis] for axis in axes], [sizes[axis] for axis in axes])
+    return tuple(sorted({(int(a), int(b)) for a, b in places}))
 
 
 def wire_bytes(kind: str, size: int, group: int) -> float:

@@ -58,6 +58,13 @@ class Schedule:
                 work += self._costs.of(instruction, where)
         return work
 
+    def span(self, start: Instruction, where: Computation) -> tuple[int, int]:
+        """The places in the schedule of a computation between which an asynchronous collective is on its way."""
+        rest = list(self._after(start, where))
+        steps = next((n for n, i in enumerate(rest, 1) if self._ends_it(i, start, None, where)), len(rest))
+        begin = self._places[where.name][start.name]
+        return begin, begin + (steps if start.opcode.endswith("-start") else 0)
+
     def _after(self, start: Instruction, where: Computation) -> Iterator[Instruction]:
         if where.name not in self._order:
             self._order[where.name] = list(where)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.inspect.collectives import Collective, axes_of, groups_of, kind_of, pairs_of
+from jaxpar.inspect.collectives import Collective, along, axes_of, groups_of, kind_of, pairs_of
 from jaxpar.inspect.costs import Costs, Work
 from jaxpar.inspect.dataflow import Flow
 from jaxpar.inspect.flops import kernel_flops, target
@@ -65,6 +65,9 @@ class Walk:
         self._schedule = Schedule(self.costs)
         # Of each ring: its place in ``collectives``, and how many permutes it has.
         self._rings: dict[tuple[Any, ...], tuple[int, int]] = {}
+        # Of each computation where exposed permutes are on their way till, and their number.
+        self._flights: dict[str, tuple[int, int]] = {}
+        self._flown = 0
 
     def run(self) -> Work:
         """Walk the whole program; returns its work."""
@@ -145,7 +148,10 @@ class Walk:
         role = ring_role(instruction, pairs, where, self.flow, scope.window[0] if scope.window else None)
         if role is None:
             part = Part("collective-permute", "", arrays, given, given)
-            self.collectives.append(self._describe(part, axes, 2, instruction, where, scope))
+            found = self._describe(part, axes, 2, instruction, where, scope)
+            flight = None if found.overlapped or scope.beside else self._flight(instruction, where)
+            pairs_along = along(pairs, axes, self.sizes)
+            self.collectives.append(dataclasses.replace(found, pairs=pairs_along, flight=flight))
             return
         group = math.prod(self.sizes[axis] for axis in axes)
         part = Part(role, "", arrays, given * group if role == "all-gather" else given, given)
@@ -153,6 +159,16 @@ class Walk:
         # All permutes of one ring become one collective of the computation around the ring.
         _, owner, times = scope.window or ("", where.name, scope.times)
         self._turn((owner, instruction.attribute("metadata"), role, axes, part.dtype), step, times)
+
+    def _flight(self, start: Instruction, where: Computation) -> int:
+        """The number of those that are on their way together: each begins before the last of the others has come."""
+        begin, end = self._schedule.span(start, where)
+        until, number = self._flights.get(where.name, (-1, 0))
+        if begin > until:
+            self._flown += 1
+            until, number = -1, self._flown
+        self._flights[where.name] = max(until, end), number
+        return number
 
     def _turn(self, key: tuple[Any, ...], step: Collective, times: int) -> None:
         """Add one permute to the ring with this key, which runs ``times`` times in one run of the program."""

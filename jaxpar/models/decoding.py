@@ -5,6 +5,7 @@ Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,41 +67,7 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
         scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
         return (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
 
-    def prompts(layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-        rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
-        leaves, block_of = layers
-
-        def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
-            block: Block = block_of(leaves)
-            made: dict[str, Any] = {}
-
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                made.update(keys=filled(k, slots, kept), values=filled(v, slots, kept))
-                return block.attention.context(q, k, v, None)
-
-            return block(x_BSE, rope, attend=attend), made
-
-        return jax.lax.scan(layer, x_BSE, leaves)
-
-    def token(layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any) -> tuple[jax.Array, Any]:
-        rope = rope_table(at_B[:, None], config)
-        leaves, block_of = layers
-
-        def layer(carry: Any, given: Any) -> tuple[Any, None]:
-            x_BSE, cache = carry
-            number, leaves = given
-            after: dict[str, Any] = {}
-
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                o, after["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
-                return o
-
-            return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
-
-        numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
-        # The cache goes from layer to layer whole: stacked anew from layers, all of it would be copied in every step.
-        carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
-        return carry
+    prompts, token = functools.partial(_prompts, config, kept), functools.partial(_token, config)
 
     def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
         return prompts(stacked_part(model, stack.path), embedded(model, tokens_BS), slots)
@@ -117,6 +84,48 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
     stack = Stack(("blocks",), embedded, prompts, token)
     return Cached(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
+
+
+def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+    """What the layers make of whole prompts, and the cache of their keys and values, of dtype ``kept``."""
+    rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+    leaves, block_of = layers
+
+    def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
+        block: Block = block_of(leaves)
+        made: dict[str, Any] = {}
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            made.update(keys=filled(k, slots, kept), values=filled(v, slots, kept))
+            return block.attention.context(q, k, v, None)
+
+        return block(x_BSE, rope, attend=attend), made
+
+    return jax.lax.scan(layer, x_BSE, leaves)
+
+
+def _token(
+    config: LlamaConfig, layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any
+) -> tuple[jax.Array, Any]:
+    """What the layers make of one token of each row, and the cache with it."""
+    rope = rope_table(at_B[:, None], config)
+    leaves, block_of = layers
+
+    def layer(carry: Any, given: Any) -> tuple[Any, None]:
+        x_BSE, cache = carry
+        number, leaves = given
+        after: dict[str, Any] = {}
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            o, after["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
+            return o
+
+        return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
+
+    numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
+    # The cache goes from layer to layer whole: stacked anew from layers, all of it would be copied in every step.
+    carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
+    return carry
 
 
 def _matrices(dtype: Any, kept: str | None) -> Callable[[Any], Any]:

@@ -30,36 +30,7 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
       ConfigError: ``config`` asks for what differs from layer to layer, or for weights to be kept, which a pipeline gathers once anyway.
     """
     dtype, recompute = jnp.dtype(config.dtype), Recompute.of(config.remat)
-    asked = (
-        ("remat.layers", list(recompute.layers) or None, "all layers are one program, which recomputes as one"),
-        (
-            "remat.slice_activation",
-            recompute.slice_activation or None,
-            "what goes from layer to layer lies by 'residual_seq'",
-        ),
-        (
-            "regather",
-            None if config.regather is True else config.regather,
-            "weights are gathered once a step, and kept",
-        ),
-    )
-    for key, value, why in asked:
-        if value is not None:
-            raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
-
-    def prepare(model: Llama, batch: Batch) -> Batch:
-        own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
-        shape = batch["tokens"].shape
-        if halved(config):
-            _, at, laid = laid_for_halves(*own.values())
-            return {**dict(zip(own, laid, strict=True)), "positions": jnp.broadcast_to(at, shape)}
-        order: Any = config.context.settled_order(*layer_shapes(config, shape))
-        at = jnp.arange(shape[1], dtype=jnp.int32)
-        if order is not None:
-            ring = config.context.settled_ring(*layer_shapes(config, shape))
-            at = jnp.asarray(permutation(order, shape[1], ring))
-            own = {name: x[:, at] for name, x in own.items()}
-        return {**own, "positions": jnp.broadcast_to(at[None], shape)}
+    _check(config, recompute)
 
     def before(model: Llama, batch: Batch) -> jax.Array:
         return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
@@ -99,9 +70,44 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         before=before,
         layer=layer,
         after=after,
-        prepare=prepare,
+        prepare=lambda model, batch: _prepared(config, batch),
         side=side,
         dims=("batch", "residual_seq", "embed"),
         carried_layer=carried_layer,
         carry=lambda model, batch: empty_carry(config, batch),
     )
+
+
+def _check(config: LlamaConfig, recompute: Recompute) -> None:
+    asked = (
+        ("remat.layers", list(recompute.layers) or None, "all layers are one program, which recomputes as one"),
+        (
+            "remat.slice_activation",
+            recompute.slice_activation or None,
+            "what goes from layer to layer lies by 'residual_seq'",
+        ),
+        (
+            "regather",
+            None if config.regather is True else config.regather,
+            "weights are gathered once a step, and kept",
+        ),
+    )
+    for key, value, why in asked:
+        if value is not None:
+            raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
+
+
+def _prepared(config: LlamaConfig, batch: Batch) -> Batch:
+    """The batch in the order in which tokens lie, with their positions."""
+    own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
+    shape = batch["tokens"].shape
+    if halved(config):
+        _, at, laid = laid_for_halves(*own.values())
+        return {**dict(zip(own, laid, strict=True)), "positions": jnp.broadcast_to(at, shape)}
+    order: Any = config.context.settled_order(*layer_shapes(config, shape))
+    at = jnp.arange(shape[1], dtype=jnp.int32)
+    if order is not None:
+        ring = config.context.settled_ring(*layer_shapes(config, shape))
+        at = jnp.asarray(permutation(order, shape[1], ring))
+        own = {name: x[:, at] for name, x in own.items()}
+    return {**own, "positions": jnp.broadcast_to(at[None], shape)}

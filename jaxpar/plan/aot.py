@@ -27,14 +27,16 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
+from jaxpar.asynchronous import AsynchronousStep
 from jaxpar.disk import gradient_step
 from jaxpar.errors import CompileError, MeshError, need
 from jaxpar.fusion import Fusion
 from jaxpar.host import KIND
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel, Tagged
+from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.plan.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
-from jaxpar.state import abstract_state
+from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import train_step
 from jaxpar.stored import disk_of
 from jaxpar.topology import Topology
@@ -96,7 +98,7 @@ def compile_for(
       layout: a layout on a mesh of as many devices, abstract or not. The step is traced under :func:`aim` of it, so the
         model can tell which accelerator it is compiled for.
       make_model, tx: as for :func:`jaxpar.init`.
-      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
+      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's, or of :class:`jaxpar.AsynchronousStep` where ``pipeline`` says so.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
       compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``. No
         flag of the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) reaches the compiler.
@@ -110,14 +112,28 @@ def compile_for(
     """
     parsed = Topology.parse(str(topology))
     layout = aim(layout, parsed)
-    state = abstract_state(layout, make_model, tx, options.get("precision"))
-    inputs = placed(layout, batch)
-    on_disk = disk_of(state) is not None
-    step = (gradient_step if on_disk else train_step)(layout, loss_fn, **options)
-    donated = 0 if on_disk else len(jax.tree.leaves(state))
+    step, state, inputs = step_for(layout, make_model, tx, loss_fn, batch, **options)
+    donated = 0 if disk_of(state) is not None else len(jax.tree.leaves(state))
     fusion = options.get("fusion") or Fusion()
     compiler_options = fusion.compiler_options(layout) | dict(compiler_options or {})
     return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)
+
+
+def step_for(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    **options: Any,
+) -> tuple[Callable[..., Any], TrainState, Any]:
+    """What :func:`compile_for` compiles, and the placed shapes of the state and the batch that it is called with. Arguments are that function's."""
+    state = abstract_state(layout, make_model, tx, options.get("precision"))
+    inputs = placed(layout, batch)
+    if isinstance(options.get("pipeline"), Asynchronous):
+        going = AsynchronousStep(layout, loss_fn, **options)
+        return going, going.abstract(state, inputs), inputs
+    return (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options), state, inputs
 
 
 def aim(layout: Layout, topology: Topology) -> Layout:

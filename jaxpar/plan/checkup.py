@@ -19,12 +19,11 @@ from jaxpar.inspect.liveness import peak
 from jaxpar.inspect.report import show_bytes
 from jaxpar.layout import Layout
 from jaxpar.model import MakeModel
-from jaxpar.plan.aot import AheadOfTime, CompilerOptions, aim, compile_for, placed
+from jaxpar.plan.aot import AheadOfTime, CompilerOptions, aim, compile_for, step_for
 from jaxpar.plan.findings import Evidence, Finding, find, knob
 from jaxpar.plan.footprint import CATEGORIES, KEPT, Footprint, Held, footprint, held_by
 from jaxpar.plan.remarks import rematerialised
 from jaxpar.plan.roofline import Roofline, roofline, time_each
-from jaxpar.state import abstract_state
 from jaxpar.topology import Topology
 
 WORST = 3
@@ -187,7 +186,8 @@ def check_up(
     """
     parsed = Topology.parse(str(topology))
     aimed = aim(layout, parsed)
-    held = held_by(aimed, abstract_state(aimed, make_model, tx, options.get("precision")), placed(aimed, batch))
+    _, state, inputs = step_for(aimed, make_model, tx, loss_fn, batch, **options)
+    held = held_by(aimed, state, inputs)
     try:
         step = compile_for(parsed, layout, make_model, tx, loss_fn, batch, compiler_options=compiler_options, **options)
     except CompileError as error:

@@ -9,7 +9,8 @@ which resource binds, and to compare two layouts of one model; run the program t
 - A collective takes what :mod:`jaxpar.links` says. Without compute scheduled beside it, all of that is *exposed*.
 - With compute beside it, it is hidden for as long as that compute takes, at the average pace of the program (work / FLOPs);
   what it takes longer is *stalled*. Beside work without FLOPs it is hidden whole.
-- Transfers wait for each other where they share a link, and not elsewhere: the busiest link decides.
+- Transfers wait for each other where they share a link, and not elsewhere: the busiest link decides. Exposed ones add up, but of permutes that are on
+  their way together the busiest link counts.
 - step = exposed + max(work + stalled, overlapped), where *stalled* and *overlapped* (all of the transfers that have compute
   beside them) are those of the busiest link.
 - MFU = FLOPs / (step · peak · devices).
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import html
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from jaxpar.accelerators import accelerator
 from jaxpar.inspect.audit import Audit
@@ -187,7 +189,7 @@ def roofline(
     flops = report.matmul_flops + report.kernel_flops
     compute, hbm = flops / peak, report.hbm_bytes / device.hbm_bandwidth
     work = max(compute, hbm)
-    timed = [_time(c, links, work / flops if flops else 0.0) for c in report.collectives]
+    timed = _times(report.collectives, links, work / flops if flops else 0.0)
     transfers = _by_axes(timed)
     busiest, stalled = _busiest(timed)
     exposed = sum(t.transfers.exposed for t in timed)
@@ -228,15 +230,35 @@ def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -
     flops = report.matmul_flops + report.kernel_flops
     work = max(flops / device.rate(dtype), report.hbm_bytes / device.hbm_bandwidth)
     links = Links.of(where, device, report.mesh)
-    return tuple(_time(c, links, work / flops if flops else 0.0).transfers for c in report.collectives)
+    return tuple(one.transfers for one in _times(report.collectives, links, work / flops if flops else 0.0))
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """One collective's transfers, the links that they keep busy, and for how long in all."""
+    """One collective's transfers, and how long each link is busy with them, as a part of their time."""
 
     transfers: Transfers
-    queues: frozenset[str]
+    queues: Mapping[str, float]
+
+
+def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list[_Timed]:
+    """What each takes. Of exposed permutes that are on their way together, the busiest link's counts."""
+    timed = [_time(c, links, pace) for c in collectives]
+    flights: dict[int, list[int]] = {}
+    for n, c in enumerate(collectives):
+        if c.flight is not None:
+            flights.setdefault(c.flight, []).append(n)
+    for members in flights.values():
+        busy: dict[str, float] = {}
+        for n in members:
+            for queue, share in timed[n].queues.items():
+                busy[queue] = busy.get(queue, 0.0) + timed[n].transfers.exposed * share
+        alone = sum(timed[n].transfers.exposed for n in members)
+        together = max(busy.values(), default=0.0) / alone if alone else 1.0
+        for n in members:
+            transfers = replace(timed[n].transfers, exposed=timed[n].transfers.exposed * together)
+            timed[n] = replace(timed[n], transfers=transfers)
+    return timed
 
 
 def _time(c: Collective, links: Links, pace: float) -> _Timed:
@@ -255,7 +277,11 @@ def _time(c: Collective, links: Links, pace: float) -> _Timed:
         stalled=(covered - hidden) * c.count,
         exposed=exposed * c.count,
     )
-    return _Timed(transfers, frozenset(queue for phase in phases for queue in phase.queues))
+    queues: dict[str, float] = {}
+    for phase in phases:
+        for queue, seconds in phase.queues.items():
+            queues[queue] = queues.get(queue, 0.0) + (seconds / once if once else 0.0)
+    return _Timed(transfers, queues)
 
 
 def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
@@ -282,9 +308,9 @@ def _busiest(timed: list[_Timed]) -> tuple[float, float]:
     busy: dict[str, float] = {}
     stalled: dict[str, float] = {}
     for one in timed:
-        for queue in one.queues:
-            busy[queue] = busy.get(queue, 0.0) + one.transfers.hidden + one.transfers.stalled
-            stalled[queue] = stalled.get(queue, 0.0) + one.transfers.stalled
+        for queue, share in one.queues.items():
+            busy[queue] = busy.get(queue, 0.0) + (one.transfers.hidden + one.transfers.stalled) * share
+            stalled[queue] = stalled.get(queue, 0.0) + one.transfers.stalled * share
     return max(busy.values(), default=0.0), max(stalled.values(), default=0.0)
 
 

@@ -306,3 +306,24 @@ def test_a_collective_on_the_sparsecore_has_no_operands_but_counts():
     report = jp.audit(SPARSECORE)
     assert [c.kind for c in report.collectives] == ["all-gather"] and report.certain
     assert report.wire_bytes() == 7 / 8 * 32 * 4
+
+
+SHIFT = "channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
+BOTH_WAYS = f"""HloModule ring, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4]{{0}} parameter(0)
+  %up = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%x), {SHIFT}
+  %down = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%x), channel_id=2, source_target_pairs={{{{1,0}},{{5,4}}}}
+  %a = f32[4]{{0}} collective-permute-done(%up)
+  %b = f32[4]{{0}} collective-permute-done(%down)
+  %on = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%a), {SHIFT}
+  ROOT %c = f32[4]{{0}} collective-permute-done(%on)
+}}
+"""
+
+
+def test_permutes_say_who_sends_to_whom_and_which_are_on_their_way_together() -> None:
+    up, down, on = jp.audit(BOTH_WAYS, mesh={"data": 2, "model": 4}).collectives
+    assert up.pairs == on.pairs == ((0, 1), (1, 2), (2, 3), (3, 0)) and down.pairs == ((1, 0),)
+    assert up.flight is not None and up.flight == down.flight != on.flight

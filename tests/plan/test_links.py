@@ -13,9 +13,10 @@ from by_hand import collective
 
 from jaxpar.accelerators import accelerator
 from jaxpar.errors import PlanError
-from jaxpar.links import Links, Torus
+from jaxpar.links import Links
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.topology import Topology
+from jaxpar.torus import Torus
 
 
 def phases(topology: str, mesh: dict[str, int], kind: str, axes: tuple[str, ...], sent: float) -> dict[str, float]:
@@ -99,6 +100,70 @@ def test_a_permute_uses_one_link_one_way() -> None:
     assert phases("v5e:4x4*2", {"pipeline": 2, "data": 16}, "collective-permute", ("pipeline",), 1e9) == {
         "DCN": 1e9 / 3.125e9
     }
+
+
+def shift(count: int, far: int) -> list[tuple[int, int]]:
+    return [(i, (i + far) % count) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "axis", "pairs", "loads"),
+    [
+        # A ring of 4 with a neighbour beside each: what goes on along the ring passes no one, what goes to the device opposite passes one.
+        ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, 2), {"ICI 0 +": 1}),
+        ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, -2), {"ICI 0 -": 1}),
+        ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, 4), {"ICI 0 +": 2}),
+        ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", [(0, 1), (1, 0)], {"ICI 1 +": 1, "ICI 1 -": 1}),
+        # By one in the order of the axis: half go to the neighbour beside, half back and on.
+        ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, 1), {"ICI 0 +": 1, "ICI 1 +": 1, "ICI 1 -": 1}),
+        # The outer half of pipeline shares its wires with both groups of model inside of it.
+        ("v5p:4x4x4", {"pipeline": 2, "data": 4, "model": 8}, "pipeline", [(0, 1)], {"ICI 1 +": 2}),
+        (
+            "v5e:4x4",
+            {"data": 4, "model": 4},
+            "model",
+            shift(4, 1),
+            {"ICI 0 +": 1, "ICI 0 -": 1},
+        ),  # an open line: the last goes all the way back
+        ("v5e:4x4", {"data": 4, "model": 4}, "model", shift(4, 2), {"ICI 0 +": 2, "ICI 0 -": 2}),
+        ("v5e:1x16", {"data": 4, "model": 4}, "data", shift(4, 1), {"ICI 1 +": 4}),  # four rings over the same wires
+        ("v5e:1x16", {"data": 4, "model": 4}, "data", shift(4, -1), {"ICI 1 -": 4}),
+    ],
+)
+def test_messages_of_a_permute_wait_where_they_share_a_link(
+    topology: str, mesh: dict[str, int], axis: str, pairs: list[tuple[int, int]], loads: dict[str, int]
+) -> None:
+    where = Topology.parse(topology)
+    links, speed = Links.of(where, accelerator(where.kind), mesh), accelerator(where.kind).link_bandwidth
+    (phase,) = links.phases(collective("collective-permute", (axis,), 1e9, pairs=tuple(pairs)))
+    assert phase.queues == {queue: pytest.approx(load * 1e9 / speed) for queue, load in loads.items()}
+    assert links.permute((axis,), 1e9, pairs) == phase.seconds == pytest.approx(max(loads.values()) * 1e9 / speed)
+
+
+def test_a_permute_between_the_devices_of_a_chip_stays_on_it() -> None:
+    links = Links.of(Topology.parse("tpu7x:2x2x2"), accelerator("tpu7x"), {"data": 4, "model": 4})
+    one = lambda pairs: links.phases(collective("collective-permute", ("model",), 6e9, pairs=pairs))
+    assert [(p.level, p.seconds) for p in one(((0, 1), (1, 0), (2, 3), (3, 2)))] == [
+        ("chip", pytest.approx(6e9 / 600e9))
+    ]
+    # Both devices of a chip send to the next chip, over the link of both.
+    assert [(p.level, p.seconds) for p in one(((0, 2), (1, 3)))] == [("ICI", pytest.approx(6e9 / 50e9))]
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "axes", "rings"),
+    [
+        ("v5p:4x4x4", {"pipeline": 8, "model": 8}, ("model",), (4, 2)),
+        ("v5e:4x4", {"data": 4, "model": 4}, ("model",), (4,)),
+        ("v5e:4x4", {"data": 4, "model": 4}, ("data", "model"), (4, 4)),
+        ("tpu7x:2x2x2", {"data": 4, "model": 4}, ("model",), (2, 2)),
+    ],
+)
+def test_a_group_is_joined_in_a_ring_along_each_dim(
+    topology: str, mesh: dict[str, int], axes: tuple[str, ...], rings: tuple[int, ...]
+) -> None:
+    where = Topology.parse(topology)
+    assert Links.of(where, accelerator(where.kind), mesh).rings(axes) == rings
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all"])

@@ -50,6 +50,16 @@ def test_what_is_exposed_adds_up() -> None:
     assert (found.step, found.bound) == (pytest.approx(3e-3), "links over data")
 
 
+def test_of_permutes_on_their_way_together_the_busiest_link_counts() -> None:
+    mesh, line = {"data": 4, "model": 4}, [(0, 1), (1, 2), (2, 3)]
+    up, down = tuple(line), tuple((b, a) for a, b in line)
+    send = lambda pairs, flight: collective("collective-permute", ("model",), 50e6, pairs=pairs, flight=flight, count=3)
+    exposed = lambda *flights: roofline(audited(mesh, *(send(*one) for one in flights)), "v5e:4x4").exposed
+    assert exposed((up, 1), (down, 1)) == pytest.approx(3e-3)
+    assert exposed((up, 1), (down, 2)) == exposed((up, 1), (up, 1)) == pytest.approx(6e-3)
+    assert exposed((up, 1), (down, 1), (up, 1)) == pytest.approx(6e-3)
+
+
 def test_what_is_overlapped_hides_under_the_compute_beside_it() -> None:
     hidden = gather(40e6, exposed_bytes=0.0, beside_flops=197 * 10**9 // 2)
     found = roofline(audited(LINE, hidden, matmul_flops=197 * 10**9), "v5e:4x4")
