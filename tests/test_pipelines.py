@@ -269,6 +269,27 @@ def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
         assert [at[next(numbers)] for _ in range(size)] == [(stage, chunk * layers.most + i) for i in range(size)]
 
 
+@pytest.mark.parametrize(
+    ("chunks", "each", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
+)
+def test_as_many_chunks_as_stages_are_exchanged_at_once(chunks: int, each: tuple[int, ...], kind: str) -> None:
+    layers = Layers(32, Pieces(4, chunks, "loop"), each)
+    mesh = jax.make_mesh((4,), ("pipeline",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    there = lambda w: layers.cut(w).reshape(-1)
+    spec = jax.P("pipeline")
+    both = lambda w: (there(w), layers.back(layers.cut(w), split=True))
+    compiled = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)).lower(jnp.arange(32.0)).compile()
+    wanted = [
+        layer
+        for stage in range(4)
+        for piece in range(stage, len(each), 4)
+        for layer in range(piece * each[0], (piece + 1) * each[0])
+    ]
+    went, came = compiled(jnp.arange(32.0))
+    assert went.tolist() == wanted and came.tolist() == list(range(32))
+    assert {c.kind for c in jp.audit(compiled, mesh=mesh).collectives} == {kind}
+
+
 ONE_F_ONE_B = jp.schedule("1f1b", stages=2, microbatches=4)
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no pieces": (

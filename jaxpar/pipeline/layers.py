@@ -132,9 +132,16 @@ def _rounds(moves: list[_Move]) -> list[list[_Move]]:
     return rounds
 
 
+def _is_exchange(moves: list[_Move], stages: int) -> bool:
+    """Whether every stage has a unit for each, in their order, and keeps what comes by whom it comes from."""
+    return set(moves) == {(stage, to, to, stage) for stage in range(stages) for to in range(stages)}
+
+
 def _moved(w: jax.Array, moves: list[_Move], places: int) -> jax.Array:
     """[places, unit, ...] of a stage, of what the stages have."""
     stages = jax.lax.axis_size(AXIS)
+    if _is_exchange(moves, stages):
+        return jax.lax.all_to_all(w, AXIS, 0, 0, tiled=True)
     me = jax.lax.axis_index(AXIS)
     result: Any = jnp.zeros((places + 1, *w.shape[1:]), w.dtype)
     for found in _rounds(moves):

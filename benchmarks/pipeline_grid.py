@@ -1,0 +1,155 @@
+"""Every schedule's gradients against one device, on the whole grid: ``uv run python benchmarks/pipeline_grid.py``.
+
+Schedules × {pipeline alone, beside data and model axes (uniform), each stage its own beside a data axis (divergent)} × {inputs kept, residuals kept} ×
+{even, uneven pieces}, on eight simulated CPU devices in fp32: a model of 16 layers that mix what stands before a token, 8 microbatches, four stages (two beside the
+model axis). The error of a tensor is its largest difference over its largest entry; of loss and gradients the worst is printed. The goal: 2e-6. The suite runs a part
+(``tests/test_pipelines.py``). Half a CPU minute for each schedule and mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any, Literal
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxpar as jp
+
+GOAL = 2e-6
+WIDTH, WORDS, LAYERS, ROWS, SEQ, MICROBATCHES = 8, 16, 16, 16, 8, 8
+SCHEDULES = {
+    **dict.fromkeys(("gpipe", "1f1b", "seq1f1b"), 1),
+    **dict.fromkeys(("interleaved", "depth_first", "breadth_first"), 2),
+    **dict.fromkeys(("zb_uniform", "zb_h1", "zb_h2"), 1),
+    **dict.fromkeys(("zb_v", "dualpipe_v"), 2),
+}
+"""Schedule → chunks of the model on a stage."""
+Lowering = Literal["uniform", "divergent"]
+MESHES: dict[str, tuple[dict[str, int], Lowering]] = {
+    "pipeline alone": ({"pipeline": 4}, "uniform"),
+    "x data x model": ({"pipeline": 2, "data": 2, "model": 2}, "uniform"),
+    "divergent, x data": ({"pipeline": 4, "data": 2}, "divergent"),
+}
+RULES = jp.Rules(
+    batch="data",
+    seq=None,
+    embed=None,
+    mlp="model",
+    vocab=("pipeline", "model"),
+    layers="pipeline",
+    params={"embed": "data"},
+)
+
+
+def make_model(key: jax.Array) -> Any:
+    a, b, c, d = jax.random.split(key, 4)
+    return {
+        "words": jp.tag(jax.random.normal(a, (WORDS, WIDTH)), "vocab", "embed"),
+        "blocks": {
+            "up": jp.tag(jax.random.normal(b, (LAYERS, WIDTH, 2 * WIDTH)) / 3, "layers", "embed", "mlp"),
+            "down": jp.tag(jax.random.normal(c, (LAYERS, 2 * WIDTH, WIDTH)) / 22, "layers", "mlp", "embed"),
+        },
+        "head": jp.tag(jax.random.normal(d, (WIDTH, WORDS)) / 3, "embed", "vocab"),
+    }
+
+
+def mixed(block: Any, x: jax.Array, past: jax.Array, start: Any) -> jax.Array:
+    """Each token with the mean of those up to it, of which ``past`` holds all and this part begins at ``start``."""
+    place = start + jnp.arange(x.shape[1])[:, None]
+    share = jnp.where(place >= jnp.arange(past.shape[1])[None], 1 / (1 + place), 0)
+    mean = jnp.einsum("st,bte->bse", share, past)
+    return x + jp.hint(jnp.tanh((x + mean) @ block["up"]), "batch", "seq", "mlp") @ block["down"]
+
+
+def carried(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
+    start = chunk * x.shape[1]
+    past = jax.lax.dynamic_update_slice_in_dim(carry["past"], x, start, 1)
+    return mixed(block, x, past, start), {"past": past}
+
+
+def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean over words that count, of which microbatches have different numbers; the embedding is used again."""
+    logits = jp.hint(x @ (model["head"] + model["words"].T), "batch", "seq", "vocab")
+    right = jax.nn.one_hot(batch["targets"], WORDS)
+    counts = (batch["targets"] > 2).astype(jnp.float32)
+    weight = jnp.sum(counts)
+    losses = jax.nn.logsumexp(logits, -1) - jnp.sum(logits * right, -1)
+    return jnp.sum(losses * counts) / jnp.maximum(weight, 1), {"weight": weight}
+
+
+LOSS = jp.Staged(
+    layers="blocks",
+    before=lambda model, batch: model["words"][batch["tokens"]],
+    layer=lambda block, x, side: mixed(block, x, x, 0),
+    after=after,
+    dims=("batch", "seq", "embed"),
+    carried_layer=carried,
+    carry=lambda model, batch: {"past": jnp.zeros((*batch["tokens"].shape, WIDTH))},
+)
+
+
+def one_step(sizes: dict[str, int], pipeline: jp.Pipeline | None) -> tuple[float, Any]:
+    """Loss and gradients."""
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+    batch = {
+        name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, WORDS)
+        for n, name in enumerate(("tokens", "targets"))
+    }
+    with jax.default_matmul_precision("highest"), layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        step = jp.train_step(layout, LOSS, keep_grads=True, pipeline=pipeline)
+        compiled = step.lower(state, batch).compile(compiler_options={"xla_backend_optimization_level": 0})
+        metrics = compiled(state, batch)[1]
+    return float(metrics["loss"]), jax.device_get(metrics["grads"])
+
+
+def pipeline_of(name: str, stages: int, lowering: Lowering, keeps: Any, uneven: bool) -> jp.Pipeline:
+    """The schedule; its first piece a layer longer and its last one shorter, where pieces are to be uneven."""
+    chunks = SCHEDULES[name]
+    cut = 4 if name == "seq1f1b" else 1
+    schedule = jp.schedule(name, stages=stages, microbatches=MICROBATCHES, chunks=chunks, sequence_chunks=cut)
+    each = [LAYERS // (stages * chunks)] * (stages * chunks)
+    each[0] += 1
+    each[-1] -= 1
+    return jp.Pipeline(schedule, keeps=keeps, lowering=lowering, layers=tuple(each) if uneven else ())
+
+
+def apart(got: tuple[float, Any], want: tuple[float, Any]) -> float:
+    """The largest of the relative errors of the loss and of each tensor."""
+    errors = [abs(got[0] - want[0]) / abs(want[0])]
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        errors.append(float(np.abs(a - b).max() / np.abs(b).max()))
+    return float(np.max(errors))  # not max(): that loses a nan
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which (default: %(default)s)")
+    parser.add_argument("--meshes", default=";".join(MESHES), help="which, with ; between them (default: %(default)s)")
+    options = parser.parse_args()
+    want, missed, worst, cells = one_step({"data": 1}, None), 0, 0.0, 0
+    ways = [(keeps, uneven) for keeps in ("input", "residuals") for uneven in (False, True)]
+    columns = "".join(f"{keeps}, {'uneven' if uneven else 'even'}".rjust(19) for keeps, uneven in ways)
+    print(f"{'worst relative error':35}{columns}")
+    for name in options.schedules.split(","):
+        for told in options.meshes.split(";"):
+            sizes, lowering = MESHES[told]
+            found = [apart(one_step(sizes, pipeline_of(name, sizes["pipeline"], lowering, *way)), want) for way in ways]
+            missed += sum(not error <= GOAL for error in found)
+            worst, cells = float(np.max([worst, *found])), cells + len(found)
+            print(f"{name:15}{told:20}{''.join(f'{error:19.2g}' for error in found)}", flush=True)
+            jax.clear_caches()
+    print(f"{cells} programs, the worst {worst:.2g}; {missed} above {GOAL:g}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
