@@ -167,6 +167,13 @@ def test_double_precision_is_kept_from_end_to_end() -> None:
             assert gap(run(layout(**MESHES[impl]), impl, x, {}), want) <= 1e-14
 
 
+def test_double_precision_of_heads_in_parts() -> None:
+    """Tiles that are too large for all heads at once, counted by a loop whose counter is then 64 bits wide."""
+    with jax.enable_x64(True):
+        x, one = arrays(2, seq=96, dtype=np.float64), layout(data=1)
+        assert gap(run(one, "flash", x, {"block": 96}), run(one, "dense", x, {})) <= 1e-14
+
+
 @pytest.fixture(scope="module")
 def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
     """Of bf16 queries, keys and values of 8 and 4 heads: relative RMS errors of a layout, and those of one device."""
