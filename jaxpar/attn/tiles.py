@@ -210,7 +210,9 @@ def backward(rules: Rules, q: Any, k: Any, v: Any, at: Any, extras: Extras, rows
     if capped is not None:
         ds = ds * (1 - capped * capped)
     ds = (ds * rest).astype(q.dtype)
-    dq = jnp.moveaxis(multiply("bkld,bklgq->bkdgq", k, ds), 2, -1)
+    # Rows are turned faster than scores; but of several heads in bf16 that compiler makes a product that it then lacks.
+    narrow = q.dtype != dtype
+    dq = multiply("bkld,bklgq->bkgqd", k, ds) if narrow else jnp.moveaxis(multiply("bkld,bklgq->bkdgq", k, ds), 2, -1)
     return Gradients(
         dq * (rules.scale / rest),
         multiply("bklgq,bkgqd->bkld", ds, own),
