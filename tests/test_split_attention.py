@@ -127,6 +127,14 @@ def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
     assert gap(run(jp.Layout(mesh, RULES), "dense", arrays(kv_heads), options), wanted[case]) <= 1e-5
 
 
+@pytest.mark.parametrize("impl", ["ring", "hybrid"])
+def test_a_split_sequence_under_explicit_axes(impl: str, wanted: dict[str, list[np.ndarray]]) -> None:
+    case = "causal, documents, soft cap, sinks"
+    kv_heads, options = CASES[case]
+    mesh = jp.MeshSpec(**MESHES[impl]).build(jax.devices()[:4], axis_type=jax.sharding.AxisType.Explicit)
+    assert gap(run(jp.Layout(mesh, RULES), impl, arrays(kv_heads), options), wanted[case]) <= 1e-5
+
+
 def test_queries_that_see_nothing_give_zeros_and_no_gradients() -> None:
     ids = np.full((BATCH, SEQ), -1, np.int32)
     found = run(layout(context=4), "ring", arrays(2), {"segment_ids": ids})
