@@ -1,8 +1,8 @@
 """Attention over a split sequence on 8 simulated devices: ``uv run python benchmarks/attention.py``.
 
-Causal, batch 1, 8 heads of 64, fp32, forward and backward: CPU seconds (the least of several runs, each implementation in turn), temporary
-memory and errors against fp64, beside ``ringattention`` 0.1.2 where ``JAXPAR_PEER_PYTHON`` is the Python of an environment that has it
-(``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype × kind of axes with the plain
+Causal, batch 1, 8 heads of 64, fp32, forward and backward: CPU seconds (medians of several rounds, in each of which each implementation and the
+peer run in turn), temporary memory and errors against fp64, beside ``ringattention`` 0.1.2 where ``JAXPAR_PEER_PYTHON`` is the Python of an
+environment that has it (``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype × kind of axes with the plain
 form instead (25 CPU minutes), and prints a table; ``--markdown FILE`` puts it there.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,63 +59,96 @@ def exact(x: list[np.ndarray]) -> np.ndarray:
             return np.asarray(jax.jit(both)(*(a.astype(np.float64) for a in x)))
 
 
-def ours(impl: str, x: list[np.ndarray], want: np.ndarray, repeats: int) -> dict[str, Any]:
-    layout = jp.Layout(jp.MeshSpec(**MESHES[impl]).build(), RULES)
-    ring = layout.sizes["context"]
-    order = "zigzag" if ring > 1 else "contiguous"
-    at = permutation(order, x[0].shape[1], ring)
-    place = layout.sharding(("batch", "seq", "heads", "head_dim"), x[0].shape)
+class Ours:
+    """One implementation, compiled, and run once."""
 
-    def both(q: Any, k: Any, v: Any, g: Any) -> Any:
-        o, back = jax.vjp(lambda *a: jp.attention(*a, impl=impl, order=order), q, k, v)
-        return (o, *back(g))
+    def __init__(self, impl: str, x: list[np.ndarray], want: np.ndarray) -> None:
+        layout = jp.Layout(jp.MeshSpec(**MESHES[impl]).build(), RULES)
+        ring = layout.sizes["context"]
+        order = "zigzag" if ring > 1 else "contiguous"
+        at = permutation(order, x[0].shape[1], ring)
+        place = layout.sharding(("batch", "seq", "heads", "head_dim"), x[0].shape)
 
-    given = [jax.device_put(a[:, at], place) for a in x]
-    with layout:
-        compiled = jax.jit(both).lower(*given).compile()
-    found = jax.block_until_ready(compiled(*given))
-    errors = [float(np.abs(np.asarray(a) - b[:, at]).max() / np.abs(b).max()) for a, b in zip(found, want, strict=True)]
-    seconds = []
-    for _ in range(repeats):
+        def both(q: Any, k: Any, v: Any, g: Any) -> Any:
+            o, back = jax.vjp(lambda *a: jp.attention(*a, impl=impl, order=order), q, k, v)
+            return (o, *back(g))
+
+        self.given = [jax.device_put(a[:, at], place) for a in x]
+        with layout:
+            self.compiled = jax.jit(both).lower(*self.given).compile()
+        found = jax.block_until_ready(self.compiled(*self.given))
+        self.temp = self.compiled.memory_analysis().temp_size_in_bytes
+        self.errors = [
+            float(np.abs(np.asarray(a) - b[:, at]).max() / np.abs(b).max()) for a, b in zip(found, want, strict=True)
+        ]
+
+    def seconds(self) -> float:
+        """Of the CPU, for one run more."""
         start = time.process_time()
-        jax.block_until_ready(compiled(*given))
-        seconds.append(time.process_time() - start)
-    return {"seconds": min(seconds), "temp": compiled.memory_analysis().temp_size_in_bytes, "errors": errors}
+        jax.block_until_ready(self.compiled(*self.given))
+        return time.process_time() - start
 
 
-def peer(python: str, x: list[np.ndarray], want: np.ndarray, repeats: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "given.npz"
-        np.savez(file, **dict(zip("qkvg", x, strict=True)), want=want)
-        command = [python, str(HERE / "ringattention_peer.py"), str(file), str(BLOCK), str(repeats)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Peer:
+    """``ringattention`` in a process of its own, which runs once for each line that it is sent."""
+
+    def __init__(self, python: str, x: list[np.ndarray], want: np.ndarray) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "given.npz"
+            np.savez(file, **dict(zip("qkvg", x, strict=True)), want=want)
+            command = [python, str(HERE / "ringattention_peer.py"), str(file), str(BLOCK)]
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            first = self._read()
+        self.temp, self.errors = first["temp"], first["errors"]
+
+    def seconds(self) -> float:
+        """Of the CPU, for one run more."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+        return float(self._read()["seconds"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"the peer ended with code {self.process.wait()}; what it said stands above")
+
+    def end(self) -> None:
+        self.process.communicate()
 
 
-def side_by_side(lengths: list[int], repeats: int) -> int:
+def side_by_side(lengths: list[int], impls: list[str], rounds: int) -> int:
     python, missed = os.environ.get("JAXPAR_PEER_PYTHON"), 0
     print("tokens  implementation       CPU s  ÷ peer   goal  temp MiB  ÷ peer  error of o, dq, dk, dv against fp64")
     for seq in lengths:
         rng = np.random.default_rng(0)
         x = [rng.standard_normal((1, seq, 8, 64)).astype(np.float32) for _ in range(4)]
         want = exact(x)
-        other = peer(python, x, want, repeats) if python else None
-        runs = ([("ringattention 0.1.2", other)] if other else []) + [
-            (impl, ours(impl, x, want, repeats)) for impl in MESHES if seq <= 4096 or impl != "ring_self_attention"
-        ]
-        for name, found in runs:
+        other = Peer(python, x, want) if python else None
+        runs: dict[str, Ours | Peer] = {"ringattention 0.1.2": other} if other else {}
+        runs |= {impl: Ours(impl, x, want) for impl in impls if seq <= 4096 or impl != "ring_self_attention"}
+        took = [{name: run.seconds() for name, run in runs.items()} for _ in range(rounds)]
+        for name, run in runs.items():
             goal = GOALS.get((name, seq))
-            ratio = found["seconds"] / other["seconds"] if other else float("nan")
-            more = found["temp"] / other["temp"] if other else float("nan")
-            bad = name in MESHES and max(found["errors"]) > ERROR
+            seconds = statistics.median(each[name] for each in took)
+            # Of one round each: what else the machine does meanwhile slows both.
+            ratio = statistics.median(each[name] / each["ringattention 0.1.2"] for each in took) if other else math.nan
+            more = run.temp / other.temp if other else math.nan
+            bad = name in MESHES and max(run.errors) > ERROR
             missed += bool(goal and (ratio > goal or more > 1)) + bad
-            errors = ", ".join(f"{e:.1e}" for e in found["errors"])
+            errors = ", ".join(f"{e:.1e}" for e in run.errors)
             print(
-                f"{seq:6}  {name:19}  {found['seconds']:6.2f}  {ratio:6.2f}  {goal or '':>5}  {found['temp'] / 2**20:8.1f}  {more:6.2f}  {errors}",
+                f"{seq:6}  {name:19}  {seconds:6.2f}  {ratio:6.2f}  {goal or '':>5}  {run.temp / 2**20:8.1f}  {more:6.2f}  {errors}",
                 flush=True,
             )
+        if other:
+            other.end()
     print(f"{missed} goals missed")
     return 1 if missed else 0
 
@@ -121,9 +156,9 @@ def side_by_side(lengths: list[int], repeats: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default="4096,8192", help="tokens, with commas between them")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--table", action="store_true", help="the table of errors instead")
-    parser.add_argument("--impls", help="of the table: which, with commas between them")
+    parser.add_argument("--impls", help="which, with commas between them")
     parser.add_argument("--kv-heads", default="2,1,4", help="of the table: how many, with commas between them")
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="of the table: figures go here, and are taken from here"
@@ -136,7 +171,8 @@ def main() -> int:
 
         impls = options.impls.split(",") if options.impls else list(COLUMNS)
         return table(impls, [int(n) for n in options.kv_heads.split(",")], options.keep, options.markdown)
-    return side_by_side([int(n) for n in options.lengths.split(",")], options.repeats)
+    impls = options.impls.split(",") if options.impls else list(MESHES)
+    return side_by_side([int(n) for n in options.lengths.split(",")], impls, options.repeats)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ audits = {impl: jp.audit(program, mesh=layout.mesh) for impl, program in program
 
 # %% [markdown]
 # Each kind of collective for itself, for the ring.
-# How many tiles a device visits depends on where it stands, so the FLOPs are lower bounds. What is sent does not depend on it.
+# How many tiles a device visits depends on where it stands: the FLOPs are the mean of all devices. What is sent does not depend on it.
 
 # %%
 audits["ring"]
@@ -228,4 +228,4 @@ HTML(f"<table><tr><th>impl</th><th>ms on simulated devices</th></tr>{rows}</tabl
 # - A mask is a rule on positions. `Mask.draw` shows which device computes what, `jp.balance` how evenly.
 # - Under a causal mask zigzag is even and contiguous is not. Packed documents want an order of their own.
 # - Ring, gather, Ulysses and hybrid give the same result. They differ in what they send.
-# - `auto` takes what sends the fewest bytes, and says why.
+# - `auto` takes what takes the least time, or what sends the fewest bytes where nothing is known of the devices, and says why.

@@ -104,5 +104,5 @@ def test_a_function_of_positions_hides_tiles_too() -> None:
     ],
 )
 def test_what_is_no_mask_is_an_error(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         jp.Mask(**options)

@@ -268,7 +268,8 @@ def _apart(number: Any, size: int) -> tuple[Any, Any]:
     """Quotient and rest of a number from 0 on."""
     if size == 1:
         return number, 0
-    whole, by = jnp.asarray(number), jnp.int32(size)
+    whole = jnp.asarray(number)
+    by = jnp.asarray(size, whole.dtype)  # that of a loop's count is 64 bits wide where numbers are
     return jax.lax.div(whole, by), jax.lax.rem(whole, by)
 
 

@@ -5,6 +5,8 @@ Shape suffixes: B batch, K key heads, G query heads of a key head, Q queries and
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,17 +74,32 @@ def accumulator(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def scores(rules: Rules, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: Extras) -> tuple[jax.Array, Any]:
-    """Scores [B, K, G, Q, L] of queries [B, K, G, Q, D] and keys [B, K, L, D]; and what the soft cap has made of them."""
-    s = jnp.einsum("bkgqd,bkld->bkgql", q, k, preferred_element_type=accumulator(q)) * rules.scale
+def scaled(rules: Rules, q: Any) -> tuple[Any, float]:
+    """Queries with the scale in them, and by what scores are still to be multiplied: numbers less wide than sums would lose some of it."""
+    return (q * rules.scale, 1.0) if q.dtype == accumulator(q) else (q, rules.scale)
+
+
+def turned(x: jax.Array) -> jax.Array:
+    """What is of queries and keys [B, K, G, Q, L] as [B, K, L, G, Q]."""
+    return jnp.moveaxis(x, -1, 2)
+
+
+def scores(
+    rules: Rules, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: Extras, turn: bool = False
+) -> tuple[jax.Array, Any]:
+    """Scores [B, K, G, Q, L] of queries [B, K, G, Q, D] and keys [B, K, L, D]; and what the soft cap has made of them. Both :func:`turned`, if asked."""
+    own, rest = scaled(rules, q)
+    pair, operands = ("bkld,bkgqd->bklgq", (k, own)) if turn else ("bkgqd,bkld->bkgql", (own, k))
+    s = jnp.einsum(pair, *operands, preferred_element_type=accumulator(q)) * rest
+    placed: Callable[[jax.Array], jax.Array] = turned if turn else lambda x: x
     capped = None
     if rules.softcap is not None:
         capped = jnp.tanh(s / rules.softcap)
         s = rules.softcap * capped
     if extras.slopes is not None:
-        s = s - extras.slopes.astype(s.dtype)[:, :, None, None] * distances(at).astype(s.dtype)
+        s = s - placed(extras.slopes.astype(s.dtype)[None, :, :, None, None] * distances(at).astype(s.dtype))
     if extras.bias is not None:
-        s = s + extras.bias.astype(s.dtype)
+        s = s + placed(extras.bias.astype(s.dtype))
     return s, capped
 
 
@@ -171,26 +188,35 @@ class Rows(NamedTuple):
 
 
 def backward(rules: Rules, q: Any, k: Any, v: Any, at: Any, extras: Extras, rows: Rows, masked: bool) -> Gradients:
-    """The gradients that a tile gives (Dao et al. 2022, arXiv:2205.14135, algorithm 4)."""
+    """The gradients that a tile gives (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+
+    Keys come before queries in all that belongs to both, [B, K, L, G, Q]: so it goes into each product as it is, and XLA's CPU compiler,
+    which wants an operand's summed dim in its place, turns only rows of head dims.
+    """
     dtype = accumulator(q)
-    s, capped = scores(rules, q, k, at, extras)
-    p = jnp.exp(s - rows.lse[..., None])
-    p = jnp.where(seen(rules, at, extras), p, 0) if masked else p
-    dp = jnp.einsum("bkgqd,bkld->bkgql", rows.gradient, v, preferred_element_type=dtype)
+    multiply = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    own, rest = scaled(rules, q)
+    s, capped = scores(rules, q, k, at, extras, turn=True)
+    p = jnp.exp(s - rows.lse[:, :, None])
+    p = jnp.where(turned(seen(rules, at, extras)), p, 0) if masked else p
+    dp = multiply("bkld,bkgqd->bklgq", v, rows.gradient)
     dropped = p
     if rules.dropout:
-        keep = kept(rules, at, extras, p.shape).astype(dtype)
+        keep = turned(kept(rules, at, extras, (*q.shape[:-1], k.shape[-2]))).astype(dtype)
         dp, dropped = dp * keep, p * keep
-    ds = p * (dp - rows.delta[..., None])
-    bias = None if extras.bias is None else ds
-    slopes = None if extras.slopes is None else -jnp.einsum("bkgql,ql->kg", ds, distances(at).astype(dtype))
+    ds = p * (dp - rows.delta[:, :, None])
+    bias = None if extras.bias is None else jnp.moveaxis(ds, 2, -1)
+    slopes = None if extras.slopes is None else -jnp.einsum("bklgq,ql->kg", ds, distances(at).astype(dtype))
     if capped is not None:
         ds = ds * (1 - capped * capped)
-    ds = (ds * rules.scale).astype(q.dtype)
+    ds = (ds * rest).astype(q.dtype)
+    # Rows are turned faster than scores; but of several heads in bf16 that compiler makes a product that it then lacks.
+    narrow = q.dtype != dtype
+    dq = multiply("bkld,bklgq->bkgqd", k, ds) if narrow else jnp.moveaxis(multiply("bkld,bklgq->bkdgq", k, ds), 2, -1)
     return Gradients(
-        jnp.einsum("bkgql,bkld->bkgqd", ds, k, preferred_element_type=dtype),
-        jnp.einsum("bkgql,bkgqd->bkld", ds, q, preferred_element_type=dtype),
-        jnp.einsum("bkgql,bkgqd->bkld", dropped.astype(q.dtype), rows.gradient, preferred_element_type=dtype),
+        dq * (rules.scale / rest),
+        multiply("bklgq,bkgqd->bkld", ds, own),
+        multiply("bklgq,bkgqd->bkld", dropped.astype(q.dtype), rows.gradient),
         bias,
         slopes,
     )
