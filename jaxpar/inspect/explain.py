@@ -92,7 +92,7 @@ def explain(
         memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems, step or {})
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
-    notes = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
+    notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
     packed = Precision.of((step or {}).get("precision")).reduce == INT8
     notes += _narrow(rows, memory.narrow, packed) if memory is not None else ()
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
