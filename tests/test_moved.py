@@ -52,7 +52,7 @@ def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tup
 
     both = jnp.stack([x, y])
     results = [over(outer, inner, weighed(f), P(None, None, AXES), P(None, None, AXES))(both) for f in (ours, theirs)]
-    np.testing.assert_allclose(*results, rtol=2e-6, atol=2e-5)
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-6, atol=2e-5)
     assert (over(outer, inner, ours, split, P())(x) == x).all()
 
 
