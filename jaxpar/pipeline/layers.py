@@ -1,7 +1,8 @@
 """Layers as the stages want them: of a stack that lies in the model's order, each stage's chunks, and their gradients back.
 
 Where every stage has one piece the stack already lies so. Else layers go to another stage once a step, before their weights are gathered and after
-their gradients are scattered, when they are smallest: in rounds, in each of which a stage sends to one other and receives from one.
+their gradients are scattered, when they are smallest: in rounds, in each of which a stage sends to one other and receives from one, or, where
+every stage has one unit for each, in one exchange.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Tick:
                 "own": [of_layers(table.sizes["own"] + 1, k) for k in own],
                 "sent": jnp.zeros_like(fed),
                 "came": {way: jnp.zeros_like(fed) for way in came},
-                "x": self._hinted(jnp.concatenate([x, jnp.zeros_like(x[:1])])),
+                "x": self._hinted(x),
                 "aux": empty_sums(extras, self.program.schedule.microbatches),
                 "grads": self._empty(weights),
                 "turn": self._empty_turns(weights),
@@ -340,13 +340,16 @@ class Tick:
         return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), wide_dtype(w.dtype)), weights)
 
     def finish(self, carry: dict[str, Any], last: int, was_first: jax.Array) -> dict[str, Any]:
-        """What the last tick sent out of the pipeline is taken."""
+        """What the last tick sent out of the pipeline is taken, if it sent anything."""
+        carry = self.joined(carry)
+        if last == self.program.schedule.microbatches:
+            return carry
 
         def local(was: jax.Array, x: jax.Array, sent: jax.Array) -> jax.Array:
             return self._drained(x, sent, was, jnp.asarray(last))
 
         call = self._inside(local, ("stage", "columns", "stage own"), "columns")
-        return {**self.joined(carry), "x": call(was_first, carry["x"], carry["sent"])}
+        return {**carry, "x": call(was_first, carry["x"], carry["sent"])}
 
     def joined(self, carry: dict[str, Any]) -> dict[str, Any]:
         """The sums, with those of the layers."""
