@@ -67,7 +67,8 @@ def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int
 )
 def test_the_gpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
     x = inputs(2, seq, heads, kv_heads, head_dim)
-    assert largest_gap(lambda q, k, v: mha(q, k, v, interpret=True), *x) <= 2e-5
+    rules = Rules(jp.Mask(causal=True), head_dim**-0.5)
+    assert largest_gap(lambda q, k, v: mha(q, k, v, rules, interpret=True), *x) <= 2e-5
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -95,6 +96,8 @@ def test_on_a_tpu_each_device_runs_the_kernel_on_its_heads() -> None:
 def test_on_a_gpu_each_device_runs_the_kernel_on_its_heads() -> None:
     text = program("h100:8", jp.MeshSpec(data=2, model=4))
     assert "mha_forward" in text and "bf16[4,256,1,128]" in text and "splash" not in text
+    packed = program("h100:8", jp.MeshSpec(data=2, context=4), segment_ids=np.zeros((8, 256), np.int32))
+    assert "mha_forward" in packed
 
 
 def test_ulysses_exchanges_its_result_once() -> None:

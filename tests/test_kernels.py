@@ -15,6 +15,7 @@ import jaxpar as jp
 from jaxpar.attn.asked import read
 from jaxpar.attn.kernels import find
 from jaxpar.attn.local import compute, ordered
+from jaxpar.attn.mha import mha
 from jaxpar.attn.pallas import EMPTY, FIRST, LAST, MASKED, visits
 from jaxpar.attn.splash import Lazy, splash
 from jaxpar.attn.split import Engine, Keys, Way
@@ -106,6 +107,19 @@ def test_splash_takes_masks_and_documents() -> None:
     assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", ["documents", "nothing"])
+def test_the_gpu_kernel_takes_documents_and_all_tokens(causal: bool, given: str) -> None:
+    x = arrays(130, 130, (16, 16))
+    options: Any = {"mask": jp.Mask(causal=causal), "scale": 0.2}
+    options |= {"segment_ids": documents(130)} if given == "documents" else {}
+    rules, beside, offset = read(*x, options)
+    assert find("gpu", x, rules, beside, offset).kernel == "mha"
+    segments = None if beside.segments is None else beside.segments[0]
+    got = both(lambda *x: mha(*x, rules, segments, interpret=True), *x)
+    assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
+
+
 @pytest.mark.parametrize(
     "mask",
     [
@@ -165,6 +179,7 @@ def test_where_nothing_is_seen_one_masked_tile_is_visited_or_none() -> None:
 
 BIG = jax.ShapeDtypeStruct((1, 2**18, 2, 64), jnp.bfloat16)
 SMALL = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
+IDS = np.zeros((1, 1024), np.int32)
 WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
 
 
@@ -180,7 +195,9 @@ WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
         ("cpu", SMALL, {}, False, "kernels run on TPU and GPU, but the mesh is of cpu devices"),
         ("tpu", WIDE, {}, False, "the kernel computes in float32, but the queries are float64"),
         ("gpu", SMALL, {}, True, "on GPU the kernel wants the sequence whole"),
-        ("gpu", SMALL, {"softcap": 3.0}, False, "the kernel knows the causal mask alone"),
+        ("gpu", SMALL, {"softcap": 3.0}, False, "the kernel knows the causal mask and none, segments and a scale"),
+        ("gpu", SMALL, {"segment_ids": IDS}, False, "mha"),
+        ("gpu", SMALL, {"segment_ids": (IDS, IDS + 1)}, False, "the kernel wants one segment_ids for queries and keys"),
         ("tpu", SMALL, {"alibi": True, "dropout": 0.1, "key": 0}, True, "the kernel takes no alibi and no dropout"),
         ("tpu", SMALL, {"mask": lambda q, k: q != k}, False, "the kernel takes no function of positions"),
         (

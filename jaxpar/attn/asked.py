@@ -190,6 +190,9 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
                 f"attention: segment_ids of the {name} are {jnp.asarray(x).dtype}{list(jnp.shape(x))}, but integers "
                 f"{list(tokens.shape[:2])}, one for each token, are wanted."
             )
+    if not isinstance(ids, tuple):  # one array, so that a kernel that wants one for both can tell
+        both = jnp.asarray(ids, jnp.int32)
+        return both, both
     a, b = (jnp.asarray(x, jnp.int32) for x in pair)
     return a, b
 

@@ -18,6 +18,9 @@ KEPT = "attention_keys"
 LANES = 128
 """Of a TPU's registers: what is no multiple of them is filled up."""
 
+FILL = -2
+"""The segment of what fills up a block. Padding is given another: it is seen by padding, and what it makes is taken away."""
+
 
 def up(size: int, multiple: int) -> int:
     """The least multiple that is no less than ``size``.

@@ -190,12 +190,12 @@ def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> 
         return splash_exchanged(*arrays, way.heads)
     repeat = exchange.repeats(arrays[1].shape[2], exchange.ways_of(way.heads))
     q, k, v = (exchange.apart(x, way.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
+    whole = None if segments is None else tuple(exchange.all_tokens(x, way.heads) for x in segments)
     if kernel == "mha":
-        o = mha(q, k, v)
+        o = mha(q, k, v, way.rules, None if whole is None else whole[0])
     else:
         from jaxpar.attn.splash import splash
 
-        whole = None if segments is None else tuple(exchange.all_tokens(x, way.heads) for x in segments)
         o = splash(q, k, v, way.rules, whole)
     return exchange.together(o, way.heads)
 

@@ -64,14 +64,12 @@ def alike(q: Any, k: Any, v: Any) -> bool:
     return bool(q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2])
 
 
-def plain(rules: Rules, head_dim: int) -> bool:
-    """Whether nothing is asked for but the causal mask."""
-    return rules == Rules(Mask(causal=True), 1 / math.sqrt(head_dim))
-
-
 def _on_gpu(q: Any, k: Any, v: Any, rules: Rules, beside: Beside, offset: int) -> Found:
-    if not plain(rules, q.shape[3]) or any(x is not None for x in beside) or offset:
-        return Found("", "the kernel knows the causal mask alone")
+    simple = rules == Rules(Mask(causal=rules.mask.causal), rules.scale)
+    if not simple or any(x is not None for x in beside._replace(segments=None)) or offset:
+        return Found("", "the kernel knows the causal mask and none, segments and a scale")
+    if beside.segments is not None and beside.segments[0] is not beside.segments[1]:
+        return Found("", "the kernel wants one segment_ids for queries and keys")
     if not alike(q, k, v):
         return Found("", "the kernel wants as many queries as keys, and one head_dim")
     return Found("mha", "")

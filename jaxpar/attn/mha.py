@@ -5,13 +5,14 @@ Not cuDNN: jax looks for the library when it lowers, so a machine without a GPU 
 
 from __future__ import annotations
 
-import math
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.attn.blocks import pad, stated_flops, up, visited
+from jaxpar.attn.blocks import FILL, pad, stated_flops, up, visited
+from jaxpar.attn.tiles import PAD, Rules
 
 LEAST = 16
 """The least size of a dim that the tensor cores multiply."""
@@ -19,13 +20,17 @@ BLOCK, BACKWARD = 128, 32
 """Rows of queries and of keys that the kernels hold at a time; the library's defaults, for heads of 128 in two bytes."""
 
 
-def mha(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Causal attention of one device's shards.
+def mha(
+    q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, rules: Rules, segments: Any = None, *, interpret: bool = False
+) -> jax.Array:
+    """Attention of one device's shards, causal or of all tokens.
 
     Args:
       q_BSHD: queries [batch, seq, heads, head_dim], of four bytes a number at most.
       k_BSKD, v_BSKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``. The kernel
         wants a key head for each query head: they are repeated.
+      rules: the mask, causal or none, and the scale.
+      segments: of the tokens [batch, seq], if there are several; the same of queries and keys.
       interpret: run the kernel's Python on any device, slowly. For tests.
 
     Returns:
@@ -53,8 +58,16 @@ def mha(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, *, interpret: b
     )
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k_BSKD, v_BSKD))
     q, k, v = (pad(x, whole, wide) for x in (q_BSHD, k, v))
-    with jax.named_scope(stated_flops(batch, heads, wide, visited(whole, block), visited(whole, backward))):
+    causal = rules.mask.causal
+    ids = segments
+    if ids is None and not causal and whole > seq:  # what fills up a sequence must not be seen
+        ids = jnp.zeros((batch, seq), jnp.int32)
+    if ids is not None:
+        ids = jnp.pad(jnp.maximum(ids, PAD).astype(jnp.int32), ((0, 0), (0, whole - seq)), constant_values=FILL)
+    scores = [visited(whole, b) if causal else whole * whole for b in (block, backward)]
+    with jax.named_scope(stated_flops(batch, heads, wide, *scores)):
         o = library.mha(
-            q, k, v, None, sm_scale=1 / math.sqrt(head_dim), causal=True, block_sizes=sizes, interpret=interpret
+            q, k, v, ids, sm_scale=float(rules.scale), causal=causal, block_sizes=sizes, interpret=interpret
         )
-    return o[:, :seq, :, :head_dim]
+    o = o[:, :seq, :, :head_dim]
+    return o if segments is None else jnp.where(segments[:, :, None, None] < 0, 0, o)

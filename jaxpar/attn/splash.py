@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as library
 
-from jaxpar.attn.blocks import LANES, SAVED, pad, stated_flops, up
+from jaxpar.attn.blocks import FILL, LANES, SAVED, pad, stated_flops, up
 from jaxpar.attn.blockwise import in_blocks
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.tiles import PAD, Rules
 
 BLOCK = 512
 """Rows of queries and of keys that the kernel holds at a time; 2,048 overflow a v5e's vector memory."""
-FILL = -2
-"""The segment of what fills up a block. Padding is given another: it is seen by padding, and what it makes is taken away."""
 
 
 def splash(
