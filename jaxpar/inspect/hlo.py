@@ -240,10 +240,12 @@ def _whole_lines(body: str) -> Iterator[str]:
     lines = iter(body.splitlines())
     for line in lines:
         while line.startswith(" ") and line.endswith("={"):
-            tail = next(lines, "")
+            tail = next(lines, None)
             while tail and not tail.startswith("}"):
                 line += tail
-                tail = next(lines, "")
+                tail = next(lines, None)
+            if tail is None:  # cut short, as whoever reads the line says
+                break
             line += tail
         yield line
 

@@ -110,6 +110,14 @@ def test_wherever_it_is_cut_the_audit_says_so(share):
         jp.audit(cut, mesh={"data": 8})
 
 
+def test_an_attribute_is_cut_where_it_opens():
+    whole = _program()
+    opens = [found.end() for found in re.finditer(r"metadata=\{", whole)]
+    for end in (opens[0], opens[-1]):
+        with pytest.raises(AuditError, match=r"^the HLO text is cut short"):
+            jp.audit(whole[:end], mesh={"data": 8})
+
+
 def _program() -> str:
     if not _KEPT:
         mesh = jp.MeshSpec(data=8).build()
