@@ -21,7 +21,13 @@ BLOCK, BACKWARD = 128, 32
 
 
 def mha(
-    q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, rules: Rules, segments: Any = None, *, interpret: bool = False
+    q_BSHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKD: jax.Array,
+    rules: Rules,
+    segments: Any = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention of one device's shards, causal or of all tokens.
 
