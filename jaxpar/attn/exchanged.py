@@ -59,6 +59,8 @@ def _forward(how: tuple[tuple[str, ...], int, bool], q: Any, k: Any, v: Any) -> 
 def _backward(how: tuple[tuple[str, ...], int, bool], kept: Any, gradient: jax.Array) -> Any:
     axes, kv_heads, interpret = how
     (q, k, v), o, lse = kept
+    # A gradient that is there before the result is (of a recomputed layer, of one attention by itself) would be exchanged first and take room meanwhile.
+    lse, gradient = jax.lax.optimization_barrier((lse, gradient))
     wide = jnp.promote_types(o.dtype, jnp.float32)
     delta = jnp.sum(o.astype(wide) * gradient.astype(wide), -1)
     gradient, delta = heads.apart(gradient, axes), heads.apart(delta, axes)
