@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.errors import ConfigError, LayoutError, ModelError, ScheduleError
+from jaxpar.errors import ConfigError, LayoutError, ScheduleError
 from jaxpar.schedules.table import FIELDS
 from jaxpar.schedules.window import Window
 
@@ -58,17 +58,20 @@ def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
     return x + jnp.where(h > 0, h, 0) / 2
 
 
+def loss_of(head: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return jnp.mean(jnp.sum((x @ head - batch["targets"]) ** 2, -1)), {"first": x[0, 0, 0]}
+
+
 LOSS = jp.Staged(
     layers="blocks",
     before=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
-    after=lambda model, x, batch: (
-        jnp.mean(jnp.sum((x @ model["head"] - batch["targets"]) ** 2, -1)),
-        {"first": x[0, 0, 0]},
-    ),
+    after=lambda model, x, batch: loss_of(model["head"], x, batch),
     side=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4,
     dims=("batch", "seq", "embed"),
 )
+TIED = replace(LOSS, after=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
+"""The embedding is used again after the layers."""
 
 
 def stepping() -> optax.GradientTransformation:
@@ -103,13 +106,13 @@ def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
 
 
 @functools.cache
-def gradient() -> Callable[[Any, Any], Any]:
+def gradient(loss: jp.Staged = LOSS) -> Callable[[Any, Any], Any]:
     """Loss and gradient of one microbatch, on one device, by jax alone."""
     one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
 
     def run(params: Any, batch: Any) -> Any:
         with jp.layout.tracing_under(one):
-            return jax.value_and_grad(lambda params: LOSS(params, batch)[0])(params)
+            return jax.value_and_grad(lambda params: loss(params, batch)[0])(params)
 
     return jax.jit(run)
 
@@ -125,7 +128,7 @@ def updating() -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     return tx, jax.jit(update)
 
 
-def two_versions(params: Any, count: int, ways: int) -> list[Any]:
+def two_versions(params: Any, loss: jp.Staged, count: int, ways: int) -> list[Any]:
     """W after every call, and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
     (tx, update), mean = updating(), lambda *grads: sum(grads) / count
     state, found, late = tx.init(params), [params], None
@@ -134,17 +137,22 @@ def two_versions(params: Any, count: int, ways: int) -> list[Any]:
         if late is not None:
             new, state = update(late, state, new)
         if number < CALLS:
-            grads = [gradient()(found[-1], piece)[1] for piece in microbatches(batch_of(number), count, ways)]
+            grads = [gradient(loss)(found[-1], piece)[1] for piece in microbatches(batch_of(number), count, ways)]
             late = jax.tree.map(mean, *grads)
         found.append(new)
     return found[1:]
 
 
-def every_microbatch(params: Any, count: int, ways: int, stages: int) -> list[Any]:
-    """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r)))."""
-    (tx, update), delay, per = updating(), 2 * (stages - 1), LAYERS // stages
+def every_microbatch(params: Any, loss: jp.Staged, count: int, ways: int, layers: tuple[int, ...]) -> list[Any]:
+    """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r))).
+
+    Words are the first stage's, also where they are used again after the layers: one version, one gradient of both uses, one update.
+    """
+    (tx, update), stages = updating(), len(layers)
+    delay, ends = 2 * (stages - 1), np.cumsum(layers)
     groups = {"words": params["words"], "head": params["head"]}
-    groups |= {f"{s}": params["blocks"]["w"][s * per : (s + 1) * per] for s in range(stages)}
+    of_stage = lambda w, s: w[ends[s] - layers[s] : ends[s]]
+    groups |= {f"{s}": of_stage(params["blocks"]["w"], s) for s in range(stages)}
     late = {"words": delay, "head": 0, **{f"{s}": delay - 2 * s for s in range(stages)}}
     # When a call ends, of each group the last updates are open, as microbatches are on their way.
     still = {"words": delay, "head": stages - 1, **{f"{s}": delay - s for s in range(stages)}}
@@ -157,9 +165,9 @@ def every_microbatch(params: Any, count: int, ways: int, stages: int) -> list[An
 
     pieces = [piece for number in range(CALLS) for piece in microbatches(batch_of(number), count, ways)]
     for m, piece in enumerate(pieces):
-        grads = gradient()(joined(lambda name, m=m: m - late[name]), piece)[1]
+        grads = gradient(loss)(joined(lambda name, m=m: m - late[name]), piece)[1]
         of = {"words": grads["words"], "head": grads["head"]}
-        of |= {f"{s}": grads["blocks"]["w"][s * per : (s + 1) * per] for s in range(stages)}
+        of |= {f"{s}": of_stage(grads["blocks"]["w"], s) for s in range(stages)}
         for name, grad in of.items():
             new, states[name] = update(grad, states[name], found[name][-1])
             found[name].append(new)
@@ -193,28 +201,35 @@ def restored(numbers: Any, like: Any) -> Any:
     return jax.tree.map(one, numbers, like)
 
 
-def started(sizes: dict[str, int], pipeline: jp.Asynchronous) -> tuple[jp.AsynchronousStep, Any]:
-    """A step and its first state."""
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    step = jp.AsynchronousStep(layout, LOSS, pipeline, donate=False)
-    return step, step.start(jp.init(layout, make_model, stepping()), batch_of(0))
-
-
-CASES: list[tuple[dict[str, int], jp.Asynchronous, bool]] = [
-    ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), True),
+CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.Staged, bool]] = [
+    ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), LOSS, True),
     (
         {"pipeline": 2, "data": 2, "model": 2},
         jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2, keeps="residuals", layers=(4, 2)),
+        TIED,
         False,
     ),
-    ({"pipeline": 3, "data": 2}, jp.Asynchronous("pipedream", stages=3, microbatches=4, keeps="residuals"), True),
+    ({"pipeline": 3, "data": 2}, jp.Asynchronous("pipedream", stages=3, microbatches=4, keeps="residuals"), LOSS, True),
+    (
+        {"pipeline": 3, "model": 2},
+        jp.Asynchronous("pipedream", stages=3, microbatches=4, layers=(3, 1, 2)),
+        TIED,
+        True,
+    ),
 ]
+"""A mesh, what is asked for, the loss, and whether it is flushed at the end."""
+
+
+def step_of(case: int) -> tuple[jp.Layout, jp.AsynchronousStep]:
+    sizes, pipeline, loss, _ = CASES[case]
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+    return layout, jp.AsynchronousStep(layout, loss, pipeline, donate=False)
 
 
 @functools.cache
 def done(case: int) -> Run:
-    sizes, pipeline, flushes = CASES[case]
-    step, state = started(sizes, pipeline)
+    layout, step = step_of(case)
+    state = step.start(jp.init(layout, make_model, stepping()), batch_of(0))
     first, call = state, step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
     params, metrics, numbers = [jax.device_get(state.params)], [], None
     for number in range(CALLS):
@@ -222,7 +237,7 @@ def done(case: int) -> Run:
         state, told = call(state, batch_of(number))
         params.append(jax.device_get(state.params))
         metrics.append({name: float(x) for name, x in told.items()})
-    if flushes:
+    if CASES[case][-1]:
         final, told = step.lower(state).compile(compiler_options=QUICK)(state)
         params.append(jax.device_get(final.params))
         metrics.append({name: float(x) for name, x in told.items()})
@@ -232,11 +247,12 @@ def done(case: int) -> Run:
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
-    sizes, pipeline, flushes = CASES[case]
+    sizes, pipeline, loss, flushes = CASES[case]
     first, *got = done(case).params
     count, ways = pipeline.microbatches, sizes.get("data", 1)
     both = pipeline.name == "pipedream_2bw"
-    want = two_versions(first, count, ways) if both else every_microbatch(first, count, ways, pipeline.stages)
+    layers = pipeline.layers or (LAYERS // pipeline.stages,) * pipeline.stages
+    want = two_versions(first, loss, count, ways) if both else every_microbatch(first, loss, count, ways, layers)
     assert got[0]["head"].dtype == np.float64
     for number, (a, b) in enumerate(zip(got, want if flushes else want[:-1], strict=True)):
         for (keys, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
@@ -250,7 +266,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
 
 
-@pytest.mark.parametrize("case", (0, 2))
+@pytest.mark.parametrize("case", (0, 2, 3))
 def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     ran = done(case)
     state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))
@@ -323,9 +339,7 @@ def test_a_window_reads_what_was_written(keeps: Any, stages: int, batch: int) ->
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
     """As ``jaxpar check --topology`` compiles it: every leaf's shape, dtype and place."""
-    sizes, pipeline, _ = CASES[case]
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    step = jp.AsynchronousStep(layout, LOSS, pipeline)
+    layout, step = step_of(case)
     batch = jax.tree.map(lambda x: jp.put(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
     told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
     leaves = zip(jax.tree_util.tree_leaves_with_path(told), jax.tree_util.tree_leaves_with_path(made), strict=True)
@@ -336,10 +350,6 @@ def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
 
 TWO = {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}
 EACH = {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2)}
-
-
-def tied(model: Any, x: jax.Array, batch: Any) -> jax.Array:
-    return jnp.mean((x @ model["words"].T - batch["targets"]) ** 2)
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -380,19 +390,27 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "pieces": (
-        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 2))},
+        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
         ConfigError,
         (
-            "asynchronous pipeline: layers is [4, 2], but under 'pipedream' stages have as many layers each, which they update with every microbatch. "
-            "Remedy: leave it out, or 'pipedream_2bw'."
+            "pipeline: layers is [4, 1], of 5 layers in 2 pieces, but blocks has 6 layers and the schedule 2 pieces, of one layer or more each. "
+            "Remedy: 2 numbers that sum to 6."
         ),
     ),
-    "tied": (
-        {**EACH, "loss": replace(LOSS, after=tied)},
-        ModelError,
+    "reduce": (
+        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, reduce="each")},
+        ConfigError,
         (
-            "asynchronous pipeline: 'params/words' are read before the layers and after them, but under 'pipedream' the first stage and the last update "
-            "at different times. Remedy: embeddings that are not tied, or 'pipedream_2bw'."
+            "asynchronous pipeline: reduce is 'each', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it "
+            "out, or 'pipedream_2bw'."
+        ),
+    ),
+    "layers elsewhere": (
+        {**EACH, "rules": jp.Rules(**{**RULES.to_dict(), "layers": None})},
+        ConfigError,
+        (
+            "asynchronous pipeline: the layers of blocks are split over nothing, but under 'pipedream' each stage holds its own. Remedy: the rule "
+            "layers: pipeline."
         ),
     ),
     "rows": (
@@ -412,9 +430,9 @@ def test_what_cannot_be_is_named(case: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a CPU's memory is the host's
         options = dict(asked)
-        loss, tx = options.pop("loss", LOSS), options.pop("tx", stepping())
-        layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), RULES)
-        step = jp.AsynchronousStep(layout, loss, **options)
+        rules, tx = options.pop("rules", RULES), options.pop("tx", stepping())
+        layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
+        step = jp.AsynchronousStep(layout, LOSS, **options)
         jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
 
 
