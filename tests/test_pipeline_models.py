@@ -97,7 +97,7 @@ def batch_of(seq: int, words: int) -> dict[str, jax.Array]:
 def test_a_linen_model_through_stages() -> None:
     batch = batch_of(SEQ, WORDS)
     want = one_step(layout_of(RULES, {"data": 1}), whole, make_linen, batch)
-    schedule = jp.schedule("interleaved", stages=2, microbatches=2, chunks=2)
+    schedule = jp.schedule("1f1b", stages=2, microbatches=2)
     layout = layout_of(RULES, {"pipeline": 2, "data": 2, "model": 2})
     got = one_step(layout, STAGED, make_linen, batch, pipeline=jp.Pipeline(schedule, keeps="residuals"))
     check_same(got, want)
