@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from one_step import check_same, layout_of, one_step
 from random_orders import orders_of_ones_own
 
 import jaxpar as jp
@@ -141,3 +142,39 @@ def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, 
             assert np.abs(mine - other).max() <= 2e-6 * np.abs(other).max()
 
     check()
+
+
+RULES = jp.Rules(batch="data", embed=None, layers="pipeline", params={"embed": "data"})
+LOSS = jp.Staged(
+    layers="blocks",
+    before=lambda model, batch: batch["x"],
+    layer=layer,
+    after=lambda model, x, batch: jnp.mean((x @ model["head"] - batch["wanted"]) ** 2),
+    side=lambda model, batch: batch["side"],
+)
+
+
+def make_model(key: jax.Array) -> Any:
+    numbers = lambda *shape: jnp.sin(jnp.arange(np.prod(shape), dtype=jnp.float32) ** 1.5).reshape(shape) / 3
+    return {
+        "blocks": jp.tag(numbers(4, WIDTH, WIDTH), "layers", "embed", None),
+        "head": jp.tag(numbers(WIDTH, WIDTH), "embed", None),
+    }
+
+
+@functools.cache
+def batch_of() -> dict[str, np.ndarray]:
+    dice = np.random.default_rng(0)
+    return {
+        name: dice.normal(size=(24, width)).astype(np.float32) for name, width in (("x", 6), ("wanted", 6), ("side", 1))
+    }
+
+
+# Each of these is compiled, and so would be whatever a failure is shrunk to.
+@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(orders_of_ones_own([2], [1, 2], [1], ["FB", "FBW"]), st.sampled_from(["input", "residuals"]))
+def test_a_step_in_any_order_is_that_of_one_device(drawn: tuple[Any, dict[str, Any]], keeps: Any) -> None:
+    orders, sizes = drawn
+    want = one_step(layout_of(RULES, {"data": 1}), LOSS, make_model, batch_of())
+    layout, schedule = layout_of(RULES, {"pipeline": 2, "data": 2}), jp.schedule(orders, **sizes)
+    check_same(one_step(layout, LOSS, make_model, batch_of(), pipeline=jp.Pipeline(schedule, keeps=keeps)), want)
