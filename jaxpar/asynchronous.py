@@ -46,8 +46,9 @@ class AsynchronousStep:
 
     ``pipedream``: stage s of S updates its layers with every microbatch m, W_s(m + 1) = W_s(m) - u(g_s), where g_s is the gradient of the microbatch's loss at
     the weights W_r(m - 2 (S - 1 - r)) of all stages r, those of its forward (W_r(0) where m is less). What ``Staged.before`` reads goes with stage 0, what
-    ``Staged.after`` reads with stage S - 1, whose gradients are never late. Each stage, like before and after, has an optimizer's state of its own, so what
-    an optimizer sums over all parameters, it sums over a stage's.
+    ``Staged.after`` reads with stage S - 1, whose gradients are never late. What both read (tied embeddings) goes with stage 0: both uses see W_0(m - 2 (S - 1)), and
+    one update takes the gradients of both. Each stage, like before and after, has an optimizer's state of its own, so what an optimizer sums over all
+    parameters, it sums over a stage's.
 
     Args:
       layout, loss_fn: as for :func:`jaxpar.train_step`; the loss is a :class:`jaxpar.Staged`.
@@ -58,8 +59,7 @@ class AsynchronousStep:
 
     Raises:
       ConfigError: a loss scale, ``accumulate``, or ``clip_norm`` under ``pipedream``; and when traced, an optimizer whose state is on host or disk, or
-        which reduces gradients itself; under ``pipedream``, stages of different size, or layers that do not lie with them.
-      ModelError: when traced, under ``pipedream`` parameters that are read before the layers and after them (tied embeddings).
+        which reduces gradients itself; layers that do not go over the stages; under ``pipedream``, layers that do not lie with them.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import jaxpar as jp
@@ -200,13 +200,22 @@ class AsynchronousStep:
     def _check_flight(self, state: InFlight) -> None:
         """What is on its way came there by a step like this one."""
         act, asked = state.flight["aboard"]["act"], self.pipeline
+        if not isinstance(self.loss_fn, Staged):
+            return  # which is named where the pipeline begins
         ways = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
         kept = "residuals" if "res" in state.flight["aboard"] else "input"
-        was, now = (kind, *act.shape[:2], kept), (asked.name, asked.stages, ways, asked.keeps)
+        layers = jax.tree.leaves(Split(state, self.loss_fn).stack(state.params))[0].shape[0]
+        if kind == "pipedream":
+            have = jax.tree.leaves(state.flight["versions"]["layers"])[0].shape[1] // act.shape[0]
+        else:
+            have = jax.tree.leaves(state.flight["aboard"]["grads"])[0].shape[3]
+        was = (kind, act.shape[0], have, act.shape[1], kept)
+        now = (asked.name, asked.stages, max(asked.layers, default=layers // asked.stages), ways, asked.keeps)
         if was != now:
             told = [
-                f"{kind!r} over {n} stages and {m} devices of rows, keeps {keeps!r}" for kind, n, m, keeps in (was, now)
+                f"{kind!r} over {n} stages of {most} layers at the most and {m} devices of rows, keeps {keeps!r}"
+                for kind, n, most, m, keeps in (was, now)
             ]
             raise ConfigError(
                 f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: flush(state) by the step it came from, "

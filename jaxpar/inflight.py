@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar.boarding import Boarding, Split, row_axes
@@ -43,8 +44,8 @@ class InFlight(TrainState):
     Attributes:
       flight: of ``pipedream_2bw`` a dict of ``pending`` (int32: whether a batch is on its way), ``batch``, ``previous`` (the weights that it is computed
         with; ``params`` are newer) and ``aboard`` (see :meth:`jaxpar.pipeline.endless.Endless.aboard`). ``pipedream`` has ``versions`` in the place of
-        ``previous``: those that microbatches on their way were forwarded with, [ring, ...]; and its ``opt_state`` is a dict of ``before``, ``layers`` [stages, ...]
-        and ``after``.
+        ``previous``: those that microbatches on their way were forwarded with, [ring, ...]; ``late``, gradients of tied parameters that wait for the first
+        stage's part, [stages, ...]; and its ``opt_state`` is a dict of ``before``, ``layers`` [stages, layers of the largest, ...] and ``after``.
     """
 
     flight: Any = None
@@ -63,6 +64,7 @@ class Call:
       window: its ticks.
       state: whose parameters the call's own batch is computed with.
       previous: those of the batch before.
+      counts: [stages, 1], how many layers stages have, where their stack is filled up to the largest; ``None``: as ``asked`` says.
     """
 
     layout: Layout
@@ -72,6 +74,7 @@ class Call:
     window: Window
     state: TrainState
     previous: Any
+    counts: np.ndarray | None = None
 
     def prepared(self, batch: Any) -> Any:
         """A batch as layers and loss want it.
@@ -119,7 +122,7 @@ class Call:
 
     def program(self, head: Head) -> Program:
         """What stages and head do; both chunks of a stage are its layers."""
-        counts = self.board.layers.counts
+        counts = self.board.layers.counts if self.counts is None else self.counts
         return program_of(
             self.layout,
             self.loss_fn,

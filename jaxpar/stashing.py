@@ -8,185 +8,51 @@ with the version of its forward; then whatever has a gradient is updated: each s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.boarding import row_axes
 from jaxpar.crossing import wide
-from jaxpar.errors import ConfigError, ModelError, listing
 from jaxpar.inflight import Call, InFlight, split_over
 from jaxpar.layout import Layout
 from jaxpar.microbatches import How, means_of, unscaled
-from jaxpar.model import show, to_path
+from jaxpar.model import to_path
 from jaxpar.objective import Metrics
 from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.pipeline.endless import Stashing, beside, rows_of
 from jaxpar.pipeline.layers import AXIS
-from jaxpar.pipeline.moves import pick, put
+from jaxpar.pipeline.moves import pick, put, wide_dtype
 from jaxpar.pipeline.program import EVERY, Head
 from jaxpar.pipelined import head_of
 from jaxpar.rules import Axes
 from jaxpar.schedules.table import FIELDS
-from jaxpar.state import TrainState, moment_names
+from jaxpar.stagewise import GROUPS, Groups, evened, groups_of, in_stages
+from jaxpar.state import TrainState
 
-GROUPS = ("before", "layers", "after")
-"""What has an optimizer's state of its own; of the layers each stage has one."""
 _B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Parameters as those of the first stage's input, of stages' layers [stages, layers, ...], and of the last stage's output.
-
-    Attributes:
-      first: paths of what ``Staged.before`` reads. All others that are not of the layers go with the last stage.
-    """
-
-    call: Call
-    first: frozenset[tuple[Any, ...]]
-
-    def cut(self, params: Any) -> dict[str, Any]:
-        split, stages = self.call.split, self.call.window.stages
-        others = split.others(params)
-        of_stages = lambda w: w.reshape(stages, -1, *w.shape[1:])
-        return {
-            "before": self._only(others, first=True),
-            "layers": jax.tree.map(of_stages, split.stack(params)),
-            "after": self._only(others, first=False),
-        }
-
-    def join(self, groups: dict[str, Any]) -> Any:
-        none = lambda x: x is None
-        others = jax.tree.map(lambda a, b: b if a is None else a, groups["before"], groups["after"], is_leaf=none)
-        whole = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
-        return self.call.split.join(whole, others)
-
-    def _only(self, others: Any, *, first: bool) -> Any:
-        keep = lambda keys, w: w if (to_path(keys) in self.first) is first else None
-        return jax.tree_util.tree_map_with_path(keep, others)
-
-    def with_first(self, params: Any, first: Any) -> Any:
-        """Parameters with others in the first group."""
-        return self.join({**self.cut(params), "before": first})
-
-    def start(self, params: Any) -> dict[str, Any]:
-        """The optimizer's states."""
-        tx, cut = self.call.state.static.tx, self.cut(params)
-        return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
-
-    def update(self, grads: Any, states: dict[str, Any], params: Any, takes: dict[str, jax.Array]) -> tuple[Any, Any]:
-        """Parameters and states after an update of the groups that take one; ``takes["layers"]`` is of each stage."""
-        tx, cut, given = self.call.state.static.tx, self.cut(params), self.cut(grads)
-        new, after = {}, {}
-        for name in GROUPS:
-            f = jax.vmap(tx.update) if name == "layers" else tx.update
-            updates, state = f(given[name], states[name], cut[name])
-            where = lambda a, b, on=takes[name]: jnp.where(on.reshape(on.shape + (1,) * (a.ndim - on.ndim)), a, b)
-            new[name] = jax.tree.map(where, optax.apply_updates(cut[name], updates), cut[name])
-            after[name] = jax.tree.map(where, state, states[name])
-        return self.join(new), after
-
-    def squares(self, grads: Any) -> dict[str, jax.Array]:
-        """Squared norms; of layers each stage's."""
-        square = lambda g, n: jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32))), range(n, g.ndim))
-        return {
-            name: sum((square(g, int(name == "layers")) for g in jax.tree.leaves(part)), jnp.zeros(()))
-            for name, part in self.cut(grads).items()
-        }
-
-    def placed(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's states, where their parameters' moments lie."""
-        call, dims = self.call, dict(self.call.state.static.dims)
-        shapes, names = {}, {}
-        for group, tree in jax.eval_shape(self.cut, call.state.params).items():
-            for keys, w in jax.tree_util.tree_leaves_with_path(tree):
-                path = to_path(keys)
-                of_layers = group == "layers"
-                own = dims.get(("params", *(call.split.path if of_layers else ()), *path))
-                shapes[group, *path] = w.shape
-                if own is not None:
-                    names["params", group, *path] = (own[0], None, *own[1:]) if of_layers else own
-
-        def one(group: str, keys: Any, x: jax.Array) -> jax.Array:
-            within = {path[1:]: shape for path, shape in shapes.items() if path[0] == group}
-            known = {("params", *path[2:]): name for path, name in names.items() if path[1] == group}
-            _, found, _ = moment_names(to_path(keys), x.shape, within, known)
-            if found is None:
-                return call.put(x, *((AXIS,) if group == "layers" else ()))
-            return call.put(x, *split_over(call.layout, found, "optimizer", x.shape, ()))
-
-        return {
-            group: jax.tree_util.tree_map_with_path(lambda keys, x, group=group: one(group, keys, x), states[group])
-            for group in GROUPS
-        }
-
-
-def groups_of(call: Call, batch: Any) -> Groups:
-    """Which parameters go with which stage.
-
-    Raises:
-      ConfigError: stages have not the same number of layers each, or the layers do not lie with their stages.
-      ModelError: something is read before the layers and after them.
-    """
-    layers, stack = call.board.layers, call.board.split.stack(call.board.stored)
-    where = "/".join(call.split.path)
-    if layers.counts is not None or call.asked.reduce == "each":
-        what = f"layers is {list(layers.each)}" if layers.counts is not None else "reduce is 'each'"
-        raise ConfigError(
-            f"asynchronous pipeline: {what}, but under 'pipedream' stages have as many layers each, which they update with every microbatch. Remedy: leave "
-            f"it out, or 'pipedream_2bw'."
-        )
-    for lies in jax.tree.leaves(stack):
-        if lies.dims[0] != (AXIS,) and layers.pieces.stages > 1:
-            raise ConfigError(
-                f"asynchronous pipeline: the layers of {where} are split over {listing(lies.dims[0]) if lies.dims[0] else 'nothing'}, but under 'pipedream' "
-                f"each stage holds its own. Remedy: the rule layers: {AXIS}."
-            )
-    split, loss_fn = call.split, call.loss_fn
-    others = split.others(split.shapes)
-    piece = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // call.window.batch, *x.shape[1:]), x.dtype), batch
-    )
-    before = lambda others, piece: loss_fn.before(split.model_of(others), piece)
-    x = jax.eval_shape(before, others, piece)
-    after = lambda others, piece, x: loss_fn.after(split.model_of(others), x, piece)
-    first, last = _read(before, others, piece), _read(after, others, piece, x)
-    both = sorted(show(("params", *path)) for path in first & last)
-    if both:
-        raise ModelError(
-            f"asynchronous pipeline: {listing(both)} are read before the layers and after them, but under 'pipedream' the first stage and the last update at "
-            f"different times. Remedy: embeddings that are not tied, or 'pipedream_2bw'."
-        )
-    return Groups(call, frozenset(first))
-
-
-def _read(f: Callable[..., Any], others: Any, *more: Any) -> set[tuple[Any, ...]]:
-    """Paths of the leaves that a function reads."""
-    leaves = jax.tree_util.tree_leaves_with_path(others)
-    jaxpr = jax.make_jaxpr(f)(others, *more).jaxpr
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    return {to_path(keys) for (keys, _), v in zip(leaves, jaxpr.invars, strict=False) if id(v) in used}
 
 
 def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
     """A state with room for what will be on its way, nothing there yet, and an optimizer's state for each stage, at its beginning."""
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
     batch = call.prepared(batch)
-    groups = groups_of(call, batch)
+    call = evened(call)
+    groups, params = groups_of(call, batch), call.state.params
     run = _Run(call, groups, batch, batch)
-    tick, fed = run.tick(state.params, call.split.stack(state.params), run.pieces(), jnp.asarray(0))
+    first = groups.cut(params)["before"]
+    tick, fed = run.tick(params, call.split.stack(params), first, run.pieces(), jnp.asarray(0))
     nothing = jax.tree.map(jnp.zeros_like, batch)
-    versions = {name: run.ring(part) for name, part in run.kept(state.params).items()}
-    flight = {"pending": jnp.zeros((), jnp.int32), "batch": nothing, "versions": versions, "aboard": tick.aboard(fed)}
+    versions = {name: run.ring(part) for name, part in run.kept(params).items()}
+    late = jax.tree.map(lambda w: jnp.zeros((asked.stages, *w.shape), wide_dtype(w.dtype)), groups.of_tied(params))
+    flight = {"pending": jnp.zeros((), jnp.int32), "batch": nothing, "versions": versions, "late": late}
+    flight["aboard"] = tick.aboard(fed)
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
-    parts["opt_state"] = groups.placed(groups.start(state.params))
+    parts["opt_state"] = groups.placed(groups.start(params))
     return InFlight(**parts, flight=run.placed(flight))
 
 
@@ -236,6 +102,7 @@ class _Run:
             "pending": call.put(flight["pending"]),
             "batch": call.put_batch(flight["batch"]),
             "versions": self.put_versions(flight["versions"]),
+            "late": self.put_late(flight["late"]),
             "aboard": call.put_stashes(flight["aboard"]),
         }
 
@@ -254,12 +121,13 @@ class _Run:
         )
         return versions(ring, slots)
 
-    def tick(self, params: Any, layers: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
-        """A tick on the newest parameters and the layers that backwards want, and what the first stage is given."""
+    def tick(self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
+        """A tick on the newest parameters, the layers that backwards want and what the loss knows of the first group, and what the first stage is given."""
         call = self.call
         split, piece = call.split, self.piece(pieces, at)
         x, _ = call.before(params, piece)
-        new, (_, fed) = call.board.enter(params, (piece, None), x, 1)
+        lent = self.groups.with_first(params, first) if self.groups.tied else params
+        new, (_, fed) = call.board.enter(lent, (piece, None), x, 1)
         old, _ = call.board.enter(split.join(layers, split.others(params)), (piece, None), x, 1)
         program = call.program(_mean(head_of(call.loss_fn, split, None), call.board.axes))
         grows = fed.shape[-1] % call.window.stages == 0
@@ -272,17 +140,22 @@ class _Run:
         full, delay, pieces = call.asked.schedule, window.delay, self.pieces()
         program = call.program(head_of(call.loss_fn, call.split, None))
         rows, every, _ = rows_of(program, have, (state.step - 1) % (delay + 1) * full.batch)
-        ring, stages = delay + 1, np.arange(window.stages)
+        ring, count, stages = delay + 1, window.stages, np.arange(window.stages)
 
         def one(carry: Any, xs: Any) -> tuple[Any, Any]:
-            params, states, versions, aboard = carry
+            params, states, versions, late, aboard = carry
             t, row, every = xs
             now = (state.step % ring * full.batch + t) % ring
             versions = jax.tree.map(lambda ring, w: put(ring, w, now), versions, self.kept(params))
             layers = self.stashed(versions["layers"], (now - delay + 2 * jnp.asarray(stages)) % ring)
-            tick, fed = self.tick(params, layers, pieces, full.batch + t)
+            seen = pick(versions["before"], (now - (count - 1)) % ring)
+            tick, fed = self.tick(params, layers, seen, pieces, full.batch + t)
             aboard, grads, (sums, weight, after), x = tick.once(aboard, fed, row, every)
             sums, weight, grads, x = board.leave(call.split.join(grads, after), sums, weight, x)
+            # Of what is tied, the loss's part of a gradient waits for that of the first stage.
+            slot = (state.step % count * full.batch + t) % count
+            late = jax.tree.map(lambda g, ring: put(ring, g, slot), groups.of_tied(grads), late)
+            grads = groups.with_tied(grads, pick(late, (slot + 1) % count))
             first = pick(versions["before"], (now - delay) % ring)
             _, back = call.before(groups.with_first(params, first), self.piece(pieces, full.batch + t - delay))
             (grads_before,) = back(x)
@@ -295,17 +168,19 @@ class _Run:
             square = sum((jnp.where(valid[name], squares[name], 0).sum() for name in GROUPS), jnp.zeros(()))
             skipped = jnp.stack([jnp.any(valid[name] & ~finite[name]) for name in GROUPS]).any()
             taken = jnp.stack([jnp.any(takes[name]) for name in GROUPS]).any()
-            carry = call.put_params(params), groups.placed(states), self.put_versions(versions), aboard
+            kept = self.put_versions(versions), self.put_late(late), aboard
+            carry = call.put_params(params), groups.placed(states), *kept
             return carry, (sums, weight, square, skipped, taken)
 
         flight = state.flight
-        carry = state.params, state.opt_state, flight["versions"], flight["aboard"]
+        carry = call.state.params, state.opt_state, flight["versions"], flight["late"], flight["aboard"]
         xs = jnp.arange(window.length), rows, every
-        (params, states, versions, aboard), (sums, weight, squares, skipped, taken) = jax.lax.scan(one, carry, xs)
+        carry, (sums, weight, squares, skipped, taken) = jax.lax.scan(one, carry, xs)
+        params, states, versions, late, aboard = carry
         loss, metrics, _ = means_of((*jax.tree.map(lambda x: x.sum(0), sums), {}), weight.sum(0))
         norm = jnp.sqrt(squares.sum() / max(window.length, 1))
         told = {"skipped": skipped.any()} if skips else {}
-        flight = {"pending": have[1], "batch": self.own, "versions": versions, "aboard": aboard}
+        flight = {"pending": have[1], "batch": self.own, "versions": versions, "late": late, "aboard": aboard}
         new = replace(state, params=params, opt_state=states, flight=self.placed(flight))
         return new, {"loss": loss, "grad_norm": norm, "updated": taken.any(), **metrics, **told}
 
@@ -313,6 +188,17 @@ class _Run:
         split = self.call.split
         found = self.call.put_params(self.joined(versions), None)
         return {"layers": split.stack(found), "before": split.others(found)}
+
+    def put_late(self, late: Any) -> Any:
+        """Gradients that wait, where gradients lie."""
+        call, names = self.call, dict(self.call.state.static.dims)
+
+        def one(keys: Any, g: jax.Array) -> jax.Array:
+            shape = g.shape[1:]
+            dims = names.get(("params", *to_path(keys)), (None,) * len(shape))
+            return call.put(g, None, *split_over(call.layout, dims, "gradients", shape, ()))
+
+        return jax.tree_util.tree_map_with_path(one, late)
 
 
 def _mean(head: Head, axes: Axes) -> Head:
@@ -336,4 +222,6 @@ def every_stage(
     call = Call(layout, loss_fn, how, asked, full if batch is not None else full.flush(), state, state.params)
     own = flight["batch"] if batch is None else call.prepared(batch)
     have = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
-    return _Run(call, groups_of(call, own), flight["batch"], own)(state, have, skips)
+    even = evened(call)
+    new, metrics = _Run(even, groups_of(even, own), flight["batch"], own)(state, have, skips)
+    return replace(new, params=in_stages(call, new.params, back=True)), metrics

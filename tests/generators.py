@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from one_step import LLAMA_RULES
 
 import jaxpar as jp
 from jaxpar.models.decoding import cached_llama
@@ -13,20 +14,7 @@ from jaxpar.models.llama import LlamaConfig, make_llama
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48)
 TIED = replace(CONFIG, tie_embeddings=True)
-RULES = jp.Rules(
-    batch="data",
-    seq=("context", "ulysses"),
-    residual_seq=("context", "ulysses", "model"),
-    embed=None,
-    norm=None,
-    heads="model",
-    kv_heads="model",
-    head_dim=None,
-    mlp="model",
-    vocab="model",
-    layers="pipeline",
-    params={"embed": "data"},
-)
+RULES = jp.Rules(**{**LLAMA_RULES.to_dict(), "vocab": "model"})
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], list(range(20, 37))]
 MOST, SLOTS = [8, 5, 8, 8], 32
 

@@ -13,6 +13,21 @@ import pytest
 import jaxpar as jp
 
 SGD = optax.sgd(0.1)
+LLAMA_RULES = jp.Rules(
+    batch="data",
+    seq=("context", "ulysses"),
+    residual_seq=("context", "ulysses", "model"),
+    embed=None,
+    norm=None,
+    heads="model",
+    kv_heads="model",
+    head_dim=None,
+    mlp="model",
+    vocab=("pipeline", "model"),
+    layers="pipeline",
+    params={"embed": "data"},
+)
+"""Of a Llama, or of a model with some of its names, over every axis."""
 
 
 def layout_of(rules: jp.Rules, sizes: dict[str, int]) -> jp.Layout:

@@ -17,9 +17,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.errors import ConfigError, LayoutError, ModelError, ScheduleError
-from jaxpar.schedules.table import FIELDS
-from jaxpar.schedules.window import Window
+from jaxpar.errors import ConfigError, LayoutError, ScheduleError
 
 QUICK = {"xla_backend_optimization_level": 0}
 """These programs run a few times: making them fast takes longer than running them."""
@@ -58,17 +56,20 @@ def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
     return x + jnp.where(h > 0, h, 0) / 2
 
 
+def loss_of(head: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return jnp.mean(jnp.sum((x @ head - batch["targets"]) ** 2, -1)), {"first": x[0, 0, 0]}
+
+
 LOSS = jp.Staged(
     layers="blocks",
     before=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
-    after=lambda model, x, batch: (
-        jnp.mean(jnp.sum((x @ model["head"] - batch["targets"]) ** 2, -1)),
-        {"first": x[0, 0, 0]},
-    ),
+    after=lambda model, x, batch: loss_of(model["head"], x, batch),
     side=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4,
     dims=("batch", "seq", "embed"),
 )
+TIED = replace(LOSS, after=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
+"""The embedding is used again after the layers."""
 
 
 def stepping() -> optax.GradientTransformation:
@@ -103,13 +104,13 @@ def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
 
 
 @functools.cache
-def gradient() -> Callable[[Any, Any], Any]:
+def gradient(loss: jp.Staged = LOSS) -> Callable[[Any, Any], Any]:
     """Loss and gradient of one microbatch, on one device, by jax alone."""
     one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
 
     def run(params: Any, batch: Any) -> Any:
         with jp.layout.tracing_under(one):
-            return jax.value_and_grad(lambda params: LOSS(params, batch)[0])(params)
+            return jax.value_and_grad(lambda params: loss(params, batch)[0])(params)
 
     return jax.jit(run)
 
@@ -125,7 +126,7 @@ def updating() -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     return tx, jax.jit(update)
 
 
-def two_versions(params: Any, count: int, ways: int) -> list[Any]:
+def two_versions(params: Any, loss: jp.Staged, count: int, ways: int) -> list[Any]:
     """W after every call, and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
     (tx, update), mean = updating(), lambda *grads: sum(grads) / count
     state, found, late = tx.init(params), [params], None
@@ -134,17 +135,22 @@ def two_versions(params: Any, count: int, ways: int) -> list[Any]:
         if late is not None:
             new, state = update(late, state, new)
         if number < CALLS:
-            grads = [gradient()(found[-1], piece)[1] for piece in microbatches(batch_of(number), count, ways)]
+            grads = [gradient(loss)(found[-1], piece)[1] for piece in microbatches(batch_of(number), count, ways)]
             late = jax.tree.map(mean, *grads)
         found.append(new)
     return found[1:]
 
 
-def every_microbatch(params: Any, count: int, ways: int, stages: int) -> list[Any]:
-    """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r)))."""
-    (tx, update), delay, per = updating(), 2 * (stages - 1), LAYERS // stages
+def every_microbatch(params: Any, loss: jp.Staged, count: int, ways: int, layers: tuple[int, ...]) -> list[Any]:
+    """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r))).
+
+    Words are the first stage's, also where they are used again after the layers: one version, one gradient of both uses, one update.
+    """
+    (tx, update), stages = updating(), len(layers)
+    delay, ends = 2 * (stages - 1), np.cumsum(layers)
     groups = {"words": params["words"], "head": params["head"]}
-    groups |= {f"{s}": params["blocks"]["w"][s * per : (s + 1) * per] for s in range(stages)}
+    of_stage = lambda w, s: w[ends[s] - layers[s] : ends[s]]
+    groups |= {f"{s}": of_stage(params["blocks"]["w"], s) for s in range(stages)}
     late = {"words": delay, "head": 0, **{f"{s}": delay - 2 * s for s in range(stages)}}
     # When a call ends, of each group the last updates are open, as microbatches are on their way.
     still = {"words": delay, "head": stages - 1, **{f"{s}": delay - s for s in range(stages)}}
@@ -157,9 +163,9 @@ def every_microbatch(params: Any, count: int, ways: int, stages: int) -> list[An
 
     pieces = [piece for number in range(CALLS) for piece in microbatches(batch_of(number), count, ways)]
     for m, piece in enumerate(pieces):
-        grads = gradient()(joined(lambda name, m=m: m - late[name]), piece)[1]
+        grads = gradient(loss)(joined(lambda name, m=m: m - late[name]), piece)[1]
         of = {"words": grads["words"], "head": grads["head"]}
-        of |= {f"{s}": grads["blocks"]["w"][s * per : (s + 1) * per] for s in range(stages)}
+        of |= {f"{s}": of_stage(grads["blocks"]["w"], s) for s in range(stages)}
         for name, grad in of.items():
             new, states[name] = update(grad, states[name], found[name][-1])
             found[name].append(new)
@@ -193,28 +199,35 @@ def restored(numbers: Any, like: Any) -> Any:
     return jax.tree.map(one, numbers, like)
 
 
-def started(sizes: dict[str, int], pipeline: jp.Asynchronous) -> tuple[jp.AsynchronousStep, Any]:
-    """A step and its first state."""
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    step = jp.AsynchronousStep(layout, LOSS, pipeline, donate=False)
-    return step, step.start(jp.init(layout, make_model, stepping()), batch_of(0))
-
-
-CASES: list[tuple[dict[str, int], jp.Asynchronous, bool]] = [
-    ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), True),
+CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.Staged, bool]] = [
+    ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), LOSS, True),
     (
         {"pipeline": 2, "data": 2, "model": 2},
         jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2, keeps="residuals", layers=(4, 2)),
+        TIED,
         False,
     ),
-    ({"pipeline": 3, "data": 2}, jp.Asynchronous("pipedream", stages=3, microbatches=4, keeps="residuals"), True),
+    ({"pipeline": 3, "data": 2}, jp.Asynchronous("pipedream", stages=3, microbatches=4, keeps="residuals"), LOSS, True),
+    (
+        {"pipeline": 3, "model": 2},
+        jp.Asynchronous("pipedream", stages=3, microbatches=4, layers=(3, 1, 2)),
+        TIED,
+        True,
+    ),
 ]
+"""A mesh, what is asked for, the loss, and whether it is flushed at the end."""
+
+
+def step_of(case: int) -> tuple[jp.Layout, jp.AsynchronousStep]:
+    sizes, pipeline, loss, _ = CASES[case]
+    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+    return layout, jp.AsynchronousStep(layout, loss, pipeline, donate=False)
 
 
 @functools.cache
 def done(case: int) -> Run:
-    sizes, pipeline, flushes = CASES[case]
-    step, state = started(sizes, pipeline)
+    layout, step = step_of(case)
+    state = step.start(jp.init(layout, make_model, stepping()), batch_of(0))
     first, call = state, step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
     params, metrics, numbers = [jax.device_get(state.params)], [], None
     for number in range(CALLS):
@@ -222,7 +235,7 @@ def done(case: int) -> Run:
         state, told = call(state, batch_of(number))
         params.append(jax.device_get(state.params))
         metrics.append({name: float(x) for name, x in told.items()})
-    if flushes:
+    if CASES[case][-1]:
         final, told = step.lower(state).compile(compiler_options=QUICK)(state)
         params.append(jax.device_get(final.params))
         metrics.append({name: float(x) for name, x in told.items()})
@@ -232,11 +245,12 @@ def done(case: int) -> Run:
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
-    sizes, pipeline, flushes = CASES[case]
+    sizes, pipeline, loss, flushes = CASES[case]
     first, *got = done(case).params
     count, ways = pipeline.microbatches, sizes.get("data", 1)
     both = pipeline.name == "pipedream_2bw"
-    want = two_versions(first, count, ways) if both else every_microbatch(first, count, ways, pipeline.stages)
+    layers = pipeline.layers or (LAYERS // pipeline.stages,) * pipeline.stages
+    want = two_versions(first, loss, count, ways) if both else every_microbatch(first, loss, count, ways, layers)
     assert got[0]["head"].dtype == np.float64
     for number, (a, b) in enumerate(zip(got, want if flushes else want[:-1], strict=True)):
         for (keys, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
@@ -250,7 +264,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
 
 
-@pytest.mark.parametrize("case", (0, 2))
+@pytest.mark.parametrize("case", (0, 2, 3))
 def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     ran = done(case)
     state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))
@@ -275,57 +289,10 @@ def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
     assert counts == {"before": 8, "layers": [8, 9, 10], "after": 10}
 
 
-@pytest.mark.parametrize("keeps", ("input", "residuals"))
-@pytest.mark.parametrize(("stages", "batch"), [(1, 1), (1, 3), (2, 2), (3, 4), (3, 7), (4, 6), (5, 9)])
-def test_a_window_reads_what_was_written(keeps: Any, stages: int, batch: int) -> None:
-    """Calls carried out with numbers of microbatches in the place of arrays, and a flush."""
-    full = Window("pipedream_2bw", stages, batch, batch)
-    size = full.table(keeps).sizes
-    turn = lambda slot, of, call: (slot + (call - 1) * batch) % size[of] if slot < size[of] else slot
-    act, res = ([[None] * (size[of] + 1) for _ in range(stages)] for of in ("act", "res"))
-    sent, lost, out, back = [None] * stages, [], [], [[] for _ in range(stages)]
-    for call in (0, 1, 2, 3):
-        table = (full if call < 3 else full.flush()).table(keeps)
-        number = lambda position, call=call: position + (call - 1) * batch
-        column = {name: table.column(name).tolist() for name in FIELDS}
-        if table.first[1] < full.microbatches:
-            act[0][turn(table.first[0][0], "act", call)] = number(table.first[1])
-        for tick, (feed, head, _) in enumerate(table.ticks.tolist()):
-            at = lambda name, stage, tick=tick, column=column: column[name][tick][stage]
-            gave = [act[s][turn(at("f_input", s), "act", call)] for s in range(stages)]
-            for s in range(stages):
-                wanted = number(at("f_microbatch", s))
-                assert gave[s] in (wanted, None) and (gave[s] == wanted or wanted < 0 or call == 3)
-                res[s][turn(at("f_residuals", s), "res", call)] = wanted
-            have = call < 3 or head < batch
-            lost += [number(head)] if have and number(head) >= 0 else []
-            assert number(head) == number(at("f_microbatch", stages - 1))
-            came = [sent[s + 1] if s + 1 < stages else number(head) for s in range(stages)]
-            for s in range(stages):
-                b = number(at("b_microbatch", s))
-                kept = act if keeps == "input" else res
-                of, field = ("act", "b_input") if keeps == "input" else ("res", "b_residuals")
-                assert at("b_chunk", s) == at("b_microbatch", s) // batch
-                if b >= 0 and (call < 3 or at("b_chunk", s) == 0):
-                    assert kept[s][turn(at(field, s), of, call)] == b == came[s]
-                    back[s].append(b)
-                sent[s] = b
-            out.append(sent[0])
-            for s in range(1, stages):
-                act[s][turn(at("act_down", s), "act", call)] = gave[s - 1]
-            if feed < full.microbatches:
-                act[0][turn(at("act_feed", 0), "act", call)] = number(feed)
-    every = list(range(3 * batch))
-    assert back == [every] * stages and lost == every
-    assert [m for m in out if m >= 0][: len(every)] == every
-
-
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
     """As ``jaxpar check --topology`` compiles it: every leaf's shape, dtype and place."""
-    sizes, pipeline, _ = CASES[case]
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    step = jp.AsynchronousStep(layout, LOSS, pipeline)
+    layout, step = step_of(case)
     batch = jax.tree.map(lambda x: jp.put(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
     told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
     leaves = zip(jax.tree_util.tree_leaves_with_path(told), jax.tree_util.tree_leaves_with_path(made), strict=True)
@@ -336,10 +303,6 @@ def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
 
 TWO = {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}
 EACH = {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2)}
-
-
-def tied(model: Any, x: jax.Array, batch: Any) -> jax.Array:
-    return jnp.mean((x @ model["words"].T - batch["targets"]) ** 2)
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -380,19 +343,27 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "pieces": (
-        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 2))},
+        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
         ConfigError,
         (
-            "asynchronous pipeline: layers is [4, 2], but under 'pipedream' stages have as many layers each, which they update with every microbatch. "
-            "Remedy: leave it out, or 'pipedream_2bw'."
+            "pipeline: layers is [4, 1], of 5 layers in 2 pieces, but blocks has 6 layers and the schedule 2 pieces, of one layer or more each. "
+            "Remedy: 2 numbers that sum to 6."
         ),
     ),
-    "tied": (
-        {**EACH, "loss": replace(LOSS, after=tied)},
-        ModelError,
+    "reduce": (
+        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, reduce="each")},
+        ConfigError,
         (
-            "asynchronous pipeline: 'params/words' are read before the layers and after them, but under 'pipedream' the first stage and the last update "
-            "at different times. Remedy: embeddings that are not tied, or 'pipedream_2bw'."
+            "asynchronous pipeline: reduce is 'each', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it "
+            "out, or 'pipedream_2bw'."
+        ),
+    ),
+    "layers elsewhere": (
+        {**EACH, "rules": jp.Rules(**{**RULES.to_dict(), "layers": None})},
+        ConfigError,
+        (
+            "asynchronous pipeline: the layers of blocks are split over nothing, but under 'pipedream' each stage holds its own. Remedy: the rule "
+            "layers: pipeline."
         ),
     ),
     "rows": (
@@ -412,9 +383,9 @@ def test_what_cannot_be_is_named(case: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a CPU's memory is the host's
         options = dict(asked)
-        loss, tx = options.pop("loss", LOSS), options.pop("tx", stepping())
-        layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), RULES)
-        step = jp.AsynchronousStep(layout, loss, **options)
+        rules, tx = options.pop("rules", RULES), options.pop("tx", stepping())
+        layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
+        step = jp.AsynchronousStep(layout, LOSS, **options)
         jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
 
 
@@ -428,13 +399,19 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
-    other = jp.AsynchronousStep(layout, LOSS, jp.Asynchronous("pipedream", stages=3, microbatches=4))
-    text = (
-        "asynchronous pipeline: what is on its way is of 'pipedream_2bw' over 3 stages and 1 devices of rows, keeps 'input', but the step is of 'pipedream' over "
-        "3 stages and 1 devices of rows, keeps 'input'. Remedy: flush(state) by the step it came from, then start(state.landed, batch)."
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
-        other.lower(ran.state, batch_of(0))
+    others = [
+        (0, "pipedream_2bw", jp.Asynchronous("pipedream", stages=3, microbatches=4), 2, 2),
+        (0, "pipedream_2bw", jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers=(1, 1, 4)), 2, 4),
+        (3, "pipedream", jp.Asynchronous("pipedream", stages=3, microbatches=4), 3, 2),
+    ]
+    for case, name, asked, most, now in others:
+        text = (
+            f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {most} layers at the most and 1 devices of rows, keeps 'input', but the "
+            f"step is of '{asked.name}' over 3 stages of {now} layers at the most and 1 devices of rows, keeps 'input'. Remedy: flush(state) by the step it came "
+            f"from, then start(state.landed, batch)."
+        )
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+            jp.AsynchronousStep(step_of(case)[0], CASES[case][2], asked).lower(done(case).state, batch_of(0))
     text = "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = step.start(state, batch)."
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         step.lower(ran.state.landed, batch_of(0))

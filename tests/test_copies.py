@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from one_step import check_grads, one_step
+from one_step import LLAMA_RULES, check_grads, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.config import build
@@ -25,27 +25,10 @@ from jaxpar.train.job import make_job
 
 QUICK = {"xla_backend_optimization_level": 0}
 ROWS, SEQ = 8, 32
-RULES = jp.Rules(
-    batch="data",
-    seq=("context", "ulysses"),
-    residual_seq=("context", "ulysses", "model"),
-    embed=None,
-    norm=None,
-    heads="model",
-    kv_heads="model",
-    head_dim=None,
-    mlp="model",
-    vocab=("pipeline", "model"),
-    layers="pipeline",
-    params={"embed": "data"},
-)
+RULES = LLAMA_RULES
 HOW = {"layers": 2, "vocab": 64, "embed": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "mlp": 48}
 ONE = llama.make_llama(llama.preset("tiny", **HOW))
 Found = tuple[float, Any, Any]
-
-
-def layout_of(rules: jp.Rules = RULES, **sizes: int) -> jp.Layout:
-    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
 
 
 def run(
@@ -58,7 +41,7 @@ def run(
     **config: Any,
 ) -> Found:
     """Loss, gradients and the audit of one step of a small Llama."""
-    model, layout = llama.preset("tiny", copies=copies, **HOW, **{"remat": "full", **config}), layout_of(**sizes)
+    model, layout = llama.preset("tiny", copies=copies, **HOW, **{"remat": "full", **config}), layout_of(RULES, sizes)
     keys = enumerate(("tokens", "targets"))
     batch = {name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, 64) for n, name in keys}
     if packed:
@@ -142,7 +125,10 @@ def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch:
 
 
 def test_logits_of_halves_come_in_the_order_of_the_tokens() -> None:
-    tokens, layout = jax.random.randint(jax.random.key(0), (ROWS, SEQ), 0, 64), layout_of(data=2, model=2)
+    tokens, layout = (
+        jax.random.randint(jax.random.key(0), (ROWS, SEQ), 0, 64),
+        layout_of(RULES, {"data": 2, "model": 2}),
+    )
     how = {"layers": 1, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48}
     with layout, jax.default_matmul_precision("highest"):
         whole, halved = (llama.preset("tiny", **how, **more) for more in ({}, {"copies": 2, "copies_dim": "seq"}))
@@ -158,7 +144,7 @@ def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
 
 
 def test_a_layer_of_ones_own() -> None:
-    layout = layout_of(data=2, context=2, model=2)
+    layout = layout_of(RULES, {"data": 2, "context": 2, "model": 2})
     w = jax.random.normal(jax.random.key(0), (8, 8)) / 3
     x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, 8))
     side = {"at": jax.random.normal(jax.random.key(2), (ROWS, SEQ, 1)), "scale": jnp.ones(())}
@@ -178,7 +164,7 @@ def test_a_layer_of_ones_own() -> None:
 
 
 def test_cutting_moves_no_byte() -> None:
-    layout = layout_of(data=2, context=2, model=2)
+    layout = layout_of(RULES, {"data": 2, "context": 2, "model": 2})
     with layout:
         x = jp.put(layout, jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ), "batch", "seq")
         halves = jax.jit(cut).lower(x).compile()
@@ -192,7 +178,7 @@ def test_each_copy_on_each_device_draws_its_own() -> None:
     def noisy(block: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         return x + jax.random.normal(key, x.shape)
 
-    layout = layout_of(data=2, context=2)
+    layout = layout_of(RULES, {"data": 2, "context": 2})
     with layout:
         x = jp.put(layout, jnp.zeros((ROWS, SEQ, 4)), "batch", "seq", None)
         drawn = np.asarray(jax.jit(jp.in_copies(noisy))(None, x, jax.random.key(0)))
@@ -205,14 +191,14 @@ def test_what_copies_cannot_do() -> None:
     with pytest.raises(ConfigError, match=re.escape("interleave_copies is 3, but 1 or 2 is wanted")):
         jp.in_copies(layer, 3)
     plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
-    with layout_of(plain, data=2, model=2), pytest.raises(ConfigError) as said:
+    with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         run(block, x, None)
     assert str(said.value) == (
         "interleave_copies is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
         "parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
         "interleave_copies: 1."
     )
-    with layout_of(data=2, context=2):
+    with layout_of(RULES, {"data": 2, "context": 2}):
         with pytest.raises(ConfigError) as said:
             run(block, x[:6], None)
         assert str(said.value) == (
@@ -241,14 +227,14 @@ def test_what_halves_of_sequences_cannot_do() -> None:
     assert str(said.value) == (
         "interleave_dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
     )
-    with layout_of(data=2, model=2), pytest.raises(ConfigError) as said:
+    with layout_of(RULES, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_in_copies(30)
     assert str(said.value) == (
         "interleave_copies is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
         "of 4 tokens, or interleave_copies: 1."
     )
     remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or interleave_dim: batch."
-    with layout_of(context=2, model=2), pytest.raises(ConfigError) as said:
+    with layout_of(RULES, {"context": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_in_copies(32)
     assert str(said.value) == (
         "interleave_copies is 2 and interleave_dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "

@@ -42,7 +42,7 @@ FLOORS = (
     ("microbatches", "streaming"),
     ("stored",),
     ("ownsums",),
-    ("boarding", "evaluated", "inflight", "pieces", "pipelined", "stashing"),
+    ("boarding", "evaluated", "inflight", "pieces", "pipelined", "stagewise", "stashing"),
     ("gradients",),
     ("step",),
     ("asynchronous", "checkpoint", "disk"),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from one_step import check_same, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
@@ -72,13 +73,7 @@ def run(
     sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, make: Any = make_model, **options: Any
 ) -> tuple[dict[str, float], Any]:
     """Metrics and gradients of one step."""
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    with jax.default_matmul_precision("highest"), layout:
-        state = jp.init(layout, make, optax.sgd(0.1))
-        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False, **options)
-        _, metrics = step.lower(state, batch_of()).compile(compiler_options=QUICK)(state, batch_of())
-    grads = jax.device_get(metrics.pop("grads"))
-    return {name: float(value) for name, value in metrics.items()}, grads
+    return one_step(layout_of(RULES, sizes), loss, make, batch_of(), pipeline=pipeline, **options)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +81,6 @@ def one_device() -> tuple[dict[str, float], Any]:
     found = run({"data": 1}, accumulate=PIECES)
     assert found[0]["aux_loss"] > 0.1 and found[0]["entropy"] > 0.1
     return found
-
-
-def check_same(got: Any, want: Any, bound: float = 2e-6) -> None:
-    assert got[0].keys() == want[0].keys()
-    for name, value in want[0].items():
-        assert got[0][name] == pytest.approx(value, rel=bound, abs=bound), name
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True)
-    for (keys, a), b in pairs:
-        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
 
 
 # name, mesh, chunks, what is kept, layers of each piece, lowering

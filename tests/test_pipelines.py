@@ -12,13 +12,11 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_step import SGD, check_same, layout_of, one_step
+from one_step import LLAMA_RULES, SGD, check_same, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ModelError
-from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
-from jaxpar.models.stages import staged_next_token_loss
 from jaxpar.pipeline.layers import Layers, _rounds
 from jaxpar.pipeline.stage import Chunk
 from jaxpar.schedules.orders import Pieces
@@ -27,20 +25,7 @@ from jaxpar.testing import assert_no_collective_in_conditional
 QUICK = {"xla_backend_optimization_level": 0}
 """These programs run once: making them fast takes longer than running them."""
 WIDTH, WORDS, LAYERS, ROWS, SEQ = 8, 16, 8, 16, 6
-RULES = jp.Rules(
-    batch="data",
-    seq=("context", "ulysses"),
-    residual_seq=("context", "ulysses", "model"),
-    embed=None,
-    norm=None,
-    heads="model",
-    kv_heads="model",
-    head_dim=None,
-    mlp="model",
-    vocab=("pipeline", "model"),
-    layers="pipeline",
-    params={"embed": "data"},
-)
+RULES = LLAMA_RULES
 
 
 def make_model(key: jax.Array) -> Any:
@@ -82,9 +67,9 @@ LOSS = jp.Staged(
 )
 
 
-def batch_of(seq: int = SEQ, words: int = WORDS) -> dict[str, jax.Array]:
+def batch_of() -> dict[str, jax.Array]:
     return {
-        name: jax.random.randint(jax.random.key(n), (ROWS, seq), 0, words)
+        name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, WORDS)
         for n, name in enumerate(("tokens", "targets"))
     }
 
@@ -174,17 +159,6 @@ def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any
     # The part of right words is of all rows: a mean of microbatches by their weights is another number.
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
-
-
-def test_a_llama_over_stages_data_a_ring_and_heads() -> None:
-    config = llama.LlamaConfig(vocab=32, embed=16, layers=4, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="full")
-    batch = batch_of(16, 32)
-    want = run({"data": 1}, None, next_token_loss, llama.make_llama(config), batch)
-    config = replace(config, context=jp.Context(impl="ring"))
-    schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
-    sizes = {"pipeline": 2, "context": 2, "model": 2}
-    pipeline = jp.Pipeline(schedule, keeps="residuals")
-    check_same(run(sizes, pipeline, staged_next_token_loss(config), llama.make_llama(config), batch), want, 3e-6)
 
 
 def test_a_staged_loss_is_the_loss_by_itself(one_device: Any) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_orders import orders_of_ones_own
 
 import jaxpar as jp
 from jaxpar.cli import main
 from jaxpar.errors import ScheduleError
 from jaxpar.schedules.named import NAMES
-from jaxpar.schedules.orders import Op, Pieces
+from jaxpar.schedules.orders import Op
 from jaxpar.schedules.replay import replay
 from jaxpar.schedules.schedule import Schedule
 from jaxpar.schedules.simulate import How, simulate
@@ -149,29 +150,6 @@ def test_costs() -> None:
 
 
 # Every order, every table.
-
-
-@st.composite
-def orders_of_ones_own(draw: st.DrawFn) -> tuple[list[list[Op]], dict[str, Any]]:
-    """Orders in which some clock could do everything, and the sizes they are for."""
-    stages, chunks, parts = (draw(st.integers(1, most)) for most in (4, 3, 2))
-    microbatches, placement = draw(st.integers(1, 4)), draw(st.sampled_from(["loop", "v"]))
-    kinds = draw(st.sampled_from(["F", "FB", "FBW"]))
-    pieces = Pieces(stages, chunks, placement)
-    numbers = np.ndindex(len(kinds), microbatches * parts, pieces.count)
-    todo = {(kinds[kind], m, piece) for kind, m, piece in numbers}
-    orders: list[list[Op]] = [[] for _ in range(stages)]
-    dice = draw(st.randoms(use_true_random=False))
-    done: set[tuple[str, int, int]] = set()
-    while todo:
-        ready = [key for key in sorted(todo) if done.issuperset(needs(Op(*key), key[2], pieces.count, parts))]  # type: ignore[arg-type]
-        kind, m, piece = dice.choice(ready)
-        stage, chunk = pieces.place(piece)
-        orders[stage].append(Op(kind, m, chunk))  # type: ignore[arg-type]
-        done.add((kind, m, piece))
-        todo.remove((kind, m, piece))
-    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "placement": placement}
-    return orders, sizes | {"sequence_chunks": parts, "fused": draw(st.booleans())}
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import yaml
+from one_step import SGD, check_same, layout_of, leaves_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ModelError
@@ -116,51 +115,21 @@ def batch_of() -> dict[str, jax.Array]:
     return {**batch, "weights": 1 + jnp.arange(ROWS) / 4}
 
 
-SGD = optax.sgd(0.1)
-
-
-@functools.cache
-def state_of(make: Any, tx: Any = SGD) -> Any:
-    """A state on the host: made once, it goes to whatever devices a step wants."""
-    layout = jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), RULES)
-    with jax.default_matmul_precision("highest"), layout:
-        state = jp.init(layout, make, tx)
-    data = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    host = lambda x: jax.random.wrap_key_data(np.asarray(jax.random.key_data(x))) if data(x) else np.asarray(x)
-    return jax.tree.map(host, state)
-
-
-def lowered(
-    sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, make: Any = make_model, batch: Any = None
-) -> Any:
-    layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
+def lowered(sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, batch: Any = None) -> Any:
+    layout = layout_of(RULES, sizes)
     with jax.default_matmul_precision("highest"), layout:
         step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False)
-        return step.lower(jp.abstract_state(layout, make, SGD), batch_of() if batch is None else batch)
+        return step.lower(jp.abstract_state(layout, make_model, SGD), batch_of() if batch is None else batch)
 
 
-def run(
-    sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, make: Any = make_model, batch: Any = None
-) -> tuple[dict[str, float], Any]:
+def run(sizes: dict[str, int], pipeline: Any = None) -> tuple[dict[str, float], Any]:
     """Metrics and gradients of one step."""
-    batch = batch_of() if batch is None else batch
-    compiled = lowered(sizes, pipeline, loss, make, batch).compile(compiler_options=QUICK)
-    _, metrics = compiled(state_of(make), batch)
-    grads = jax.device_get(metrics.pop("grads"))
-    return {name: float(value) for name, value in metrics.items()}, grads
+    return one_step(layout_of(RULES, sizes), LOSS, make_model, batch_of(), pipeline=pipeline)[:2]
 
 
 @pytest.fixture(scope="module")
 def one_device() -> tuple[dict[str, float], Any]:
     return run({"data": 1})
-
-
-def check_same(got: Any, want: Any, bound: float = 2e-6) -> None:
-    for name, value in want[0].items():
-        assert got[0][name] == pytest.approx(value, rel=bound, abs=bound), name
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1]), strict=True)
-    for (keys, a), b in pairs:
-        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
 
 
 # mesh, microbatches, chunks of a sequence, what is kept, layers of each piece
@@ -245,14 +214,15 @@ def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path)
         with jax.default_matmul_precision("highest"), layout:
             step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
             state = jp.abstract_state(layout, job.make_model, job.tx)
-            compiled, state = step.lower(state, batch).compile(compiler_options=QUICK), state_of(job.make_model, job.tx)
+            compiled = step.lower(state, batch).compile(compiler_options=QUICK)
+            state = jax.tree.unflatten(jax.tree.structure(state), leaves_of(job.make_model, RULES, job.tx))
         found = []
         for _ in range(3):
             state, metrics = compiled(state, batch)
             found.append((float(metrics["loss"]), jax.device_get(metrics["grads"])))
         return {str(n): loss for n, (loss, _) in enumerate(found)}, found[0][1]
 
-    want = trained(jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), RULES), next_token_loss)
+    want = trained(layout_of(RULES, {"data": 1}), next_token_loss)
     got = trained(job.layout(jax.devices()[:4]), job.loss_fn, **job.step_options())
     check_same(got, want)
     assert want[0]["2"] < want[0]["0"] - 0.1

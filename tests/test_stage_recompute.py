@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_step import SGD, one_step
+from one_step import SGD, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, ScheduleError
@@ -47,13 +47,9 @@ LOSS = jp.Staged(
 BATCH = {name: jax.random.normal(jax.random.key(n), (ROWS, SEQ, WIDTH)) for n, name in enumerate("xy")}
 
 
-def layout_of(**sizes: int) -> jp.Layout:
-    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-
-
 def run(sizes: dict[str, int], pipeline: Any = None) -> Any:
     """Loss and gradients of one step, and its program."""
-    layout = layout_of(**sizes)
+    layout = layout_of(RULES, sizes)
     metrics, grads, compiled = one_step(layout, LOSS, make_model, BATCH, pipeline=pipeline)
     return metrics["loss"], grads, compiled, layout
 
@@ -95,7 +91,7 @@ def test_a_list_gives_the_gradients_of_one_device(case: str, one_device: Any) ->
 
 
 def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says() -> None:
-    layout, rows, seq = layout_of(pipeline=2), 64, 64
+    layout, rows, seq = layout_of(RULES, {"pipeline": 2}), 64, 64
     # A layer with much to keep.
     hidden = lambda x: jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(jnp.sin(x)))))
     layer = lambda block, x, side: x + hidden(x @ block["up"]) @ block["down"]
