@@ -343,13 +343,17 @@ def _moments(
 
     def by_signs(grads: _Arrays, mu: _Arrays, nu: _Arrays, worker: _Arrays, server: _Arrays) -> Any:
         # Without a variance there is no step to take: a number that had no gradient in the warm-up stands still.
+        # Flattened before it is compared, and what comes back compared as it is: the TPU's compiler takes minutes to flatten booleans.
+        live = [jax.lax.optimization_barrier(v.ravel()) > 0 for v in nu]
         parts = [
-            signs.Part(momentum(m, g).ravel(), v.ravel() > 0, w.ravel(), s.ravel())
-            for m, g, v, w, s in zip(mu, grads, nu, worker, server, strict=True)
+            signs.Part(momentum(m, g).ravel(), alive, w.ravel(), s.ravel())
+            for m, g, alive, w, s in zip(mu, grads, live, worker, server, strict=True)
         ]
         found = signs.average(parts, axes, index, settings.block)
-        back = lambda name, like: [getattr(p, name).reshape(x.shape) for p, x in zip(found, like, strict=True)]
-        return back("values", mu), nu, back("worker", worker), back("server", server)
+        of_live = lambda x, v, like: jnp.where(v > 0, x.reshape(v.shape), 0).reshape(like.shape)
+        means = [of_live(p.values, v, v) for p, v in zip(found, nu, strict=True)]
+        errors = [of_live(p.worker, v, w) for p, v, w in zip(found, nu, worker, strict=True)]
+        return means, nu, errors, [p.server.reshape(s.shape) for p, s in zip(found, server, strict=True)]
 
     new_mu, new_nu = list(mu), list(nu)
     pick = lambda xs, which: [xs[i] for i in which]

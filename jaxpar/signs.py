@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     Attributes:
       values: [n], what is to be averaged.
-      live: bool [n]; the others are sent to nobody's account, and their average is 0.
+      live: bool [n]; the others count as 0, and what comes back for them, a sign like any other, means nothing.
       worker: [n], what this device's signs have left out so far.
       server: [c], what the signs of the average that it makes have left out; see :func:`chunk_of`.
     """
@@ -99,7 +99,7 @@ def average(parts: Sequence[Part], axes: Axes, index: jax.Array, block: int = BL
         live = _chunks(part.live, ways)
         x = jnp.where(live, _chunks(part.values + part.worker, ways), 0)
         signs = pack(x, live, block)
-        errors.append(_flat(jnp.where(live, x - unpack(signs, block), 0), part.values.size))
+        errors.append(_flat(x - unpack(signs, block), part.values.size))
         mine.append(jax.lax.dynamic_index_in_dim(live, index, 0, keepdims=False))
         sent.append(signs)
     back, kept = [], []
@@ -110,8 +110,7 @@ def average(parts: Sequence[Part], axes: Axes, index: jax.Array, block: int = BL
         back.append(Signs(own.bits[None], own.scales[None]))
     found = []
     for part, signs, worker, server in zip(parts, _gathered(back, axes), errors, kept, strict=True):
-        mean = jnp.where(part.live, _flat(unpack(signs, block), part.values.size), 0)
-        found.append(Part(mean, part.live, worker, server))
+        found.append(Part(_flat(unpack(signs, block), part.values.size), part.live, worker, server))
     return found
 
 
