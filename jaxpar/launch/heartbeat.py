@@ -22,8 +22,15 @@ TICK = 1.0
 """Seconds between two signs of life."""
 _MOST = 300
 """Characters of an error's first line: with it a message stays below what a pipe takes as one (512 bytes in POSIX, 4,096 here)."""
+_LINE = 3000
+"""Characters of a line for the user."""
 
 _pipe: int | None = None
+
+
+def listened() -> bool:
+    """Whether a supervisor listens."""
+    return _pipe is not None
 
 
 def connect(environ: MutableMapping[str, str] | None = None) -> bool:
@@ -51,6 +58,11 @@ def beat(step: int) -> None:
 def doing(what: str) -> None:
     """Something other than a step begins that may take long, as ``compile``: it has the larger allowance, until the next :func:`beat`."""
     _say(doing=what)
+
+
+def say(text: str) -> None:
+    """A line for the user at the supervisor, as this process's own standard error goes to its log. Nothing without a supervisor."""
+    _say(say=text[:_LINE])
 
 
 def raised(error: BaseException, *, again: bool) -> None:

@@ -23,14 +23,14 @@ class Policy:
 
     Attributes:
       allowance, compile_allowance: seconds for a step, and for whatever else a process is at.
-      restarts: how many, at most.
+      restarts: how many, at most; ``None`` where nothing is ever started again, of which no word is said.
       backoff: seconds before the first one, doubled with each, up to ``most``.
       elastic: go on with those that remain.
     """
 
     allowance: float = 300.0
     compile_allowance: float = 1800.0
-    restarts: int = 3
+    restarts: int | None = 3
     backoff: float = 1.0
     elastic: bool = False
     most: float = 60.0
@@ -98,6 +98,11 @@ class Supervisor:
                 self.tell(f"  {number}. {one.text}")
         return 0 if found is None else 1
 
+    @property
+    def asked(self) -> int:
+        """The signal that asked it to end, 0 without one."""
+        return self._signals[0] if self._signals else 0
+
     def _attempt(self) -> Cause | None:
         """Start the group and watch it; ``None`` when it came to its end."""
         self.group.start(self.command, self.count)
@@ -106,6 +111,7 @@ class Supervisor:
         try:
             while True:
                 self.group.poll(_POLL)
+                self._pass_lines()
                 for number in self._signals[passed:]:
                     passed += 1
                     if passed > 1:
@@ -125,6 +131,12 @@ class Supervisor:
         finally:
             self.group.end()
 
+    def _pass_lines(self) -> None:
+        """Tell the user what the processes have to say."""
+        for peer in self.group.peers:
+            while peer.said:
+                self.tell(peer.said.pop(0))
+
     def _worst(self, found: Cause) -> Cause:
         """Say what was found, and what its process last said."""
         self.tell(found.text)
@@ -135,7 +147,7 @@ class Supervisor:
 
     def _again(self, found: Cause) -> bool:
         """Prepare a restart, if there is to be one."""
-        if self._signals:
+        if self._signals or self.policy.restarts is None:
             return False
         done = len(self.causes) - 1
         if not found.again:
