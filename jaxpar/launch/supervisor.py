@@ -26,6 +26,7 @@ class Policy:
       restarts: how many, at most; ``None`` where nothing is ever started again, of which no word is said.
       backoff: seconds before the first one, doubled with each, up to ``most``.
       elastic: go on with those that remain.
+      signalled: a signal that all heeded shows in the exit status, 128 and its number, as of what was not brought to its end.
     """
 
     allowance: float = 300.0
@@ -34,6 +35,7 @@ class Policy:
     backoff: float = 1.0
     elastic: bool = False
     most: float = 60.0
+    signalled: bool = False
 
     def wait(self, restart: int) -> float:
         """Seconds before the ``restart``-th one.
@@ -96,12 +98,9 @@ class Supervisor:
             self.tell(f"done after {_times(len(self.causes), 'restart')} in {self.clock() - began:.0f} s{now}:")
             for number, one in enumerate(self.causes, 1):
                 self.tell(f"  {number}. {one.text}")
+        if found is None and self._signals and self.policy.signalled:
+            return 128 + self._signals[0]
         return 0 if found is None else 1
-
-    @property
-    def asked(self) -> int:
-        """The signal that asked it to end, 0 without one."""
-        return self._signals[0] if self._signals else 0
 
     def _attempt(self) -> Cause | None:
         """Start the group and watch it; ``None`` when it came to its end."""
