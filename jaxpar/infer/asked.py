@@ -28,7 +28,7 @@ class Request:
         """What two requests differ in if they do, in a line.
 
         >>> Request((1, 2, 3), 5).summary()
-        '3 tokens (sha256 9b0b...), most=5, seed=0'
+        '3 tokens (sha256 8a6ae1512200), most=5, seed=0'
         """
         digest = hashlib.sha256(",".join(map(str, self.tokens)).encode()).hexdigest()
         return f"{len(self.tokens)} tokens (sha256 {digest[:12]}), most={self.most}, seed={self.seed}"

@@ -25,7 +25,7 @@ from jaxpar.infer.circle import Circle, last_of, stages_of
 from jaxpar.infer.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
 from jaxpar.inspect.report import Report
 from jaxpar.int8 import is_int8
-from jaxpar.layout import Layout, _ambient, hint, lay_out, tracing_under
+from jaxpar.layout import Layout, _ambient, hint, tracing_under
 from jaxpar.model import MakeModel, Tagged
 from jaxpar.state import abstract_state
 from jaxpar.together import check_same, settled

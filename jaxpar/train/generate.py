@@ -28,7 +28,7 @@ from jaxpar.models.decoding import cached_llama
 from jaxpar.together import check_same, gather, settled
 from jaxpar.train.job import Job
 from jaxpar.train.prompts import BYTES, Answer, Page, as_bytes
-from jaxpar.train.saving import _changes, _plain
+from jaxpar.train.saving import _changes, _flat, _plain
 from jaxpar.train.signals import Stop, told
 
 MOST_ROWS = 16
@@ -154,15 +154,9 @@ def _facts(job: Job, prompts: Sequence[str], wanted: Wanted) -> dict[str, Any]:
     }
     asked = {name: getattr(wanted, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
     asked |= {"sampling": repr(wanted.sampling), "checkpoint": "one" if wanted.checkpoint else "none"}
-    every = _flat("", _plain(job))
+    every = dict(_flat(_plain(job)))
     config = {f"{name} of the configuration": value for name, value in every.items() if name.startswith(_SAME)}
     return {"the number of prompts": len(prompts), **texts, **asked, **config}
-
-
-def _flat(path: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {name: one for key, inner in value.items() for name, one in _flat(f"{path}.{key}".strip("."), inner).items()}
 
 
 def _steps(model: jp.Generator, params: Any, texts: list[list[int]], wanted: Wanted, first: int) -> Iterator[list[int]]:
@@ -273,7 +267,8 @@ def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Pa
         return jp.init(layout, job.make_model, optax.identity(), seed=job.config.train.seed).params
     params, folder = restored(checkpoint, model.params, console.print)
     console.print(f"parameters of {escape(str(folder))} on {split}")
-    for line in _changes(read(folder).about.get("config"), _plain(job)):
+    of_the_run = read(folder).about.get("config")  # a checkpoint that no `jaxpar train` wrote has none
+    for line in _changes(of_the_run, _plain(job)) if of_the_run else []:
         if line.startswith("model."):
             console.print(f"[bold]{escape(line)}[/]")
     return params

@@ -163,7 +163,7 @@ def supervise(
     fits = functools.partial(_misfit, loaded, batch, each=each) if known else lambda count: None
     if (why := fits(total)) is not None:
         raise LaunchError(
-            f"{total} processes of {each} devices: {why}. Remedy: another number of processes, mesh{' or batch' if batch else ''}."
+            f"{total} processes of {each} devices: {why}. Remedy: another number of processes{', mesh or batch' if batch else ' or mesh'}."
         )
     if run.checkpoint is None and policy.restarts:
         print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
