@@ -22,7 +22,7 @@ from jaxpar.launch.detect import Cluster
 from jaxpar.launch.joining import Place, found, join, place_of
 from jaxpar.train.config import Loaded, load_run
 from jaxpar.train.launching import Asked, Task, choose_devices, policy_of, reporting, supervise
-from jaxpar.train.prompts import STDIN, read_prompts, write_answers
+from jaxpar.train.prompts import STDIN, as_bytes, read_prompts, write_answers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,7 @@ def _explain(command: Any, loaded: Loaded) -> int:
     from jaxpar.train.job import make_job
 
     job, prompts = make_job(loaded, training=False), _read(command)
-    texts = [list(prompt.encode()) for prompt in prompts or [" "]]
+    texts = [list(as_bytes(number, prompt)) for number, prompt in enumerate(prompts or [" "])]
     print(generator(job, texts, _wanted(command)).explain().to_text(), end="")
     return 0
 
