@@ -99,8 +99,9 @@ def _one_of_several(command: Any, loaded: Loaded, what: Place | Cluster | None) 
         choose_devices(loaded.config, what)
         import jax
 
-        silent, file = jax.process_index() > 0, _Lines() if heartbeat.listened() else sys.stderr
-        console = Console(file=io.StringIO() if silent else file, highlight=False, soft_wrap=True)
+        silent = jax.process_index() > 0
+        file: Any = io.StringIO() if silent else _Lines() if heartbeat.listened() else sys.stderr
+        console = Console(file=file, highlight=False, soft_wrap=True)
         if what is not None:
             console.print(f"launch  {what}")
         try:
