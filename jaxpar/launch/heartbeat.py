@@ -26,6 +26,7 @@ _LINE = 3000
 """Characters of a line for the user."""
 
 _pipe: int | None = None
+_worker: int | None = None
 
 
 def listened() -> bool:
@@ -89,10 +90,17 @@ def _orphaned() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def at_work() -> None:
+    """Where this process is, is from now on where the calling thread is, as long as that lives: the main thread waits for it."""
+    global _worker
+    _worker = threading.get_ident()
+
+
 def _tick() -> None:
     main = threading.main_thread().ident
     while _pipe is not None:
-        frame = sys._current_frames().get(main) if main is not None else None
+        frames = sys._current_frames()
+        frame = next((frames[thread] for thread in (_worker, main) if thread in frames), None)
         where, waits = place(frame)
         _say(where=where, waits=waits)
         time.sleep(TICK)

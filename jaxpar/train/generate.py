@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,12 +20,13 @@ import jaxpar as jp
 from jaxpar.checkpoint.checking import steps_in
 from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.data.sources import SEPARATOR
-from jaxpar.errors import CheckpointError, ConfigError, DamagedError, LaunchError
+from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.infer.asked import SEEDS, check_requests
 from jaxpar.infer.circle import stages_of
 from jaxpar.launch import heartbeat
 from jaxpar.models.decoding import cached_llama
 from jaxpar.together import check_same, gather, settled
+from jaxpar.train.compiling import until_asked
 from jaxpar.train.job import Job
 from jaxpar.train.prompts import BYTES, Answer, Page, as_bytes
 from jaxpar.train.saving import _changes, _flat, _plain
@@ -130,8 +131,8 @@ def generate(job: Job, prompts: Sequence[str], wanted: Wanted, *, out: TextIO, c
             params = model.prepare(params)
         for first in range(0, len(texts) if not stop.asked else 0, model.batch):
             turn = slice(first, first + model.batch)
-            with Page(out, answers[turn], first, alone=len(texts) == 1) as page:
-                steps = until_asked(_steps(model, params, texts[turn], wanted, first), stop)
+            made = until_asked(_steps(model, params, texts[turn], wanted, first), stop)
+            with closing(made) as steps, Page(out, answers[turn], first, alone=len(texts) == 1) as page:
                 came, took = _streamed(steps, model, wanted.most, answers[turn], page)
             later, seconds = later + came, seconds + took
             if stop.asked:
@@ -159,53 +160,15 @@ def _facts(job: Job, prompts: Sequence[str], wanted: Wanted) -> dict[str, Any]:
     return {"the number of prompts": len(prompts), **texts, **asked, **config}
 
 
-def _steps(model: jp.Generator, params: Any, texts: list[list[int]], wanted: Wanted, first: int) -> Iterator[list[int]]:
+def _steps(
+    model: jp.Generator, params: Any, texts: list[list[int]], wanted: Wanted, first: int
+) -> Generator[list[int]]:
     """A turn's tokens, of which a supervisor is told."""
     heartbeat.doing("compile")
     seeds = range(wanted.seed + first, wanted.seed + first + len(texts))
     for number, tokens in enumerate(model.stream(params, texts, most=wanted.most, seeds=seeds, first=first), 1):
         heartbeat.beat(first // model.batch * wanted.most + number)
         yield tokens
-
-
-def until_asked[T](steps: Iterator[T], stop: Stop) -> Iterator[T]:
-    """What comes of ``steps``, each made in a thread of its own: no Python interrupts a compile, or a wait for other processes. Nothing after a signal.
-
-    Raises:
-      LaunchError: another process is gone.
-    """
-    pool, end = ThreadPoolExecutor(1, "generate"), object()
-    try:
-        while not stop.asked:
-            future = pool.submit(next, steps, end)
-            while not (wait([future], 0.05).done or stop.asked):
-                pass
-            if stop.asked:
-                # A step is soon over; a compile is left to whoever ends the process.
-                wait([future], 0.0 if jax.process_count() > 1 else 0.5)
-                return
-            found: Any = _result(future, stop)
-            if found is end or stop.asked:
-                return
-            yield found
-    finally:
-        pool.shutdown(wait=False)
-
-
-def _result(future: Any, stop: Stop) -> Any:
-    """Of a step; where that failed as other processes have heard a signal first, this one's own is waited for."""
-    try:
-        return future.result()
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        until = time.monotonic() + 1.0
-        while not stop.asked and time.monotonic() < until:
-            time.sleep(0.02)
-        if stop.asked:
-            return None
-        who = f"process {jax.process_index()} of {jax.process_count()}"
-        raise LaunchError(f"{who} has lost another: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:

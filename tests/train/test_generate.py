@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +27,9 @@ import jaxpar as jp
 from jaxpar.checkpoint.manifest import read
 from jaxpar.cli import Generate, main
 from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.train.compiling import until_asked
 from jaxpar.train.config import load_run
-from jaxpar.train.generate import INTERRUPTED, _parameters, _streamed, restored, until_asked
+from jaxpar.train.generate import INTERRUPTED, _parameters, _streamed, restored
 from jaxpar.train.generating import words
 from jaxpar.train.job import Job, make_job
 from jaxpar.train.prompts import Answer, Page, read_prompts, write_answers
@@ -184,7 +185,7 @@ class Model:
     def __init__(self, made: list[list[int]], signal_at: int):
         self.made, self.signal_at, self.closed = made, signal_at, False
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Generator[list[int]]:
         try:
             for number, tokens in enumerate(self.made):
                 if number == self.signal_at:
@@ -204,7 +205,7 @@ def test_ctrl_c_leaves_what_has_come() -> None:
     with Stop() as stop, Page(out, answers, 0, alone=False) as page:
         steps = until_asked(iter(model), stop)
         _streamed(steps, SimpleNamespace(stop=(0,)), 8, answers, page)  # type: ignore[arg-type]
-    assert stop.asked == signal.SIGINT
+    assert model.closed and stop.asked == signal.SIGINT
     assert [json.loads(answer.to_json()) for answer in answers] == [
         {"prompt": "ab", "text": "xz", "tokens": 2, "ended": INTERRUPTED},
         {"prompt": "b", "text": "", "tokens": 0, "ended": "stop"},
