@@ -97,13 +97,17 @@ def at_work() -> None:
 
 
 def _tick() -> None:
-    main = threading.main_thread().ident
     while _pipe is not None:
-        frames = sys._current_frames()
-        frame = next((frames[thread] for thread in (_worker, main) if thread in frames), None)
-        where, waits = place(frame)
+        where, waits = place(_at())
         _say(where=where, waits=waits)
         time.sleep(TICK)
+
+
+def _at() -> FrameType | None:
+    """Where the thread at work is, or else the main one."""
+    frames = sys._current_frames()
+    threads = [thread for thread in (_worker, threading.main_thread().ident) if thread is not None]
+    return next((frames[thread] for thread in threads if thread in frames), None)
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:

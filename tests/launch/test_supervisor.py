@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -259,6 +259,28 @@ def test_an_error_is_told_by_its_first_line(monkeypatch: pytest.MonkeyPatch) -> 
     heartbeat.raised(ValueError("x" * 999), again=True)
     assert said[:2] == [{"raised": "ValueError: one", "again": True}, {"raised": "KeyboardInterrupt", "again": False}]
     assert len(str(said[2])) < 350
+    heartbeat.say("y" * 5000)
+    assert said[3] == {"say": "y" * 3000}
+
+
+def test_where_a_process_is_is_where_the_thread_at_work_is() -> None:
+    there, go_on = threading.Event(), threading.Event()
+
+    def a_step() -> None:
+        heartbeat.at_work()
+        there.set()
+        go_on.wait()
+
+    def names(frame: FrameType | None) -> list[str]:
+        return [] if frame is None else [frame.f_code.co_name, *names(frame.f_back)]
+
+    thread = threading.Thread(target=a_step)
+    thread.start()
+    there.wait()
+    assert "a_step" in names(heartbeat._at())
+    go_on.set()
+    thread.join()
+    assert test_where_a_process_is_is_where_the_thread_at_work_is.__name__ in names(heartbeat._at())
 
 
 def test_where_a_process_is_leaves_jax_out() -> None:
