@@ -22,6 +22,14 @@ Settings = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
     tyro.conf.arg(name="set", metavar="KEY=VALUE", help="change one key, as train.steps=10; may be repeated"),
 ]
+Processes = Annotated[
+    int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and end all if one fails")
+]
+Coordinator = Annotated[
+    str | None, tyro.conf.arg(metavar="HOST:PORT", help="where process 0 listens (with --processes: on loopback)")
+]
+ProcessCount = Annotated[int | None, tyro.conf.arg(help="how many processes there are, on all hosts")]
+ProcessId = Annotated[int | None, tyro.conf.arg(help="which of them this is, or the first of --processes")]
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,9 @@ class Train:
     processes: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and start them again if one fails")
     ] = None
-    coordinator: Annotated[
-        str | None, tyro.conf.arg(metavar="HOST:PORT", help="where process 0 listens (with --processes: on loopback)")
-    ] = None
-    process_count: Annotated[int | None, tyro.conf.arg(help="how many processes there are, on all hosts")] = None
-    process_id: Annotated[int | None, tyro.conf.arg(help="which of them this is, or the first of --processes")] = None
+    coordinator: Coordinator = None
+    process_count: ProcessCount = None
+    process_id: ProcessId = None
     ray: Annotated[bool, tyro.conf.arg(help="start the processes on a Ray cluster (extra ray)")] = False
 
     def run(self) -> int:
@@ -116,7 +122,8 @@ class Generate:
         tyro.conf.arg(metavar="TEXT", help="what to go on with; may be repeated"),
     ] = ()
     prompts: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help="more of them, a line each (.jsonl: a JSON string each)")
+        Path | None,
+        tyro.conf.arg(metavar="FILE", help="more of them, a line each (.jsonl: a JSON string each; -: standard input)"),
     ] = None
     set: Settings = ()
     checkpoint: Annotated[
@@ -146,27 +153,15 @@ class Generate:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write a JSON object for each prompt")] = None
     explain: Annotated[bool, tyro.conf.arg(help="say where weights and cache would lie instead, and why")] = False
 
+    processes: Processes = None
+    coordinator: Coordinator = None
+    process_count: ProcessCount = None
+    process_id: ProcessId = None
+
     def run(self) -> int:
-        from rich.console import Console
+        from jaxpar.train.generating import go
 
-        job = _job(self.config, self.set, run=True, training=False)
-        from jaxpar.infer.sampling import Sampling
-        from jaxpar.train.generate import Wanted, generate, generator
-        from jaxpar.train.prompts import read_prompts, write_answers
-
-        prompts = [*self.prompt, *([] if self.prompts is None else read_prompts(self.prompts))]
-        how = Sampling(self.temperature, self.top_k, self.top_p)
-        kept = (self.stop, self.int8, self.checkpoint)
-        wanted = Wanted(self.max_new, how, self.seed, self.cache, self.batch, *kept)
-        if self.explain:
-            texts = [list(prompt.encode()) for prompt in prompts or [" "]]
-            print(generator(job, texts, wanted).explain().to_text(), end="")
-            return 0
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        answers = generate(job, prompts, wanted, out=sys.stdout, console=console)
-        if self.json is not None:
-            write_answers(self.json, answers)
-        return 0
+        return go(self)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from one_step import LLAMA_RULES
 
 import jaxpar as jp
+from jaxpar.errors import ConfigError
 from jaxpar.models.decoding import cached_llama
 from jaxpar.models.llama import LlamaConfig, make_llama
 
@@ -30,3 +35,31 @@ def generator(
 def one_device() -> Any:
     """The mesh of the first device."""
     return jp.MeshSpec().build(jax.devices()[:1])
+
+
+def parameters(model: jp.Generator) -> Any:
+    """Of :data:`CONFIG`: initial layers hardly change what the embedding says, and the head repeats it, so they are made larger."""
+    params = jp.init(model.layout, make_llama(CONFIG), optax.identity()).params
+    params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
+    return params
+
+
+def work(address: str, rank: str, result: str) -> None:
+    """One of two processes that generate together; what it was given goes to a file."""
+    jax.distributed.initialize(address, 2, int(rank), coordinator_bind_address=address)
+    mesh = jp.MeshSpec(pipeline=2, data=2).build()
+    model = generator(mesh)
+    across = {d.process_index for d in mesh.devices[:, 0].flat} == {0, 1}
+    params = parameters(model)
+    told: dict[str, Any] = {"across": across, "made": model.generate(params, PROMPTS, most=MOST), "errors": []}
+    long = [[1] * (40 if rank == "1" else 2)]
+    for prompts, seeds in ((long, [0]), ([[1], [2, 3]], [0, 5 + int(rank)])):
+        try:
+            model.stream(params, prompts, most=1, seeds=seeds)
+        except ConfigError as error:
+            told["errors"].append(str(error))
+    Path(result).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import generators
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpar as jp
 from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
 from jaxpar.infer.sampling import BROKEN, next_tokens
+from jaxpar.launch.group import free_port
 from jaxpar.models.llama import make_llama
 
 
@@ -30,9 +37,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     model = generator(one_device())
-    params = jp.init(model.layout, make_llama(CONFIG), optax.identity()).params
-    # Initial layers hardly change what the embedding says, and the head repeats it.
-    params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
+    params = generators.parameters(model)
     return Reference(model, params, model.generate(params, PROMPTS, most=MOST))
 
 
@@ -59,6 +64,38 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
     model = generator(jp.MeshSpec(**mesh).build())
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), reference.params, model.params)
     assert model.generate(params, PROMPTS, most=MOST) == reference.made
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
+    """Two processes of two devices each, a pipeline's stage in each; each is given all tokens, and what is wrong in one is raised by both."""
+    address, told = f"127.0.0.1:{free_port()}", [tmp_path / f"{rank}.json" for rank in range(2)]
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, generators.__file__, address, str(rank), str(file)],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, file in enumerate(told)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    found = [json.loads(file.read_text()) for file in told]
+    assert found[0] == found[1] and found[0]["across"]
+    assert found[0]["made"] == reference.made
+    assert found[0]["errors"] == [
+        "process 1 of 2: generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. Remedy: slots=41 or more, a shorter "
+        + "prompt.",
+        "Generator: request 1 is not the same in all processes: 2 tokens (sha256 46584c88c62d), most=1, seed=5 in process 0, 2 tokens (sha256 "
+        + "46584c88c62d), most=1, seed=6 in process 1 of 2. Remedy: the same arguments in every process, prompts and seeds too.",
+    ]
 
 
 def test_a_request_is_alone_beside_others(reference: Reference) -> None:
@@ -156,7 +193,7 @@ def test_what_is_drawn_from() -> None:
     np.testing.assert_allclose(shares(temperature=1.0), [0.02, 0.5, 0.08, 0.3, 0.1], atol=0.03)
     np.testing.assert_allclose(shares(temperature=1.0, top_p=0.85), [0, 5 / 9, 0, 3 / 9, 1 / 9], atol=0.03)
     np.testing.assert_allclose(shares(temperature=0.5, top_k=2), [0, 25 / 34, 0, 9 / 34, 0], atol=0.03)
-    assert shares()[1] == 1
+    assert shares()[1] == shares(temperature=1e-40)[1] == shares(temperature=1.0, top_k=1)[1] == 1
     other = jax.random.normal(jax.random.key(0), (8, 64)) * 3
     split = jp.Layout(jp.MeshSpec(data=4, model=2).build(), RULES)
     every = []
@@ -175,6 +212,8 @@ def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
     text = "Generator: the logits of request 0 are not finite. Remedy: look at the checkpoint's parameters and at the dtype of the compute."
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}$"):
         reference.model.generate(broken, PROMPTS, most=2)
+    with pytest.raises(DivergedError, match="the logits of request 4 are not finite"):
+        list(reference.model.stream(broken, PROMPTS, most=2, first=4))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +245,19 @@ def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
             {"most": 1},
             "Generator: 5 requests at once, but batch is 4. Remedy: generate(), which takes them in turns, or a larger batch.",
         ),
+        (
+            [1, 2],
+            {"most": 1},
+            "generate: request 0 is 1, but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests.",
+        ),
+        (
+            [[1], [1.5]],
+            {"most": 1},
+            "generate: request 1 is [1.5], but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests.",
+        ),
+        ([[1]], {"most": 2.0}, "generate: most is 2.0, but an integer is wanted, or one for each prompt."),
+        ([[1]], {"most": 1, "seeds": 3}, "generate: seeds is 3, but an integer for each prompt is wanted."),
+        ([[1]], {"most": 1, "seeds": [-1]}, "generate: request 0 has seed -1, but 0 to 4294967295 is wanted."),
     ],
 )
 def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: Reference) -> None:
@@ -252,13 +304,36 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         (
             lambda: jp.Sampling(temperature=-1),
             ConfigError,
-            "sampling: temperature is -1, but 0 (the likeliest) or more is wanted.",
+            "sampling: temperature is -1, but a finite number is wanted: 0 (the likeliest) or more.",
         ),
-        (lambda: jp.Sampling(1.0, top_k=0), ConfigError, "sampling: top_k is 0, but 1 or more is wanted."),
+        *(
+            (
+                lambda value=value: jp.Sampling(1.0, top_k=value),
+                ConfigError,
+                f"sampling: top_k is {value}, but a whole number of 1 or more is wanted. Remedy: leave it out to draw from all tokens.",
+            )
+            for value in (0, -1, 2.5, float("nan"))
+        ),
         (
-            lambda: jp.Sampling(1.0, top_p=0),
+            lambda: generator(one_device(), sampling=jp.Sampling(1.0, top_k=65)),
             ConfigError,
-            "sampling: top_p is 0, but a share above 0, up to 1, is wanted.",
+            "sampling: top_k is 65, but the model's vocabulary has 64. Remedy: fewer, or leave it out to draw from all.",
+        ),
+        *(
+            (
+                lambda value=value: jp.Sampling(1.0, top_p=value),
+                ConfigError,
+                f"sampling: top_p is {value}, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens.",
+            )
+            for value in (0, -0.5, 1.5, float("nan"))
+        ),
+        *(
+            (
+                lambda value=value: jp.Sampling(value),
+                ConfigError,
+                f"sampling: temperature is {value}, but a finite number is wanted: 0 (the likeliest) or more.",
+            )
+            for value in (float("inf"), float("nan"))
         ),
         (
             lambda: jp.Sampling(top_k=3),

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.errors import ConfigError
+
+SEEDS = 2**32
+"""How many seeds of a request's key there are, from 0 on."""
+type Spell = Callable[[str, int], str]
+"""How a user says that an argument has a value."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +24,15 @@ class Request:
     most: int
     seed: int = 0
 
+    def summary(self) -> str:
+        """What two requests differ in if they do, in a line.
+
+        >>> Request((1, 2, 3), 5).summary()
+        '3 tokens (sha256 8a6ae1512200), most=5, seed=0'
+        """
+        digest = hashlib.sha256(",".join(map(str, self.tokens)).encode()).hexdigest()
+        return f"{len(self.tokens)} tokens (sha256 {digest[:12]}), most={self.most}, seed={self.seed}"
+
 
 def check_requests(
     prompts: Sequence[Sequence[int]],
@@ -24,28 +41,40 @@ def check_requests(
     *,
     slots: int,
     vocab: int,
+    spell: Spell = "{}={}".format,
 ) -> list[Request]:
     """Requests that fit a cache and a vocabulary.
+
+    Args:
+      prompts: of each request its tokens.
+      most, seeds: as :meth:`jaxpar.Generator.stream` takes them.
+      slots: of the cache.
+      vocab: of the model.
+      spell: how the arguments ``slots`` and ``most`` are given, for remedies.
 
     Raises:
       ConfigError: naming the request that does not.
     """
-    limits = [most] * len(prompts) if isinstance(most, int) else list(most)
-    numbers = list(range(len(prompts))) if seeds is None else list(seeds)
-    if not prompts:
+    given = list(prompts)
+    if not given:
         raise ConfigError("generate: there is no prompt. Remedy: one or more.")
+    one = _integer(most)
+    limits = [one] * len(given) if one is not None else _integers("most", most)
+    numbers = list(range(len(given))) if seeds is None else _integers("seeds", seeds)
     for name, values in (("most", limits), ("seeds", numbers)):
-        if len(values) != len(prompts):
+        if len(values) != len(given):
             raise ConfigError(
-                f"generate: {len(prompts)} prompts, but {len(values)} values of {name}. Remedy: one for each."
+                f"generate: {len(given)} prompts, but {len(values)} values of {name}. Remedy: one for each."
             )
     found = []
-    for number, (prompt, limit, seed) in enumerate(zip(prompts, limits, numbers, strict=True)):
-        tokens = tuple(int(token) for token in prompt)
+    for number, (prompt, limit, seed) in enumerate(zip(given, limits, numbers, strict=True)):
+        tokens = _tokens(number, prompt)
         if not tokens or limit < 1:
             raise ConfigError(
                 f"generate: request {number} has {len(tokens)} tokens and asks for {limit}, but 1 or more of both are wanted."
             )
+        if not 0 <= seed < SEEDS:
+            raise ConfigError(f"generate: request {number} has seed {seed}, but 0 to {SEEDS - 1} is wanted.")
         wrong = next((at for at, token in enumerate(tokens) if not 0 <= token < vocab), None)
         if wrong is not None:
             raise ConfigError(
@@ -55,10 +84,49 @@ def check_requests(
         whole = len(tokens) + limit
         if whole > slots:
             room = slots - len(tokens)
-            shorter = f", or most={room}" if room > 0 else ""
+            shorter = f", or {spell('most', room)}" if room > 0 else ""
             raise ConfigError(
                 f"generate: request {number} has {len(tokens)} tokens and asks for {limit} more, {whole} in all, but the cache has {slots} slots. "
-                f"Remedy: slots={whole} or more, a shorter prompt{shorter}."
+                f"Remedy: {spell('slots', whole)} or more, a shorter prompt{shorter}."
             )
         found.append(Request(tokens, limit, seed))
     return found
+
+
+def check_top_k(top_k: int | None, vocab: int) -> None:
+    """Raise a ``ConfigError`` if there are not so many tokens to draw from."""
+    if top_k is not None and top_k > vocab:
+        raise ConfigError(
+            f"sampling: top_k is {top_k}, but the model's vocabulary has {vocab}. Remedy: fewer, or leave it out to draw from all."
+        )
+
+
+def _tokens(number: int, prompt: Any) -> tuple[int, ...]:
+    found = [_integer(token) for token in prompt] if isinstance(prompt, Iterable) else [None]
+    known = [token for token in found if token is not None]
+    if len(known) < len(found):
+        raise ConfigError(
+            f"generate: request {number} is {prompt!r:.60}, but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] "
+            f"for two requests."
+        )
+    return tuple(known)
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    found = [_integer(value) for value in values] if isinstance(values, Iterable) else [None]
+    known = [value for value in found if value is not None]
+    if len(known) < len(found):
+        raise ConfigError(
+            f"generate: {name} is {values!r:.60}, but an integer is wanted, or one for each prompt."
+            if name == "most"
+            else f"generate: {name} is {values!r:.60}, but an integer for each prompt is wanted."
+        )
+    return known
+
+
+def _integer(value: Any) -> int | None:
+    """An integer of any kind, numpy's too; ``None`` for what is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

@@ -19,7 +19,7 @@ import optax
 
 from jaxpar.errors import ConfigError, DivergedError, ModelError
 from jaxpar.infer import placing
-from jaxpar.infer.asked import Request, check_requests
+from jaxpar.infer.asked import Request, check_requests, check_top_k
 from jaxpar.infer.cached import CACHE_SEQ, Cached
 from jaxpar.infer.circle import Circle, last_of, stages_of
 from jaxpar.infer.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
@@ -28,6 +28,7 @@ from jaxpar.int8 import is_int8
 from jaxpar.layout import Layout, _ambient, hint, tracing_under
 from jaxpar.model import MakeModel, Tagged
 from jaxpar.state import abstract_state
+from jaxpar.together import check_same, settled
 
 _LEAST = 16
 """Prompts are filled up to a power of two from here on, so that few lengths are compiled."""
@@ -72,6 +73,10 @@ class Generator:
     Prompts are filled up at their end, to one length; each row counts its own positions and has its own slots, so that no row's tokens depend
     on the others. The cache lies by the rules: ``batch``, ``kv_heads``, ``head_dim``, and its slots by ``cache_seq``, or as ``seq`` where the
     rules do not name that.
+
+    Where the mesh lies over several processes, each of them makes the same generator, restores ``params`` (its own bytes), and calls :meth:`prepare`,
+    :meth:`stream` or :meth:`generate` with the same arguments in the same order; each is given all tokens. ``stream`` and ``generate`` compare these
+    arguments first, and raise on every process what is wrong in one. A stream that is left before its end is left by all after the same step.
 
     Args:
       layout: where parameters, cache and activations lie; it need not be that of the training.
@@ -118,6 +123,7 @@ class Generator:
                 raise ConfigError(f"Generator: stop token {token} is not in the model's vocabulary of {cached.vocab}.")
         self.layout, self.cached, self.batch, self.slots = layout, cached, batch, slots
         self.sampling, self.stop = sampling or Sampling(), tuple(stop)
+        check_top_k(self.sampling.top_k, cached.vocab)
         state = abstract_state(layout, make_model, optax.identity())
         if jax.tree.leaves(state.rest):
             raise ModelError(
@@ -132,8 +138,11 @@ class Generator:
         cache, kept = placing.laid_cache(self._short, self._cache())
         self._tensors = [*weights, *kept]
         self.abstract = self._abstract(cache)
-        self.prefill = jax.jit(self._prefill)
-        self.decode = jax.jit(self._decode, donate_argnums=1)
+        self._together = _processes(layout.mesh) > 1
+        # Each process is to see all tokens; elsewhere they lie as the rows do.
+        everywhere = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec()) if self._together else None
+        self.prefill = jax.jit(self._prefill, out_shardings=(None, everywhere))
+        self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, everywhere))
 
     @property
     def params(self) -> Any:
@@ -170,6 +179,7 @@ class Generator:
         *,
         most: int | Sequence[int],
         seeds: Sequence[int] | None = None,
+        first: int = 0,
     ) -> Iterator[list[int]]:
         """The tokens of each step as they come, one for each of at most ``batch`` requests; -1 where a request has ended.
 
@@ -177,20 +187,16 @@ class Generator:
           params: of the model; :meth:`prepare` makes the fastest.
           prompts: of the requests, each one token or more.
           most: how many tokens to make, of all or of each.
-          seeds: of each request's own key; 0, 1, ... if not given.
+          seeds: of each request's own key, 0 to 2**32 - 1; 0, 1, ... if not given.
+          first: the number by which an error of the logits calls the first request.
 
         Raises:
           ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests;
-            parameters that were not prepared, of a model that keeps them otherwise than it was trained.
+            parameters that were not prepared, of a model that keeps them otherwise than it was trained; arguments that differ between processes.
           DivergedError: logits that are not finite.
         """
-        self._check_prepared(params)
-        requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
-        if len(requests) > self.batch:
-            raise ConfigError(
-                f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), which takes them in turns, or a larger batch."
-            )
-        return self._stream(params, requests)
+        requests = self._asked(params, prompts, most, seeds, at_once=True)
+        return self._stream(params, requests, first)
 
     def generate(
         self,
@@ -201,15 +207,36 @@ class Generator:
         seeds: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """What each request makes, without its prompt and without the stop token; ``batch`` requests at a time. As :meth:`stream`."""
-        self._check_prepared(params)
-        requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
+        requests = self._asked(params, prompts, most, seeds)
         made: list[list[int]] = [[] for _ in requests]
         for first in range(0, len(requests), self.batch):
-            for tokens in self._stream(params, requests[first : first + self.batch]):
+            for tokens in self._stream(params, requests[first : first + self.batch], first):
                 for row, token in enumerate(tokens, first):
                     if token != NONE and token not in self.stop:
                         made[row].append(token)
         return made
+
+    def _asked(self, params: Any, prompts: Any, most: Any, seeds: Any, *, at_once: bool = False) -> list[Request]:
+        """The requests, checked; where there are several processes, by all of them together."""
+
+        def checked() -> list[Request]:
+            self._check_prepared(params)
+            requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
+            if at_once and len(requests) > self.batch:
+                raise ConfigError(
+                    f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), which takes them in turns, or a larger "
+                    f"batch."
+                )
+            return requests
+
+        if not self._together:
+            return checked()
+        jax.block_until_ready(params)  # two programs at once could meet each other's messages
+        requests = settled(checked)
+        whole = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
+        each = {f"request {number}": request.summary() for number, request in enumerate(requests)}
+        check_same("Generator", {**whole, **each}, "the same arguments in every process, prompts and seeds too.")
+        return requests
 
     def _check_prepared(self, params: Any) -> None:
         kept = [path for path, x in jax.tree_util.tree_leaves_with_path(self.prepared, is_leaf=is_int8) if is_int8(x)]
@@ -220,7 +247,7 @@ class Generator:
                 f"params = generator.prepare(params)."
             )
 
-    def _stream(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
+    def _stream(self, params: Any, requests: Sequence[Request], first: int) -> Iterator[list[int]]:
         before: list[int] = []
         for number, found in enumerate(self._steps(params, requests)):
             tokens = found
@@ -236,7 +263,7 @@ class Generator:
                     continue
             if BROKEN in tokens:
                 raise DivergedError(
-                    f"Generator: the logits of request {tokens.index(BROKEN)} are not finite. Remedy: look at the checkpoint's parameters and at the "
+                    f"Generator: the logits of request {first + tokens.index(BROKEN)} are not finite. Remedy: look at the checkpoint's parameters and at the "
                     f"dtype of the compute."
                 )
             if all(token == NONE for token in tokens):
@@ -246,11 +273,15 @@ class Generator:
     def _steps(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
         """The requests' tokens of the prefill, and of each step after it."""
         state, found = self.prefill(params, self.prompts(requests))
-        for _ in range(max(request.most for request in requests) + (self.circle is not None)):
-            # The next step is on its way while this one's tokens are looked at.
-            state, coming = self.decode(params, state)
-            yield np.asarray(found).tolist()[: len(requests)]
-            found = coming
+        try:
+            for _ in range(max(request.most for request in requests) + (self.circle is not None)):
+                # The next step is on its way while this one's tokens are looked at.
+                state, coming = self.decode(params, state)
+                yield np.asarray(found).tolist()[: len(requests)]
+                found = coming
+        finally:
+            if self._together:
+                jax.block_until_ready(state.tokens)  # two programs at once could meet each other's messages
 
     def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
         tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
@@ -355,6 +386,13 @@ class Generator:
             ways = math.lcm(ways, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
         # Twice as many, for a ring's zigzag.
         return -(-max(_LEAST, 1 << (longest - 1).bit_length()) // (2 * ways)) * 2 * ways
+
+
+def _processes(mesh: Any) -> int:
+    """How many processes have the devices of a mesh; 1 of one that has none."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return 1
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 def _with_cache(layout: Layout) -> Layout:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.errors import ConfigError
 from jaxpar.layout import hint
 
 NONE, BROKEN, PENDING = -1, -2, -3
 """In the place of a token: the request has ended; its logits are not finite; it is on its way through a pipeline's stages."""
+_COLDEST = float(np.finfo(np.float32).tiny)
+"""Below it devices take a number for 0."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,16 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"sampling: temperature is {self.temperature!r}, but 0 (the likeliest) or more is wanted."
+                f"sampling: temperature is {self.temperature!r}, but a finite number is wanted: 0 (the likeliest) or more."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"sampling: top_k is {self.top_k!r}, but 1 or more is wanted.")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ConfigError(
+                f"sampling: top_k is {self.top_k!r}, but a whole number of 1 or more is wanted. Remedy: leave it out to draw from all tokens."
+            )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"sampling: top_p is {self.top_p!r}, but a share above 0, up to 1, is wanted.")
+            raise ConfigError(
+                f"sampling: top_p is {self.top_p!r}, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens."
+            )
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             raise ConfigError(
                 "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a temperature, as 1.0."
@@ -56,7 +63,8 @@ def next_tokens(how: Sampling, logits_BV: jax.Array, keys_B: jax.Array, at_B: ja
         vocab = jax.lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
         token_B = jnp.min(jnp.where(z_BV == best_B[:, None], vocab, z_BV.shape[1]), -1)
     else:
-        z_BV = hint(z_BV, "batch", None) / how.temperature
+        # Less the largest: what a temperature near 0 divides must not overflow, or all that is above 0 were as likely.
+        z_BV = hint(z_BV - best_B[:, None], "batch", None) / max(how.temperature, _COLDEST)
         gumbel = lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), z_BV.shape[1:], z_BV.dtype)
         token_B = jnp.argmax(_bordered(how, z_BV) + jax.vmap(gumbel)(keys_B, at_B), -1).astype(jnp.int32)
     return jnp.where(jnp.isfinite(best_B), token_B, BROKEN)

@@ -55,6 +55,7 @@ class Local:
       variables: for a process's environment, beside this one's, by its number among those started here; ``None`` takes one away.
       console: process 0 writes here; without, into its log as the others do.
       append: keep what an earlier run's logs hold.
+      stdin: what process 0 reads, from where it stands; nothing by default.
       grace: seconds between SIGTERM and SIGKILL.
       clock: seconds, as ``time.monotonic`` gives them.
     """
@@ -67,13 +68,14 @@ class Local:
         variables: Callable[[int], Mapping[str, str | None]] = lambda index: {},
         console: bool = True,
         append: bool = False,
+        stdin: IO[bytes] | None = None,
         grace: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._logs, self._coordinator = logs, coordinator
         self._grace, self._clock, self._variables = grace, clock, variables
         self._running: dict[int, _Child] = {}
-        self._fresh, self._console = not append, console
+        self._fresh, self._console, self._stdin = not append, console, stdin
         self.peers: list[Peer] = []
 
     def start(self, command: Command, count: int, *, first: int = 0, total: int | None = None) -> None:
@@ -97,7 +99,11 @@ class Local:
                 environ = {name: text for name, text in changed.items() if text is not None}
                 with self.log(rank).open(mode, encoding="utf-8") as log:
                     self._running[rank] = _Child(
-                        command(rank, total, address), environ, log, own=rank != 0 or not self._console
+                        command(rank, total, address),
+                        environ,
+                        log,
+                        own=rank != 0 or not self._console,
+                        stdin=None if rank else self._stdin,
                     )
                 self.peers.append(Peer(rank, self._clock()))
         except OSError as error:
@@ -154,7 +160,9 @@ class Local:
 class _Child:
     """One process, and the end of its pipe that is read."""
 
-    def __init__(self, command: Sequence[str], environ: dict[str, str], log: IO[str], *, own: bool):
+    def __init__(
+        self, command: Sequence[str], environ: dict[str, str], log: IO[str], *, own: bool, stdin: IO[bytes] | None
+    ):
         self._read, write = os.pipe()
         os.set_blocking(self._read, False)
         self._rest = b""
@@ -162,7 +170,7 @@ class _Child:
             self.process = subprocess.Popen(
                 command,
                 env={**environ, BEATS: str(write)},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=log if own else None,
                 stderr=log,
                 pass_fds=(write,),

@@ -22,8 +22,16 @@ TICK = 1.0
 """Seconds between two signs of life."""
 _MOST = 300
 """Characters of an error's first line: with it a message stays below what a pipe takes as one (512 bytes in POSIX, 4,096 here)."""
+_LINE = 3000
+"""Characters of a line for the user."""
 
 _pipe: int | None = None
+_worker: int | None = None
+
+
+def listened() -> bool:
+    """Whether a supervisor listens."""
+    return _pipe is not None
 
 
 def connect(environ: MutableMapping[str, str] | None = None) -> bool:
@@ -53,6 +61,11 @@ def doing(what: str) -> None:
     _say(doing=what)
 
 
+def say(text: str) -> None:
+    """A line for the user at the supervisor, as this process's own standard error goes to its log. Nothing without a supervisor."""
+    _say(say=text[:_LINE])
+
+
 def raised(error: BaseException, *, again: bool) -> None:
     """This process is about to end with an error; ``again`` says whether another try may go better."""
     first = (str(error).strip().splitlines() or [""])[0]
@@ -77,13 +90,24 @@ def _orphaned() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def at_work() -> None:
+    """Where this process is, is from now on where the calling thread is, as long as that lives: the main thread waits for it."""
+    global _worker
+    _worker = threading.get_ident()
+
+
 def _tick() -> None:
-    main = threading.main_thread().ident
     while _pipe is not None:
-        frame = sys._current_frames().get(main) if main is not None else None
-        where, waits = place(frame)
+        where, waits = place(_at())
         _say(where=where, waits=waits)
         time.sleep(TICK)
+
+
+def _at() -> FrameType | None:
+    """Where the thread at work is, or else the main one."""
+    frames = sys._current_frames()
+    threads = [thread for thread in (_worker, threading.main_thread().ident) if thread is not None]
+    return next((frames[thread] for thread in threads if thread in frames), None)
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:

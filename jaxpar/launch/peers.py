@@ -32,6 +32,7 @@ class Peer:
       raised, again: the error it ended with, and whether another try may go better.
       code: its exit status, negative for a signal; ``None`` while it runs.
       lost: its host is gone with it; what is known of that.
+      said: lines for the user, which nobody has been told yet.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Peer:
     again: bool = True
     code: int | None = None
     lost: str | None = None
+    said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sign = self.tick = self.began
@@ -62,6 +64,8 @@ class Peer:
                 self.where, self.waits = where, waits
             case {"raised": str(text), "again": bool(again)}:
                 self.raised, self.again = text, again
+            case {"say": str(text)}:
+                self.said.append(text)
 
     def told(self, now: float) -> dict[str, Any]:
         """All that is known of it, for a supervisor with a clock of its own: times are ages."""

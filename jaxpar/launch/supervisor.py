@@ -23,17 +23,19 @@ class Policy:
 
     Attributes:
       allowance, compile_allowance: seconds for a step, and for whatever else a process is at.
-      restarts: how many, at most.
+      restarts: how many, at most; ``None`` where nothing is ever started again, of which no word is said.
       backoff: seconds before the first one, doubled with each, up to ``most``.
       elastic: go on with those that remain.
+      signalled: a signal that all heeded shows in the exit status, 128 and its number, as of what was not brought to its end.
     """
 
     allowance: float = 300.0
     compile_allowance: float = 1800.0
-    restarts: int = 3
+    restarts: int | None = 3
     backoff: float = 1.0
     elastic: bool = False
     most: float = 60.0
+    signalled: bool = False
 
     def wait(self, restart: int) -> float:
         """Seconds before the ``restart``-th one.
@@ -96,6 +98,8 @@ class Supervisor:
             self.tell(f"done after {_times(len(self.causes), 'restart')} in {self.clock() - began:.0f} s{now}:")
             for number, one in enumerate(self.causes, 1):
                 self.tell(f"  {number}. {one.text}")
+        if found is None and self._signals and self.policy.signalled:
+            return 128 + self._signals[0]
         return 0 if found is None else 1
 
     def _attempt(self) -> Cause | None:
@@ -106,6 +110,7 @@ class Supervisor:
         try:
             while True:
                 self.group.poll(_POLL)
+                self._pass_lines()
                 for number in self._signals[passed:]:
                     passed += 1
                     if passed > 1:
@@ -125,6 +130,12 @@ class Supervisor:
         finally:
             self.group.end()
 
+    def _pass_lines(self) -> None:
+        """Tell the user what the processes have to say."""
+        for peer in self.group.peers:
+            while peer.said:
+                self.tell(peer.said.pop(0))
+
     def _worst(self, found: Cause) -> Cause:
         """Say what was found, and what its process last said."""
         self.tell(found.text)
@@ -135,7 +146,7 @@ class Supervisor:
 
     def _again(self, found: Cause) -> bool:
         """Prepare a restart, if there is to be one."""
-        if self._signals:
+        if self._signals or self.policy.restarts is None:
             return False
         done = len(self.causes) - 1
         if not found.again:

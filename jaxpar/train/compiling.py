@@ -1,4 +1,4 @@
-"""``unless_asked``: work that no Python interrupts, as a compile, is left at once when the run is asked to end, by all processes together."""
+"""Work that no Python interrupts, as a compile, is left at once when the run is asked to end: ``unless_asked``, by all processes together; ``until_asked``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
+from jaxpar.errors import LaunchError
+from jaxpar.launch import heartbeat
 from jaxpar.train.news import Exchange, News
 from jaxpar.train.signals import Stop
 
@@ -49,6 +51,49 @@ def unless_asked(work: Callable[[Callable[[], None]], None], exchange: Exchange,
         asked = max(one.signal for one in news)
         if asked or not any(one.busy for one in news):
             return asked
+
+
+def until_asked[T](steps: Generator[T], stop: Stop) -> Generator[T]:
+    """What comes of ``steps``, each made in a thread of its own, until a signal; its thread may then still be at one, which only the process's end ends.
+
+    Raises:
+      LaunchError: another process is gone.
+    """
+    pool, end = ThreadPoolExecutor(1, "steps", heartbeat.at_work), object()
+    future: Future[Any] | None = None
+    try:
+        while not stop.asked:
+            future = pool.submit(next, steps, end)
+            while not (wait([future], 0.05).done or stop.asked):
+                pass
+            if stop.asked:
+                # A step is soon over, a compile is not; and of several processes some have left.
+                wait([future], 0.0 if jax.process_count() > 1 else 0.5)
+                return
+            found = _result(future, stop)
+            if found is end or stop.asked:
+                return
+            yield found
+    finally:
+        pool.shutdown(wait=False)
+        if future is None or future.done():
+            steps.close()
+
+
+def _result(future: Future[Any], stop: Stop) -> Any:
+    """Of a step; where it failed as other processes have heard a signal first, this one's own is waited for."""
+    try:
+        return future.result()
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        until = time.monotonic() + 1.0
+        while not stop.asked and time.monotonic() < until:
+            time.sleep(0.02)
+        if stop.asked:
+            return None
+        who = f"process {jax.process_index()} of {jax.process_count()}"
+        raise LaunchError(f"{who} has lost another: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 def leave() -> NoReturn:

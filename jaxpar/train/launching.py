@@ -1,15 +1,15 @@
-"""``jaxpar train`` as one process, as one of several, or as the supervisor of several."""
+"""``jaxpar train`` as one process, as one of several, or as the supervisor of several; and that supervisor for ``jaxpar generate`` too."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxpar.checkpoint.checking import steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
@@ -36,6 +36,26 @@ class Asked:
     ray: bool = False
 
 
+@dataclass(frozen=True)
+class Task:
+    """What the processes of a group do, and how their supervisor goes with it.
+
+    Attributes:
+      verb, words: the command of ``jaxpar``, and what follows its settings.
+      batch: rows that processes are to divide; the configuration's for ``None``, 0 where any number will do.
+      logs: the folder of their logs; by default in the run's output.
+      stdin: what process 0 reads.
+      tell: takes each line for the user.
+    """
+
+    verb: str = "train"
+    words: tuple[str, ...] = ()
+    batch: int | None = None
+    logs: Path | None = None
+    stdin: IO[bytes] | None = None
+    tell: Callable[[str], None] = print
+
+
 def go(config: Path, settings: Sequence[str], asked: Asked) -> int:
     """Train, or supervise processes that do; returns the exit status.
 
@@ -45,13 +65,13 @@ def go(config: Path, settings: Sequence[str], asked: Asked) -> int:
     """
     loaded = load_run(config, settings)
     if heartbeat.connect():
-        with _reporting():
+        with reporting():
             return _train(loaded, asked)
     policy = policy_of(loaded.config)
     count = asked.processes if asked.processes is not None else loaded.config.supervise.processes
     if count is None and not asked.ray:
         return _train(loaded, asked)
-    return _supervise(config, settings, loaded, asked, policy, 1 if count is None else count)
+    return supervise(config, settings, loaded, asked, policy, 1 if count is None else count)
 
 
 def _train(loaded: Loaded, asked: Asked) -> int:
@@ -63,7 +83,7 @@ def _train(loaded: Loaded, asked: Asked) -> int:
     if what is not None:
         # A host that is gone is noticed by the others' supervisors through jax alone.
         join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
-    _choose_devices(loaded.config, what)
+    choose_devices(loaded.config, what)
     from jaxpar.train.compiling import leave
     from jaxpar.train.job import make_job
     from jaxpar.train.loop import train
@@ -76,7 +96,7 @@ def _train(loaded: Loaded, asked: Asked) -> int:
     return 0
 
 
-def _choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
+def choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
     """The devices that this process simulates, where there are no others."""
     from jaxpar.simulate import prefer_accelerators
 
@@ -86,7 +106,7 @@ def _choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
+def reporting() -> Iterator[None]:
     """Tell the supervisor of an error, and end at once: at an ordinary end jax waits minutes for its peers, which wait for this one."""
     try:
         yield
@@ -122,18 +142,28 @@ def policy_of(config: RunConfig) -> Policy:
     return Policy(said.allowance, said.compile_allowance, said.restarts, said.backoff, said.elastic)
 
 
-def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Asked, policy: Policy, count: int) -> int:
+def supervise(
+    config: Path,
+    settings: Sequence[str],
+    loaded: Loaded,
+    asked: Asked,
+    policy: Policy,
+    count: int,
+    task: Task | None = None,
+) -> int:
     """Run ``count`` processes of this run to their end."""
+    task = task or Task()
     run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
     _check_nesting(count, asked)
     _check_hosts(count, total, first, asked)
     devices = shares.simulated(run.simulate, os.environ)
     real = [] if asked.ray else shares.gpus(os.environ)
     each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
-    fits = functools.partial(_misfit, loaded, each=each) if known else lambda count: None
+    batch = run.data.batch if task.batch is None else task.batch
+    fits = functools.partial(_misfit, loaded, batch, each=each) if known else lambda count: None
     if (why := fits(total)) is not None:
         raise LaunchError(
-            f"{total} processes of {each} devices: {why}. Remedy: another number of processes, mesh or batch."
+            f"{total} processes of {each} devices: {why}. Remedy: another number of processes{', mesh or batch' if batch else ' or mesh'}."
         )
     if run.checkpoint is None and policy.restarts:
         print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
@@ -146,20 +176,20 @@ def _supervise(config: Path, settings: Sequence[str], loaded: Loaded, asked: Ask
             share = [] if devices is None or real else [f"simulate={each * total}"]
             place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
             sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
-            words = [sys.executable, "-m", "jaxpar.cli", "train", str(config), *sets]
+            words = [sys.executable, "-m", "jaxpar.cli", task.verb, str(config), *sets, *task.words]
             return [*words, "--process-count", str(total), *place]
 
         return command
 
     causes: list[Cause] = []
     again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
-    group = _group(run, asked, real, each)
+    group = _group(run, asked, real, each, task)
     latest, refit = functools.partial(_latest, run), functools.partial(shares.refit, each=each, reason=fits)
     if not isinstance(group, Local) or asked.coordinator is None or total == count:
-        return Supervisor(group, again, count, policy, latest, refit, causes=causes).run()
+        return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
     if first:
-        return Follower(group, command_of, first, count, total, asked.coordinator).run()
-    hosts, status = Hosts(group, count, total, asked.coordinator, fits=refit), 1
+        return Follower(group, command_of, first, count, total, asked.coordinator, tell=task.tell).run()
+    hosts, status = Hosts(group, count, total, asked.coordinator, fits=refit, tell=task.tell), 1
     try:
         remaining = lambda count: refit(min(count, hosts.room))
         status = Supervisor(hosts, again, total, policy, latest, remaining, tell=hosts.say, causes=causes).run()
@@ -212,14 +242,14 @@ def _check_nesting(count: int, asked: Asked) -> None:
         )
 
 
-def _misfit(loaded: Loaded, count: int, *, each: int) -> str | None:
+def _misfit(loaded: Loaded, batch: int, count: int, *, each: int) -> str | None:
     asked, layout = loaded.config.parallel.optimizer, loaded.layout
     zero = Zero(0) if asked is None else Zero(asked.stage, "data", shard_group=asked.shard_group)
-    return shares.misfit(count, each, loaded.config.data.batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
+    return shares.misfit(count, each, batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
 
 
-def _group(run: RunConfig, asked: Asked, real: list[str], each: int) -> Group:
-    logs = Path(run.output) / "logs"
+def _group(run: RunConfig, asked: Asked, real: list[str], each: int, task: Task) -> Group:
+    logs = task.logs or Path(run.output) / "logs"
 
     def variables(index: int) -> dict[str, str | None]:
         found: dict[str, str | None] = {"PYTHONUNBUFFERED": "1"}
@@ -233,7 +263,7 @@ def _group(run: RunConfig, asked: Asked, real: list[str], each: int) -> Group:
         from jaxpar.launch.ray import RayGroup
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    return Local(logs, coordinator=asked.coordinator, variables=variables)
+    return Local(logs, coordinator=asked.coordinator, variables=variables, stdin=task.stdin)
 
 
 def _latest(run: RunConfig) -> int | None:

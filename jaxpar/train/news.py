@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, fields
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.together import gather_rows
 from jaxpar.train.config import StragglerConfig
 
 _PERIOD = 1.0
@@ -51,8 +51,9 @@ class Exchange:
     """
 
     def __init__(self, process_count: int | None = None):
-        alone = (jax.process_count() if process_count is None else process_count) == 1
-        self._left, self._gather = 1, None if alone else _gathering()
+        self.alone = (jax.process_count() if process_count is None else process_count) == 1
+        """Whether there are no other processes."""
+        self._left = 1
 
     def after_step(self, mine: Callable[[], News]) -> list[News] | None:
         """The news of each process, in steps where there are any: to be called after each, when its results are there.
@@ -70,12 +71,7 @@ class Exchange:
 
     def meet(self, mine: News) -> list[News]:
         """The news of each process, now: all of them are to call it."""
-        return [mine] if self._gather is None else [_read(row) for row in np.asarray(self._gather(mine))]
-
-    @property
-    def alone(self) -> bool:
-        """Whether there are no other processes."""
-        return self._gather is None
+        return [mine] if self.alone else [_read(row) for row in gather_rows(np.array(astuple(mine), np.float32))]
 
 
 def steps_between(seconds: float) -> int:
@@ -85,21 +81,6 @@ def steps_between(seconds: float) -> int:
     (3, 1, 1000)
     """
     return max(1, min(_REST, int(_PERIOD / max(seconds, _PERIOD / _REST))))
-
-
-def _gathering() -> Callable[[News], jax.Array]:
-    """Puts a process's news on its first device, and gives those of all to each."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([first[rank] for rank in sorted(first)]), ("process",))
-    spread, whole = NamedSharding(mesh, PartitionSpec("process")), NamedSharding(mesh, PartitionSpec())
-    everywhere = jax.jit(lambda rows: rows, out_shardings=whole)
-
-    def send(news: News) -> jax.Array:
-        row = np.array([astuple(news)], np.float32)
-        found: jax.Array = everywhere(jax.make_array_from_process_local_data(spread, row))
-        return found
-
-    return send
 
 
 def _read(row: np.ndarray) -> News:

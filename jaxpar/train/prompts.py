@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TextIO
+from typing import BinaryIO, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,27 +18,54 @@ from jaxpar.errors import ConfigError
 
 BYTES = 256
 """Tokens of the one tokenizer there is: text is bytes (:mod:`jaxpar.data.sources`)."""
+STDIN = "-"
+"""The name of a file of prompts that is standard input."""
 # What is no text could move the cursor, or worse: shown as the pictures that Unicode has of it.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
-def read_prompts(file: Path) -> list[str]:
+def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
     """Prompts of a file: a line each, empty ones left out; of a file that ends in ``.jsonl`` a JSON string each, which may hold line ends.
+
+    Args:
+      file: its path; ``-`` for ``stdin``, to its end.
+      stdin: by default this process's own.
 
     Raises:
       ConfigError: there is no such file, none in it, or it is not what its name says.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        data = (stdin or sys.stdin.buffer).read() if str(file) == STDIN else file.read_bytes()
     except OSError as error:
         raise ConfigError(f"--prompts {file}: {error.strerror}. Remedy: a file of prompts, a line each.") from error
+    try:
+        # Lines end where a text editor ends them: str.splitlines knows ten more ways, some of which JSON strings may hold.
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts {file}: byte {error.start} is no UTF-8. Remedy: save it as UTF-8.") from error
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"--prompts {file}: there is no prompt in it. Remedy: one or more, a line each.")
     return [_string(file, *one) for one in found] if file.suffix == ".jsonl" else [line for _, line in found]
+
+
+def as_bytes(number: int, prompt: str) -> bytes:
+    """A prompt as the model takes it.
+
+    Raises:
+      ConfigError: it is empty, or holds what no text does: half of a character, as a command line in another encoding leaves it.
+    """
+    if not prompt:
+        raise ConfigError(
+            f"generate: prompt {number} is empty, but a model goes on with something. Remedy: one byte or more."
+        )
+    try:
+        return prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"generate: prompt {number} holds {prompt[error.start]!r} at character {error.start}, which is no text. Remedy: UTF-8."
+        ) from error
 
 
 def write_answers(file: Path, answers: Sequence[Answer]) -> None:
@@ -73,7 +101,7 @@ class Answer:
     Attributes:
       prompt, text: the prompt, and what was made of it.
       stop: strings that end it; what ends it is left out.
-      why: what ended it: ``stop``, or ``length`` where it has all that was asked for; empty before.
+      why: what ended it: ``stop``, ``length`` where it has all that was asked for, or ``interrupted``; empty before.
     """
 
     prompt: str

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -34,7 +34,7 @@ def hang():
 class Run:
     """A supervised group of small scripts, and what was told of it."""
 
-    def __init__(self, folder: Path, script: str, count: int = 2, **policy: float | bool):
+    def __init__(self, folder: Path, script: str, count: int = 2, **policy: float | bool | None):
         self.lines: list[str] = []
         self.attempts: list[int] = []
         kept = Policy(**{"backoff": 0.0, **policy})  # type: ignore[arg-type]
@@ -82,6 +82,41 @@ def test_who_hangs_is_named_rather_than_who_waits_for_it(tmp_path: Path) -> None
         run.lines[0],
     )
     assert run.lines[1:] == ["gave up: no restart is allowed"]
+
+
+def test_what_is_never_started_again_ends_with_the_cause_alone(tmp_path: Path) -> None:
+    """As ``jaxpar generate`` does; what a process has for the user is told before it."""
+    script = "time.sleep(0 if rank else 60)\nsay(say='parameters of x')\nsay(step=4)\ndie()"
+    run = Run(tmp_path, script, restarts=None)
+    assert run() == 1 and run.attempts == [2]
+    assert run.lines == ["parameters of x", "process 1 of 2 was killed by SIGKILL after step 4"]
+
+
+def test_a_signal_that_all_heed_shows_in_the_exit_status_where_asked(tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGINT, lambda *_: (say(say='stopped'), os._exit(0)))\nsay(step=1)\ntime.sleep(60)"
+    run = Run(tmp_path, script, restarts=None, signalled=True)
+
+    def soon() -> None:
+        while not all(peer.step for peer in run.group.peers) or not run.group.peers:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=soon)
+    thread.start()
+    assert run() == 128 + signal.SIGINT
+    thread.join()
+    assert run.lines == ["SIGINT: the processes are asked to end", "stopped", "stopped"]
+
+
+def test_process_0_reads_what_it_is_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "given").open("wb+") as given:
+        given.write("öa\nb".encode())
+        given.seek(0)
+        run = Run(tmp_path, "print(rank, repr(sys.stdin.read()))")
+        run.group._stdin = given
+        assert run() == 0
+    assert capfd.readouterr().out == "0 'öa\\nb'\n"
+    assert (tmp_path / "logs" / "process-1.log").read_text() == "1 ''\n"
 
 
 def test_who_raised_is_named_with_its_last_words(tmp_path: Path) -> None:
@@ -224,6 +259,28 @@ def test_an_error_is_told_by_its_first_line(monkeypatch: pytest.MonkeyPatch) -> 
     heartbeat.raised(ValueError("x" * 999), again=True)
     assert said[:2] == [{"raised": "ValueError: one", "again": True}, {"raised": "KeyboardInterrupt", "again": False}]
     assert len(str(said[2])) < 350
+    heartbeat.say("y" * 5000)
+    assert said[3] == {"say": "y" * 3000}
+
+
+def test_where_a_process_is_is_where_the_thread_at_work_is() -> None:
+    there, go_on = threading.Event(), threading.Event()
+
+    def a_step() -> None:
+        heartbeat.at_work()
+        there.set()
+        go_on.wait()
+
+    def names(frame: FrameType | None) -> list[str]:
+        return [] if frame is None else [frame.f_code.co_name, *names(frame.f_back)]
+
+    thread = threading.Thread(target=a_step)
+    thread.start()
+    there.wait()
+    assert "a_step" in names(heartbeat._at())
+    go_on.set()
+    thread.join()
+    assert test_where_a_process_is_is_where_the_thread_at_work_is.__name__ in names(heartbeat._at())
 
 
 def test_where_a_process_is_leaves_jax_out() -> None:

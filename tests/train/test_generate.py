@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
+import time
+from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tyro
 import yaml
 from rich.console import Console
 
 import jaxpar as jp
-from jaxpar.cli import main
+from jaxpar.checkpoint.manifest import read
+from jaxpar.cli import Generate, main
 from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.train.compiling import until_asked
 from jaxpar.train.config import load_run
-from jaxpar.train.generate import _parameters, restored
+from jaxpar.train.generate import INTERRUPTED, _parameters, _streamed, restored
+from jaxpar.train.generating import words
 from jaxpar.train.job import Job, make_job
 from jaxpar.train.prompts import Answer, Page, read_prompts, write_answers
+from jaxpar.train.signals import Stop
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -84,6 +94,41 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
         restored(folder / "1", model.params, print)
 
 
+@pytest.mark.slow
+def test_two_processes_restore_their_own_bytes_and_one_streams(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ones, of a device each, fully sharded; of the newest step a piece is damaged that the second alone reads. Prompts from standard input."""
+    job, folder, answers = job_of(config), tmp_path / "checkpoints", tmp_path / "answers.jsonl"
+    layout = job.layout()
+    shapes = jp.abstract_state(layout, job.make_model, optax.identity()).params
+    with jp.CheckpointManager(folder) as manager:
+        for step in (1, 2):
+            manager.save(step, {"params": saying(shapes, step)}, layout=layout)
+    tensor = read(folder / "2").tensors["params/embedding"]
+    piece = next(folder / "2" / name for name, at, _ in tensor.pieces() if at[1][0] >= 32)
+    whole = piece.read_bytes()
+    piece.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    # What is tested is not the compiler.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"uv\nlmnopqrst\n")))
+    asked = ["--prompt", "abc", "--prompts", "-", "--max-new", "5", "--checkpoint", str(folder), "--json", str(answers)]
+    mesh = ["--set", f"layout={LAYOUTS / 'fsdp.yaml'}", "--set", "simulate=2", "--processes", "2"]
+    assert main(["generate", str(config), *asked, *mesh]) == 0, capfd.readouterr()
+    out, told = capfd.readouterr()
+    assert out == "[0] abcdefgh\n[1] uvwxyz{\n[2] lmnopqrstuvwxy\n", "nothing but text"
+    lines = told.splitlines()
+    assert re.fullmatch(r"launch  process 0 of 2, coordinator 127\.0\.0\.1:\d+", lines[0]), told
+    assert lines[1].startswith(
+        f"passed over: process 1 of 2: {piece}, which holds params/embedding, is not what was written"
+    )
+    assert lines[2] == f"parameters of {folder / '1'} on data 2"
+    assert re.fullmatch(r"15 tokens of 3 prompt\(s\); after the first, [\d.]+ a second", lines[3])
+    assert len(lines) == 4
+    assert [json.loads(line)["text"] for line in answers.read_text().splitlines()] == ["defgh", "wxyz{", "uvwxy"]
+
+
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -127,6 +172,105 @@ def test_a_stop_text_that_begins_and_does_not_end() -> None:
     assert (answer.text, answer.why) == ("xa", "stop")
 
 
+def test_a_character_comes_when_it_is_whole() -> None:
+    answer = Answer("", ("ö!",))
+    assert [answer.add(token) for token in "a€öb".encode()] == ["a", "", "", "€", "", "", "öb"]
+    assert answer.add(0xE2) == "" and answer.add(ord("x")) == "\ufffdx", "what makes no character is shown as such"
+    assert answer.add(0xE2) == "" and answer.end("length") == "\ufffd"
+
+
+class Model:
+    """Steps of tokens, with a signal before one of them."""
+
+    def __init__(self, made: list[list[int]], signal_at: int):
+        self.made, self.signal_at, self.closed = made, signal_at, False
+
+    def __iter__(self) -> Generator[list[int]]:
+        try:
+            for number, tokens in enumerate(self.made):
+                if number == self.signal_at:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.2)
+                yield tokens
+        finally:
+            self.closed = True
+
+
+def test_ctrl_c_leaves_what_has_come() -> None:
+    out, answers, model = (
+        io.StringIO(),
+        [Answer("ab", ("zz",)), Answer("b", ())],
+        Model([[120, 0], [122, -1], [122, -1]], 2),
+    )
+    with Stop() as stop, Page(out, answers, 0, alone=False) as page:
+        steps = until_asked(iter(model), stop)
+        _streamed(steps, SimpleNamespace(stop=(0,)), 8, answers, page)  # type: ignore[arg-type]
+    assert model.closed and stop.asked == signal.SIGINT
+    assert [json.loads(answer.to_json()) for answer in answers] == [
+        {"prompt": "ab", "text": "xz", "tokens": 2, "ended": INTERRUPTED},
+        {"prompt": "b", "text": "", "tokens": 0, "ended": "stop"},
+    ]
+    assert out.getvalue() == "[1] b\n[0] abxz\n"
+
+
+def test_steps_end_where_they_end_and_raise_what_they_raise() -> None:
+    with Stop() as stop:
+        model = Model([[1], [2]], -1)
+        assert list(until_asked(iter(model), stop)) == [[1], [2]] and model.closed
+        with pytest.raises(ZeroDivisionError):
+            list(until_asked((1 // n for n in (1, 0)), stop))
+
+
+def test_prompts_from_standard_input(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "abc\r\n\nu\u2028v\x0cw\n".encode()
+    assert read_prompts(Path("-"), io.BytesIO(lines)) == ["abc", "u\u2028v\x0cw"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    assert main(["generate", str(config), "--prompts", "-"]) == 1
+    assert capsys.readouterr().err == (
+        "ConfigError: --prompts -: there is no prompt in it. Remedy: one or more, a line each.\n"
+    )
+
+
+def test_a_command_line_comes_again_as_it_was() -> None:
+    line = [
+        "run.yaml",
+        "--prompt",
+        "a b",
+        "--prompt=--x",
+        "--prompts=-",
+        "--max-new",
+        "3",
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "4",
+        "--seed",
+        "2",
+    ]
+    line += [
+        "--cache",
+        "64",
+        "--batch",
+        "2",
+        "--stop",
+        "",
+        "--int8",
+        "weights",
+        "cache",
+        "--json",
+        "a.json",
+        "--checkpoint",
+        "c",
+        "--processes",
+        "2",
+    ]
+    asked = tyro.cli(Generate, args=line)
+    again = tyro.cli(Generate, args=["run.yaml", *words(asked)])
+    assert again == replace(asked, processes=None)
+
+
 def test_answers_that_cannot_be_written(tmp_path: Path) -> None:
     text = f"--json {tmp_path}: Is a directory. Remedy: a file in a folder that can be written."
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
@@ -167,23 +311,32 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         f"CheckpointError: {tmp_path}: no checkpoint. Remedy: the folder of a run's checkpoints, as runs/one/checkpoints, or of one of its steps.\n"
     )
     assert said("--prompt", "abcd", "--cache", "16", "--max-new", "20") == (
-        "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. Remedy: slots=24 or more, a "
-        "shorter prompt, or most=12.\n"
+        "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. Remedy: --cache 24 or more, a "
+        "shorter prompt, or --max-new 12.\n"
     )
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
         "ConfigError: model: vocab is 208, but text is bytes, 256 different tokens. Remedy: the model.vocab of the training, 256 or more.\n"
     )
     assert said("--prompt", "abc", "--temperature", "-1") == (
-        "ConfigError: sampling: temperature is -1.0, but 0 (the likeliest) or more is wanted.\n"
+        "ConfigError: sampling: temperature is -1.0, but a finite number is wanted: 0 (the likeliest) or more.\n"
     )
     assert said("--prompt", "abc", "--temperature", "1", "--top-p", "1.5") == (
-        "ConfigError: sampling: top_p is 1.5, but a share above 0, up to 1, is wanted.\n"
+        "ConfigError: sampling: top_p is 1.5, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens.\n"
     )
     assert said("--prompt", "abc", "--stop", "") == (
         "ConfigError: generate: a stop text is empty, so that nothing could be made. Remedy: leave it out.\n"
     )
     assert said("--prompt", "abc", "--batch", "0") == (
         "ConfigError: generate: batch is 0, but 1 or more prompts at once are wanted.\n"
+    )
+    assert said("--prompt", "abc", "--prompt", "") == (
+        "ConfigError: generate: prompt 1 is empty, but a model goes on with something. Remedy: one byte or more.\n"
+    )
+    assert said("--prompt", "ab\udcff") == (
+        "ConfigError: generate: prompt 0 holds '\\udcff' at character 2, which is no text. Remedy: UTF-8.\n"
+    )
+    assert said("--prompt", "abc", "--prompt", "d", "--seed", "-1") == (
+        "ConfigError: generate: seed is -1, but 0 to 4294967294 is wanted, as each of 2 prompt(s) has its own, one after another.\n"
     )
     assert said() == "ConfigError: generate: there is no prompt. Remedy: one or more.\n"
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(

@@ -1,0 +1,228 @@
+"""Text of several processes: ``uv run python benchmarks/generate_processes.py [--processes 2] [--only tokens|ends]``.
+
+First the same prompts, of different lengths, greedily in fp32, by one process with one device and by N processes with two devices each, in layouts that put
+data, a sequence, heads or a pipeline's stages across processes: text and number of tokens are to be the same. Then a group in the midst of its text loses a process (SIGKILL to the
+last, and to the first; SIGKILL under the supervisors of two hosts), has one stopped, and is asked to end: seconds from the signal to the line that says
+so, and to the end of all. Exit 1 if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxpar.launch.group import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWANCE = 15.0
+PROMPTS = ["a", "def f(x):", "the quick brown fox jumps over the lazy dog", "import os"]
+MODEL = {
+    "family": "llama",
+    "preset": "tiny",
+    "layers": 2,
+    "embed": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "mlp": 96,
+}
+LAYOUTS = {
+    "data across": ("fsdp_tp.yaml", {"model": 2}),
+    "heads across": ("tp.yaml", {"data": 1, "model": -1}),
+    "a sequence across": ("ring.yaml", {"context": -1, "data": 1}),
+    "stages across": ("pp_tp.yaml", {"pipeline": 2, "data": -1, "model": 2}),
+}
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Of a model whose layers are larger than they begin: else it says one word again and again."""
+    import jax
+    import optax
+
+    import jaxpar as jp
+    from jaxpar.train.config import load_run
+    from jaxpar.train.job import make_job
+
+    job = make_job(load_run(folder / "run.yaml"))
+    layout = job.layout(jax.devices()[:1])
+    params = jp.init(layout, job.make_model, optax.identity()).params
+    params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
+    with jp.CheckpointManager(folder / "checkpoints") as manager:
+        manager.save(1, {"params": params}, layout=layout)
+
+
+class Run:
+    """A command that generates, and each line of its standard error with its time."""
+
+    def __init__(self, folder: Path, *words: str, prompts: list[str] = PROMPTS, most: int = 24):
+        said = [word for prompt in prompts for word in ("--prompt", prompt)]
+        file = ["generate", str(folder / "run.yaml"), "--checkpoint", str(folder / "checkpoints")]
+        command = [sys.executable, "-m", "jaxpar.cli", *file, *said, "--max-new", str(most), *words]
+        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.text, self.lines = b"", list[tuple[float, str]]()
+        self._threads = [threading.Thread(target=read, daemon=True) for read in (self._read, self._listen)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while data := os.read(self.process.stdout.fileno(), 4096):
+            self.text += data
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
+
+    def end(self) -> tuple[int, float]:
+        """Its exit status, and when."""
+        status = self.process.wait(600)
+        ended = time.monotonic()
+        for thread in self._threads:
+            thread.join()
+        return status, ended
+
+    def streams(self, size: int = 200) -> None:
+        """Wait for so much text."""
+        until = time.monotonic() + 300
+        while len(self.text) < size:
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise SystemExit(f"no text came: {self.lines}")
+            time.sleep(0.05)
+
+    def when(self, pattern: str) -> float:
+        """When a line came that matches."""
+        found = next((at for at, line in self.lines if re.search(pattern, line)), None)
+        if found is None:
+            raise SystemExit(f"no line matches {pattern!r}: {self.lines}")
+        return found
+
+
+def child(folder: Path, rank: int) -> int:
+    """The process of a rank."""
+    for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ours = str(folder / "run.yaml").encode() in words and b"--processes" not in words
+        if ours and b"--process-id" in words and words[words.index(b"--process-id") + 1] == str(rank).encode():
+            return pid
+    raise SystemExit(f"process {rank} is not there")
+
+
+def tokens(folder: Path, count: int) -> bool:
+    """Whether all layouts say what one device says."""
+
+    def said(name: str, layout: str, mesh: dict[str, int], devices: int, *words: str) -> list[Any]:
+        file = folder / f"{name}.jsonl"
+        sets = [
+            f"layout={ROOT / 'configs/layouts' / layout}",
+            f"simulate={devices}",
+            *(f"mesh.{a}={n}" for a, n in mesh.items()),
+        ]
+        run = Run(folder, *(word for one in sets for word in ("--set", one)), "--json", str(file), *words)
+        status, _ = run.end()
+        if status:
+            raise SystemExit(f"{name}: exit status {status}: {run.lines}")
+        print(f"  {name}: {run.lines[1 if words else 0][1].partition(' on ')[2]}", flush=True)
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    wanted, good = said("one device", "dp.yaml", {}, 1), True
+    for name, (layout, mesh) in LAYOUTS.items():
+        same = said(name, layout, mesh, 2 * count, "--processes", str(count)) == wanted
+        print(f"{name}, {count} processes: {'as one device' if same else 'NOT as one device'}", flush=True)
+        good &= same
+    return good
+
+
+def ends(folder: Path, count: int) -> bool:
+    """Lose a process, stop one, ask all to end; whether each is named, and the exit status as said."""
+    good, group = True, ("--processes", str(count), "--set", f"simulate={count}")
+    cases = {
+        "the last killed": (signal.SIGKILL, count - 1, rf"^process {count - 1} of {count} was killed by SIGKILL after step \d+$", 1),
+        "the first killed": (signal.SIGKILL, 0, rf"^process 0 of {count} was killed by SIGKILL after step \d+$", 1),
+        f"the last stopped, allowance {ALLOWANCE:g} s": (signal.SIGSTOP, count - 1, rf"^process {count - 1} of {count} has not finished a step .* no sign of life", 1),
+        "Ctrl-C": (signal.SIGINT, None, r"^stopped by Ctrl-C: \d+ tokens of 1 prompt", 130),
+    }  # fmt: skip
+    for name, (number, rank, pattern, status) in cases.items():
+        run = Run(folder, *group, prompts=["abc"], most=2000)
+        run.streams()
+        os.kill(run.process.pid if rank is None else child(folder, rank), number)
+        good &= told(name, time.monotonic(), [run], pattern, status)
+    address = (
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--process-count",
+        "2",
+        "--processes",
+        "1",
+        "--set",
+        "simulate=2",
+    )
+    hosts = [Run(folder, *address, "--process-id", str(rank), prompts=["abc"], most=2000) for rank in range(2)]
+    hosts[0].streams()
+    os.kill(child(folder, 1), signal.SIGKILL)
+    return (
+        told(
+            "two hosts, the second's process killed",
+            time.monotonic(),
+            hosts,
+            r"^process 1 of 2 was killed by SIGKILL",
+            1,
+        )
+        and good
+    )
+
+
+def told(name: str, at: float, runs: list[Run], pattern: str, wanted: int) -> bool:
+    """Print what came of a signal, at each supervisor."""
+    good = True
+    for run in runs:
+        status, ended = run.end()
+        print(
+            f"{name}: said after {run.when(pattern) - at:.1f} s, all ended after {ended - at:.1f} s, exit status {status}",
+            flush=True,
+        )
+        good &= status == wanted
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", choices=("tokens", "ends"), default=None)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = {
+            "model": MODEL,
+            "layout": str(ROOT / "configs/layouts/fsdp.yaml"),
+            "data": {"source": "synthetic", "batch": 8, "seq": 16},
+            "supervise": {"allowance": ALLOWANCE},
+            "output": str(folder / "run"),
+        }
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        make_checkpoint(folder)
+        good = asked.only == "ends" or tokens(folder, asked.processes)
+        good &= asked.only == "tokens" or ends(folder, asked.processes)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
