@@ -78,14 +78,18 @@ class Supervisor:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     causes: list[Cause] = field(default_factory=list)
-    _signals: list[int] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
 
-    def run(self) -> int:
-        """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal."""
+    def run(self, after: Cause | None = None) -> int:
+        """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal.
+
+        Args:
+          after: why the group has already ended once, under another supervisor.
+        """
         began, first = self.clock(), self.count
-        with listening(self._signals):
+        with listening(self.signals):
             while True:
-                found = self._attempt()
+                found, after = after or self._attempt(), None
                 if found is None:
                     break
                 self.causes.append(found)
@@ -106,7 +110,7 @@ class Supervisor:
         try:
             while True:
                 self.group.poll(_POLL)
-                for number in self._signals[passed:]:
+                for number in self.signals[passed:]:
                     passed += 1
                     if passed > 1:
                         return self._worst(Cause("ended at once by a second signal", ()))
@@ -135,7 +139,7 @@ class Supervisor:
 
     def _again(self, found: Cause) -> bool:
         """Prepare a restart, if there is to be one."""
-        if self._signals:
+        if self.signals:
             return False
         done = len(self.causes) - 1
         if not found.again:
@@ -160,9 +164,9 @@ class Supervisor:
             f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from {start}"
         )
         until = self.clock() + seconds
-        while not self._signals and self.clock() < until:
+        while not self.signals and self.clock() < until:
             self.sleep(min(0.2, seconds))
-        return not self._signals
+        return not self.signals
 
 
 def _times(count: int, noun: str) -> str:
