@@ -18,8 +18,6 @@ from jaxpar.launch.wire import Wire, connect, meeting_place
 _LINES = 5
 _OFTEN = 0.05
 """Seconds between two reports, at least; there is one a second at any rate."""
-_ANSWER = 2.0
-"""Seconds in which a leader answers, where another may lead."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,11 @@ class Follower:
     def _connect(self) -> Wire | None:
         """To whoever leads now, else to whom this host was told of."""
         other = None if self._heir is None else self._heir.others(self._coordinator)
-        if other is not None and (wire := connect(other.at, _ANSWER)) is not None:
+        if other is not None and (wire := connect(other.at)) is not None:
             self._tell(f"{other} leads now, so this host follows it")
             self._coordinator = other.at
             return wire
-        return connect(self._coordinator, 5.0 if self._heir is None else _ANSWER)
+        return connect(self._coordinator)
 
     def _in_vain(self) -> str:
         if self._heir is not None and self._heir.unseen:
@@ -140,7 +138,7 @@ class Follower:
                 f"{self._heir.folder} is renewed. Remedy: the network between the two hosts; then start this one again, with the same words."
             )
         return (
-            f"the supervisor of process 0 was not there within {self._patience:g} s: nobody listens at {self._address}. Remedy: start it on the "
+            f"the supervisor of process 0 was not there within {self._patience:g} s: nobody answers at {self._address}. Remedy: start it on the "
             f"coordinator's host, with --process-id 0 and the same --process-count; a run that has lost process 0's host is started anew."
         )
 

@@ -297,7 +297,7 @@ class Hosts:
     def _greet(self, wire: Wire) -> None:
         """Take a host in by its first message, or send it away."""
         hello = next(iter(wire.read()), None)
-        if hello is None:
+        if hello is None or wire.gone:
             if wire.gone or self._clock() - self._new[wire] > _ENDING:
                 del self._new[wire]
                 wire.close()

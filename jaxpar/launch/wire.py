@@ -136,8 +136,14 @@ def listen(coordinator: str) -> socket.socket:
     return made
 
 
-def connect(coordinator: str, seconds: float = 5.0) -> Wire | None:
-    """To the supervisor of process 0, ``None`` where it does not listen (yet), or does not answer within so many seconds."""
+def connect(coordinator: str, seconds: float = 2.0) -> Wire | None:
+    """To the supervisor of process 0, ``None`` where it does not listen (yet), or says nothing within so many seconds.
+
+    To be connected proves nothing: the kernel takes connections for a process that is stopped.
+    """
     with suppress(OSError):
-        return Wire(socket.create_connection(meeting_place(coordinator), timeout=seconds))
+        wire = Wire(socket.create_connection(meeting_place(coordinator), timeout=seconds))
+        if select.select([wire], [], [], seconds)[0]:
+            return wire
+        wire.close()
     return None
