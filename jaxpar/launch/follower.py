@@ -175,16 +175,16 @@ class Follower:
                 self._local.pass_on(number)
             if self._heir is not None and self._heir.sees():
                 wire.send(sees=True)
+            if self._heir is not None and (why := self._heir.blind()):
+                self._tell(why)
             if self._busy:
                 self._local.poll(0.0)
                 self._report(wire)
         if self._heir is not None:
             self._heir.lose()
-        first = next(iter(self._local.peers), None)
-        self._lost = (
-            f"was lost with its host {wire.host} ({wire.gone})",
-            "before its first step" if first is None else first.when,
-        )
+        peers = self._local.peers
+        when = peers[0].when if peers else "before its first step"
+        self._lost = f"was lost with its host {wire.host} ({wire.gone})", when
         return None
 
     def _report(self, wire: Wire) -> None:

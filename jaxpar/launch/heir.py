@@ -16,6 +16,8 @@ from jaxpar.launch.leading import Lead, Record, Watch, newest
 from jaxpar.launch.wire import Wire
 
 _TRIES = 20
+_BLIND = 30.0
+"""Seconds after which a host that does not see the leader's file is said to be none that could lead: an NFS client may be that late."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,16 @@ class News:
         Raises:
           KeyError, TypeError, ValueError: it is no such thing.
         """
-        numbers = [int(told[name]) for name in ("term", "places", "count", "own")]
         return cls(
-            numbers[0],
-            str(told["mark"]),
-            str(told["at"]),
-            *numbers[1:],
-            tuple(str(text) for text in told["causes"]),
-            tuple((int(first), int(count)) for first, count in told["hosts"]),
-            tuple((int(first), str(at)) for first, at in told["heirs"]),
+            term=int(told["term"]),
+            mark=str(told["mark"]),
+            at=str(told["at"]),
+            places=int(told["places"]),
+            count=int(told["count"]),
+            own=int(told["own"]),
+            causes=tuple(str(text) for text in told["causes"]),
+            hosts=tuple((int(first), int(count)) for first, count in told["hosts"]),
+            heirs=tuple((int(first), str(at)) for first, at in told["heirs"]),
         )
 
 
@@ -74,12 +77,12 @@ class Heir:
         self, folder: Path, first: int, *, allowance: float = 5.0, clock: Callable[[], float] = time.monotonic
     ):
         self.folder, self.first, self.allowance, self._clock = folder, first, allowance, clock
-        self.at, self.listener = "", None
+        self.at = ""
+        self.listener: socket.socket | None = None
         self.news: News | None = None
         self._asked, self._seen = 0.0, False
+        self._since: float | None = clock()
         self._watch = Watch(folder, clock)
-
-    listener: socket.socket | None
 
     def reserve(self, wire: Wire, coordinator: str) -> str:
         """Hold a port to lead at, on the address by which this host reached its leader: nobody is listened to as yet. Empty if there is none."""
@@ -87,7 +90,7 @@ class Heir:
             for held, at in _ports(wire.own, split_address(coordinator)[1]):
                 self.listener, self.at = held, at
                 break
-        self._seen = False
+        self._seen, self._since = False, None if self._since is None else self._clock()
         return self.at
 
     def hear(self, told: Mapping[str, Any]) -> None:
@@ -107,6 +110,19 @@ class Heir:
             found = newest(self.folder)
             self._seen = found is not None and (found.term, found.mark) == (self.news.term, self.news.mark)
         return self._seen
+
+    def blind(self) -> str:
+        """Why this host could not lead, once that is sure: told once."""
+        if self.news is None or self._since is None:
+            return ""
+        if self.listener is None:
+            why = "has no port that it could lead at. Remedy: a free pair of ports at its address"
+        elif not self._seen and self._clock() - self._since > _BLIND:
+            why = f"does not see process 0's file in {self.folder}. Remedy: an output folder that all hosts share"
+        else:
+            return ""
+        self._since = None
+        return f"this host could not go on without process 0's: it {why}"
 
     def lose(self) -> None:
         """The leader is gone, or out of reach."""

@@ -11,11 +11,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxpar.errors import LaunchError
 from jaxpar.launch.group import Command, Local
+from jaxpar.launch.heir import News
 from jaxpar.launch.leading import Lead
 from jaxpar.launch.peers import Cause, Peer
 from jaxpar.launch.wire import Wire, listen
@@ -94,10 +95,10 @@ class Hosts:
         self._take_in(0.0)
         return self._own + sum(host.room for host in self._hosts)
 
-    def gather(self, least: float, most: float, wanted: int) -> None:
+    def gather(self, least: float, most: float, wanted: int, stop: Callable[[], bool]) -> None:
         """Take in hosts for ``least`` seconds, and for ``most`` at most while there is no place for ``wanted`` processes."""
         began = self._clock()
-        while (waited := self._clock() - began) < least or (waited < most and self.room < wanted):
+        while not stop() and ((waited := self._clock() - began) < least or (waited < most and self.room < wanted)):
             self._check()
             self._take_in(0.1)
 
@@ -260,19 +261,20 @@ class Hosts:
         """Tell the hosts what they need to go on without this one."""
         if self._lead is None:
             return
-        news = {
-            "term": self._lead.record.term,
-            "mark": self._lead.record.mark,
-            "at": self._coordinator,
-            "places": self._own,
-            "count": self._count if self.again else 0,
-            "own": min(self._own, self._count),
-            "causes": [one.text for one in self._causes],
-            "hosts": [(host.first, host.room) for host in self._hosts],
-            "heirs": [(host.first, host.at) for host in self._hosts if host.heir and host.at],
-        }
+        record = self._lead.record
+        news = News(
+            term=record.term,
+            mark=record.mark,
+            at=self._coordinator,
+            places=self._own,
+            count=self._count if self.again else 0,
+            own=min(self._own, self._count),
+            causes=tuple(one.text for one in self._causes),
+            hosts=tuple((host.first, host.room) for host in self._hosts),
+            heirs=tuple((host.first, host.at) for host in self._hosts if host.heir and host.at),
+        )
         for host in self._hosts:
-            host.wire.send(news=news)
+            host.wire.send(news=asdict(news))
 
     def _running(self, host: _Host) -> Iterator[Peer]:
         if self._command is None:

@@ -98,12 +98,11 @@ class Lead:
     """
 
     def __init__(self, folder: Path, record: Record):
-        self._folder, self.record, self._newer = folder, record, None
+        self._folder, self.record = folder, record
+        self._newer: Record | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lead", daemon=True)
         self._thread.start()
-
-    _newer: Record | None
 
     @classmethod
     def claim(cls, folder: Path, after: Record | None, at: str, first: int) -> Lead | None:

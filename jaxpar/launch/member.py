@@ -87,22 +87,31 @@ class Member:
         """The host of process 0 leads, unless another has taken over since and lives: then it follows that one."""
         if self.folder is None:
             return _Post(self.coordinator)
-        listener, watch = listen(self.coordinator), Watch(self.folder)
+        listener = listen(self.coordinator)
+        try:
+            part = self._claim(self.folder, listener)
+        except BaseException:
+            listener.close()
+            raise
+        if not isinstance(part, _Post):
+            listener.close()
+        return part
+
+    def _claim(self, folder: Path, listener: socket.socket) -> _Post | str | int:
+        watch = Watch(folder)
         while not self.signals:
             found = watch.look()
             # Whoever led at this address does not any more, as this host has its port.
             gone = found is None or found.over is not None or found.at == self.coordinator
             if not gone and found is not None and found.at and watch.live:
-                listener.close()
                 self.tell(f"{found} leads this run since process 0's host was lost, so this host follows it")
                 return found.at
             if gone or watch.still > self.allowance:
-                lead = Lead.claim(self.folder, found, self.coordinator, self.first)
+                lead = Lead.claim(folder, found, self.coordinator, self.first)
                 if lead is not None:
                     fence = 0.0 if found is None or found.over is not None else self.fence
                     return _Post(self.coordinator, lead, listener, fence)
             time.sleep(0.1)
-        listener.close()
         return 0
 
     def _follow(self, coordinator: str) -> _Post | int:
@@ -121,8 +130,9 @@ class Member:
         )
         try:
             found = follower.run()
-            if isinstance(found, int) or heir is None:
-                return found if isinstance(found, int) else 1
+            if isinstance(found, int):
+                return found
+            assert heir is not None  # or nothing would have been inherited
             return _Post(heir.at, found.lead, heir.take(), self.fence, heir.news, found)
         finally:
             if heir is not None:
@@ -151,6 +161,9 @@ class Member:
         remaining = lambda count: self.fits(min(count, hosts.room))
         try:
             after, count = self._inherit(hosts, post)
+            if self.signals:
+                status = 0
+                return status
             supervisor = Supervisor(
                 hosts,
                 command,
@@ -175,12 +188,12 @@ class Member:
 
     def _inherit(self, hosts: Hosts, post: _Post) -> tuple[Cause | None, int]:
         """Wait until an older leader has ended what it ran, and for the hosts that follow this one; why the run stopped, and how many processes it had."""
-        news, lost = post.news, post.lost
+        news, lost, stop = post.news, post.lost, lambda: bool(self.signals)
         if news is None or lost is None or post.lead is None:
-            hosts.gather(post.fence, 0.0, 0)
+            hosts.gather(post.fence, 0.0, 0, stop)
             return None, self.total
         others = sum(count for _, count in news.hosts)
-        hosts.gather(post.fence, max(_GATHER, post.fence), others)
+        hosts.gather(post.fence, _GATHER, others, stop)
         record, room = post.lead.record, hosts.room
         led = f"the supervisor of the host of process{_ranks(self.first, self.count)} leads now, at {record.at} (term {record.term})"
         if (
@@ -195,7 +208,11 @@ class Member:
             return None, count
         cause = Cause(f"process 0 of {news.count} {lost.how} {lost.when}", (0,), tuple(range(news.own)))
         count, _ = self.fits(min(news.count - news.own, room))
-        absent = f"; of {others} processes of the other hosts only {room} have a place again" if room < others else ""
+        absent = (
+            f", as {others - room} more {'has' if others - room == 1 else 'have'} no host either"
+            if room < others
+            else ""
+        )
         hosts.say(f"{cause.text}; {led}, and {count or 'none'} of {news.count} processes go on{absent}")
         return cause, news.count
 

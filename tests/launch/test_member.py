@@ -173,8 +173,8 @@ def test_two_hosts_lost_at_once_leave_one(hosts: Callable[[int], Hosts]) -> None
     assert three.end() == {2: 0}, three.said(2)
     happened = (
         "process 0 of 3 was lost with its host 127.0.0.1 (the connection was closed) after step 31; "
-        "the supervisor of the host of process 2 leads now, at HEIR (term 2), and 1 of 3 processes go on; "
-        "of 2 processes of the other hosts only 1 have a place again"
+        "the supervisor of the host of process 2 leads now, at HEIR (term 2), and 1 of 3 processes go on, "
+        "as 1 more has no host either"
     )
     assert three.said(2)[-4:-2] == [happened, "restart 1 of 3 in 0 s: 1 process from step 7"]
     assert three.log(2)[-1].split()[:2] == ["0", "1"]
@@ -279,10 +279,14 @@ def test_nobody_takes_over_from_who_lives_and_each_heir_waits_its_turn(
         }
         heir.hear({"term": 1, "mark": "of another folder", **told})
         now[0] += 1
-        assert not heir.sees()
+        assert not heir.sees() and not heir.blind()
+        now[0] += 30
+        blind = "this host could not go on without process 0's: it does not see process 0's file in {}. Remedy: an output folder that all hosts share"
+        assert [heir.blind(), heir.blind()] == [blind.format(tmp_path), ""]
         heir.hear({"term": 1, "mark": lead.record.mark, **told})
         now[0] += 1
         assert heir.sees() and not heir.sees()
+    for heir in heirs:
         heir.lose()
     end = time.monotonic() + 30
     while not all(heir.unseen for heir in heirs):
