@@ -148,35 +148,16 @@ class Follower:
         self._local.move(self._coordinator)
         while not wire.gone:
             for message in wire.read(_OFTEN):
-                match message:
-                    case {"start": int(first), "count": int(count), "total": int(total), "again": bool(again)}:
-                        self._busy, self._told = True, ([], 0.0)
-                        self._local.start(self._command(again), count, first=first, total=total)
-                    case {"end": True}:
-                        self._end()
-                        wire.send(ended=True)
-                    case {"signal": int(number)}:
-                        self._local.pass_on(number)
-                    case {"news": dict(news)} if self._heir is not None:
-                        self._heir.hear(news)
-                    case {"say": str(text)}:
-                        self._tell("".join(c if c.isprintable() else "?" for c in text))
-                    case {"refused": str(text)}:
-                        raise LaunchError(
-                            f"the supervisor at {self._address}: {text}. Remedy: the --process-id and --process-count of this host."
-                        )
-                    case {"over": int(status)}:
-                        return status
+                if (status := self._do(message, wire)) is not None:
+                    return status
             for number in self._signals[passed:]:
                 passed += 1
                 if passed > 1 or not self._busy:
                     return 1 if passed > 1 else 0
                 self._tell(f"{signal.Signals(number).name}: the processes are asked to end")
                 self._local.pass_on(number)
-            if self._heir is not None and self._heir.sees():
-                wire.send(sees=True)
-            if self._heir is not None and (why := self._heir.blind()):
-                self._tell(why)
+            if self._heir is not None:
+                self._look(self._heir, wire)
             if self._busy:
                 self._local.poll(0.0)
                 self._report(wire)
@@ -186,6 +167,36 @@ class Follower:
         when = peers[0].when if peers else "before its first step"
         self._lost = f"was lost with its host {wire.host} ({wire.gone})", when
         return None
+
+    def _do(self, message: dict[str, Any], wire: Wire) -> int | None:
+        """What a message asks for; the exit status of a run that is over."""
+        match message:
+            case {"start": int(first), "count": int(count), "total": int(total), "again": bool(again)}:
+                self._busy, self._told = True, ([], 0.0)
+                self._local.start(self._command(again), count, first=first, total=total)
+            case {"end": True}:
+                self._end()
+                wire.send(ended=True)
+            case {"signal": int(number)}:
+                self._local.pass_on(number)
+            case {"news": dict(news)} if self._heir is not None:
+                self._heir.hear(news)
+            case {"say": str(text)}:
+                self._tell("".join(c if c.isprintable() else "?" for c in text))
+            case {"refused": str(text)}:
+                raise LaunchError(
+                    f"the supervisor at {self._address}: {text}. Remedy: the --process-id and --process-count of this host."
+                )
+            case {"over": int(status)}:
+                return status
+        return None
+
+    def _look(self, heir: Heir, wire: Wire) -> None:
+        """Say whether this host could take over."""
+        if heir.sees():
+            wire.send(sees=True)
+        if why := heir.blind():
+            self._tell(why)
 
     def _report(self, wire: Wire) -> None:
         """Tell how the processes are, where that is another than before, and once a second."""

@@ -140,7 +140,8 @@ class Heir:
     def over(self) -> int | None:
         """The exit status of the run, if that has ended out of this host's sight."""
         found = self._watch.look()
-        return None if found is None or self.news is None or found.term < self.news.term else found.over
+        ours = found is not None and (self._watch.live if self.news is None else found.term >= self.news.term)
+        return found.over if found is not None and ours else None
 
     @property
     def unseen(self) -> bool:

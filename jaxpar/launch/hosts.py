@@ -236,8 +236,6 @@ class Hosts:
         if self._listener in ready:
             with suppress(OSError):
                 self._new[Wire(self._listener.accept()[0])] = self._clock()
-        for wire in list(self._new):
-            self._greet(wire)
         for host in self._hosts:
             for message in host.wire.read():
                 try:
@@ -252,6 +250,8 @@ class Hosts:
             host.wire.close()
         if lost:
             self._inform()
+        for wire in list(self._new):  # after those that went, in whose place they may be
+            self._greet(wire)
 
     def _check(self, *, now: bool = False) -> None:
         if self._lead is not None:

@@ -98,7 +98,7 @@ class Member:
         return part
 
     def _claim(self, folder: Path, listener: socket.socket) -> _Post | str | int:
-        watch = Watch(folder)
+        watch, said = Watch(folder), False
         while not self.signals:
             found = watch.look()
             # Whoever led at this address does not any more, as this host has its port.
@@ -111,6 +111,11 @@ class Member:
                 if lead is not None:
                     fence = 0.0 if found is None or found.over is not None else self.fence
                     return _Post(self.coordinator, lead, listener, fence)
+            if not said:
+                self.tell(
+                    f"{found} did not end in order; whether it still leads is seen in {self.allowance:g} s at most"
+                )
+                said = True
             time.sleep(0.1)
         return 0
 

@@ -36,11 +36,11 @@ if total >= %d or os.path.exists(folder + "/more"): stay()
 HOST = """
 import sys
 from pathlib import Path
-from jaxpar.launch import heir, member, wire
+from jaxpar.launch import heir, leading, member, wire
 from jaxpar.launch.group import Local
 from jaxpar.launch.supervisor import Policy
 first, total, address, folder, child = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-wire.SILENT, member._GATHER = 3.0, 4.0
+wire.SILENT, member._GATHER, leading.RENEW = 3.0, 3.0, 0.25
 hear = heir.Heir.hear
 def noting(self, told):
     hear(self, told)
@@ -50,7 +50,7 @@ command = lambda again: lambda *place: [sys.executable, "-S", "-c", child, *map(
 local = Local(Path(folder) / str(first), coordinator=address, console=False, append=True, grace=0.2)
 tell = lambda line: print(line, flush=True)
 sys.exit(member.Member(local, command, first, 1, total, address, Policy(backoff=0.0, elastic=True), lambda: 7, folder=Path(folder) / "leader", tell=tell,
-                       patience=30.0, allowance=2.0, fence=1.5).run())
+                       patience=30.0, allowance=1.5, fence=1.0).run())
 """
 
 
@@ -81,8 +81,9 @@ class Hosts:
                 self.running[first] = subprocess.Popen(words, stdout=out, stderr=out, env=env, text=True)
 
     def said(self, first: int) -> list[str]:
-        """Its lines, with addresses of standbys as ``HEIR``."""
+        """Its lines, with addresses of standbys as ``HEIR``, and one wording for the end of a connection, of which the kernel has several."""
         text = (self.folder / "said" / str(first)).read_text().replace(self.address, "FIRST")
+        text = re.sub(r"\((Connection reset by peer|Broken pipe)\)", "(the connection was closed)", text)
         return re.sub(r"127\.0\.0\.1:\d+", "HEIR", text).splitlines()
 
     def log(self, first: int) -> list[str]:
@@ -134,10 +135,9 @@ def test_the_next_host_leads_and_the_first_one_follows_when_it_returns(hosts: Ca
     three.kill(0)
     three.until(lambda: len(three.log(1)) == len(three.log(2)) == 2)
     three.start(0)
-    three.until(lambda: len(three.said(0)) == 1)
+    three.until((three.folder / "said/heirs-0").exists)
     (three.folder / "end").touch()
     assert three.end() == {0: 0, 1: 0, 2: 0}, [three.said(n) for n in range(3)]
-    gone = re.escape("the supervisor of process 0 at 127.0.0.1:")
     led = "the supervisor of the host of process 1 leads now, at HEIR (term 2)"
     happened = [
         f"process 0 of 3 was lost with its host 127.0.0.1 (the connection was closed) after step 31; {led}, and 2 of 3 processes go on",
@@ -148,12 +148,12 @@ def test_the_next_host_leads_and_the_first_one_follows_when_it_returns(hosts: Ca
         at = lines.index(happened[0])
         assert lines[at : at + 2] == happened
         lost = next(line for line in lines if "is gone" in line)
-        assert lost.endswith(f"so what ran here was ended; unless it comes back within 2 s, {who} leads next"), gone
+        assert lost.endswith(f"so what ran here was ended; unless it comes back within 1.5 s, {who} leads next")
     assert "the supervisor at HEIR (term 2) leads now, so this host follows it" in three.said(2)
-    assert (
-        three.said(0)[0]
-        == "the supervisor at HEIR (term 2) leads this run since process 0's host was lost, so this host follows it"
-    )
+    assert three.said(0)[:2] == [
+        "the supervisor at HEIR (term 2) did not end in order; whether it still leads is seen in 1.5 s at most",
+        "the supervisor at HEIR (term 2) leads this run since process 0's host was lost, so this host follows it",
+    ]
     # The coordinator's address has moved, and processes have new numbers.
     one, two = three.log(1)[-1].split(), three.log(2)[-1].split()
     assert (
@@ -305,6 +305,7 @@ def test_nobody_takes_over_from_who_lives_and_each_heir_waits_its_turn(
     assert heirs[1].claim() is None and heirs[1].others(first).at == heirs[0].at  # type: ignore[union-attr]
     assert heirs[1].over is None
     taken.end(3)
+    assert Heir(tmp_path, 6).over is None  # which knows of no run that could have ended
     assert heirs[1].over == 3 and heirs[1].others(first) is None
     with heirs[0].take() as held:
         assert held.getsockname() == ("127.0.0.1", int(heirs[0].at.rpartition(":")[2]) + 1)
