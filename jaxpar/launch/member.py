@@ -201,23 +201,18 @@ class Member:
         hosts.gather(post.fence, _GATHER, others, stop)
         record, room = post.lead.record, hosts.room
         led = f"the supervisor of the host of process{_ranks(self.first, self.count)} leads now, at {record.at} (term {record.term})"
-        if (
-            not news.count
-        ):  # nothing ran: as many as were told of are waited for, without those of the host that is lost
+        if not news.count:
+            # As many as were told of are waited for, without those of the host that is lost.
             count, text = self.fits(self.total - news.places)
-            hosts.say(
-                f"process 0 of {self.total} {lost.how} before the start; {led}, and {count or 'no'} processes are to start"
-            )
+            start = f"{led}, and {count or 'no'} processes are to start"
+            hosts.say(f"process 0 of {self.total} {lost.how} before the start; {start}")
             if not count:
                 hosts.say(f"gave up: {text}")
             return None, count
         cause = Cause(f"process 0 of {news.count} {lost.how} {lost.when}", (0,), tuple(range(news.own)))
         count, _ = self.fits(min(news.count - news.own, room))
-        absent = (
-            f", as {others - room} more {'has' if others - room == 1 else 'have'} no host either"
-            if room < others
-            else ""
-        )
+        more = others - room
+        absent = f", as {more} more {'has' if more == 1 else 'have'} no host either" if more > 0 else ""
         hosts.say(f"{cause.text}; {led}, and {count or 'none'} of {news.count} processes go on{absent}")
         return cause, news.count
 
