@@ -146,7 +146,7 @@ class Heir:
     @property
     def unseen(self) -> bool:
         """Whether the leader lives, as its file says, though it is out of reach."""
-        return self._watch.live
+        return self._watch.live and self._watch.still < self.allowance
 
     def claim(self) -> Lead | None:
         """The lead, if it is this host's turn and nobody else has it."""
