@@ -1,7 +1,8 @@
 """What ``chaos.py --hosts`` does: a run of four processes under the supervisors of two hosts (both are this one), whose processes, and which themselves, are killed.
 
-In one run, not elastic: a process of each host, all of the second host, which is started again, and all of the first one, the same. In another one, elastic:
-all of the second host, which stays away. Seconds are from the signal to the line at the *other* host's supervisor, and to the first step after the
+In one run, not elastic: a process of each host, all of the second host, which is started again, and all of the first one, the same. In others, elastic:
+all of the second host, which stays away; all of the first one, after whom the second leads, and follows whom it does when it is started again; the first one while it
+compiles. Seconds are from the signal to the line at the *other* host's supervisor, and to the first step after the
 restart, without what the restart spends compiling.
 """
 
@@ -54,6 +55,11 @@ class Two:
             os.kill(child, signal.SIGKILL)
         return time.monotonic()
 
+    def log(self, rank: int) -> str:
+        """What a process has written."""
+        file = self._folder / "run/logs" / f"process-{rank}.log"
+        return file.read_text() if file.exists() else ""
+
     def bring_back(self, host: int) -> None:
         """Start its supervisor again."""
         self.hosts[host] = self._start(host)
@@ -100,18 +106,50 @@ def hosts(root: Path) -> list[str]:
         lines.append(f"  {text}")
     finally:
         two.end()
-    two = Two(root / "elastic", allowance=30.0, elastic=True)
+    return lines + [
+        line for host, early in ((1, False), (0, False), (0, True)) for line in lost_for_good(root, host, early=early)
+    ]
+
+
+def lost_for_good(root: Path, host: int, *, early: bool = False) -> list[str]:
+    """Elastic: a host is lost and stays away, ``early`` while its processes compile; the other goes on alone."""
+    two, other = Two(root / f"elastic-{host}-{early}", allowance=30.0, elastic=True), 1 - host
     try:
-        two.hosts[0].progress()
-        before = [len(two.hosts[0].lines)]
-        sent = two.lose(1)
-        named, _ = said(two.hosts[0], rf"^process 2 of {COUNT} was lost with its host", before[0])
-        lines.append(
-            told("elastic: SIGKILL to all of the second host", two.hosts[0], before[0], sent, named - sent, EACH)
+        if early:
+            said(two.hosts[0], r"^launch ", 0)
+            two.hosts[1].until(lambda: "process" in two.log(EACH), "the second host's processes")
+        else:
+            two.hosts[0].progress()
+        run, before = two.hosts[other], len(two.hosts[other].lines)
+        sent = two.lose(host)
+        pattern = (
+            rf"^process {host * EACH} of {COUNT} was lost with its host"
+            if host
+            else r"^the supervisor of process 0 at .* is gone"
         )
+        named, text = said(run, pattern, before)
+        what = (
+            f"elastic: SIGKILL to all of the {'second' if host else 'first'} host{' in its compile' if early else ''}"
+        )
+        lines = [told(what, run, before, sent, named - sent, EACH)]
+        if not host:
+            at, led = said(run, rf"^process 0 of {COUNT} was lost with its host .* leads now", before)
+            two.bring_back(host)
+            follows = said(
+                two.hosts[host], r"leads this run since process 0's host was lost, so this host follows it", 0
+            )[1]
+            size = two.hosts[other].step()
+            two.hosts[other].progress()
+            lines += [
+                f"  {text}",
+                f"  after {at - sent:.1f} s: {led}",
+                f"  started again: {follows}",
+                f"  steps go on: {two.hosts[other].step() > size}",
+            ]
+            print(*lines[1:], sep="\n", flush=True)
+        return lines
     finally:
         two.end()
-    return lines
 
 
 def told(what: str, run: Run, before: int, sent: float, named: float, count: int) -> str:

@@ -19,6 +19,8 @@ from jaxpar.launch.heartbeat import BEATS
 from jaxpar.launch.peers import Peer
 
 LOOPBACK = "127.0.0.1"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+"""Variable that overrules where a coordinator, and with it a supervisor, listens."""
 type Command = Callable[[int, int, str], Sequence[str]]
 """What to run as process ``rank`` of ``total``, with the address of process 0."""
 
@@ -75,6 +77,7 @@ class Local:
         self._logs, self._coordinator = logs, coordinator
         self._grace, self._clock, self._variables = grace, clock, variables
         self._running: dict[int, _Child] = {}
+        self._bind: dict[str, str] = {}
         self._fresh, self._console, self._stdin = not append, console, stdin
         self.peers: list[Peer] = []
 
@@ -95,7 +98,7 @@ class Local:
         mode, self._fresh, self.peers = ("w" if self._fresh else "a"), False, []
         try:
             for rank in range(first, first + count):
-                changed = {**os.environ, **self._variables(rank - first)}
+                changed = {**os.environ, **self._bind, **self._variables(rank - first)}
                 environ = {name: text for name, text in changed.items() if text is not None}
                 with self.log(rank).open(mode, encoding="utf-8") as log:
                     self._running[rank] = _Child(
@@ -109,6 +112,13 @@ class Local:
         except OSError as error:
             self.end()
             raise LaunchError(f"process {rank} of {total} cannot be started: {error}.") from error
+
+    def move(self, coordinator: str) -> None:
+        """From the next start on process 0 is elsewhere, at ``HOST:PORT``."""
+        if coordinator != self._coordinator and (bind := os.environ.get(BIND)):
+            host, colon, _ = bind.rpartition(":")
+            self._bind = {BIND: f"{host}{colon}{split_address(coordinator)[1]}"}
+        self._coordinator = coordinator
 
     def log(self, rank: int) -> Path:
         """Where a process's output goes."""

@@ -1,21 +1,24 @@
 """``Hosts``: a group over several hosts, of whose supervisors that of process 0 decides. The others (:mod:`jaxpar.launch.follower`) do as it says.
 
-So one sees all processes, names who died, and starts all again together. What goes over the wire is numbers and news: each host makes the
+Where one of them may take over (:mod:`jaxpar.launch.member`), it tells them where each is, and in which order they would. So one sees all processes, names who died, and starts all again together. What goes over the wire is numbers and news: each host makes the
 commands that it runs by itself, from its own command line.
 """
 
 from __future__ import annotations
 
 import select
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxpar.errors import LaunchError
 from jaxpar.launch.group import Command, Local
-from jaxpar.launch.peers import Peer
+from jaxpar.launch.heir import News
+from jaxpar.launch.leading import Lead
+from jaxpar.launch.peers import Cause, Peer
 from jaxpar.launch.wire import Wire, listen
 
 _ENDING = 15.0
@@ -31,6 +34,8 @@ class _Host:
     wire: Wire
     first: int
     room: int
+    at: str = ""
+    heir: bool = False
     ranks: range = range(0)
     ended: bool = True
     tails: dict[int, list[str]] = field(default_factory=dict)
@@ -43,12 +48,18 @@ class Hosts:
       local: of this host.
       room, total: how many processes have their place here, and on all hosts.
       coordinator: ``HOST:PORT`` of process 0; the supervisors meet at the port after it.
+      first: the first process that this host was told to have; after another host's supervisor it is not 0.
+      listener: where the others are met, when that is open already.
+      lead: this host's, where others may take over.
+      began: whether processes have run under another supervisor.
+      causes: why they were started again so far, which whoever takes over goes on with.
       fits: how many of so many processes would fit, and a text on that.
       tell: takes each line for the user.
       patience: seconds to wait until all hosts are there, also for one that was lost.
 
     Raises:
       LaunchError: the address cannot be had.
+      Deposed: by :meth:`start` and :meth:`poll`, when another has taken over.
     """
 
     def __init__(
@@ -58,17 +69,24 @@ class Hosts:
         total: int,
         coordinator: str,
         *,
+        first: int = 0,
+        listener: socket.socket | None = None,
+        lead: Lead | None = None,
+        began: bool = False,
+        causes: Sequence[Cause] = (),
         fits: Callable[[int], tuple[int, str]] = lambda count: (count, ""),
         tell: Callable[[str], None] = print,
         patience: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._local, self._own, self._total, self._fits, self._tell = local, room, total, fits, tell
-        self._patience, self._clock, self._listener = patience, clock, listen(coordinator)
+        self._patience, self._clock, self._listener = patience, clock, listener or listen(coordinator)
+        self._coordinator, self._first, self._lead, self._causes = coordinator, first, lead, causes
         self._new: dict[Wire, float] = {}
         self._hosts: list[_Host] = []
         self._command: Command | None = None  # of processes that wait for their hosts
-        self._count, self._since, self._attempts, self._told = 0, 0.0, 0, False
+        self._count, self._since, self._told = 0, 0.0, False
+        self.again = began
         self.peers: list[Peer] = []
 
     @property
@@ -76,6 +94,13 @@ class Hosts:
         """How many processes have a place now."""
         self._take_in(0.0)
         return self._own + sum(host.room for host in self._hosts)
+
+    def gather(self, least: float, most: float, wanted: int, stop: Callable[[], bool]) -> None:
+        """Take in hosts for ``least`` seconds, and for ``most`` at most while there is no place for ``wanted`` processes."""
+        began = self._clock()
+        while not stop() and ((waited := self._clock() - began) < least or (waited < most and self.room < wanted)):
+            self._check()
+            self._take_in(0.1)
 
     def start(self, command: Command, count: int) -> None:
         """Start ``count`` processes as soon as there are hosts for them, which :meth:`poll` looks after."""
@@ -89,6 +114,7 @@ class Hosts:
         Raises:
           LaunchError: the hosts have not come; a process cannot be started.
         """
+        self._check()
         self._take_in(min(seconds, 0.05))
         if self._command is not None:
             self._begin()
@@ -132,9 +158,9 @@ class Hosts:
         for host in self._hosts:
             host.wire.send(say=text)
 
-    def close(self, status: int) -> None:
-        """The run is over: the other supervisors end with this exit status."""
-        for host in self._hosts:
+    def close(self, status: int | None) -> None:
+        """The run is over: the other supervisors end with this exit status; without one they look for another that leads."""
+        for host in self._hosts if status is not None else ():
             host.wire.send(over=status)
         for wire in (*self._new, *(host.wire for host in self._hosts)):
             wire.finish()
@@ -152,14 +178,16 @@ class Hosts:
         if left:
             self._wait(left)
             return
+        self._check(now=True)
         self._command, at = None, own
         for host, count in zip(self._hosts, shares, strict=True):
             host.ranks, host.ended, host.tails = range(at, at + count), not count, {}
             if count:
-                host.wire.send(start=at, count=count, total=self._count, again=self._attempts > 0)
+                host.wire.send(start=at, count=count, total=self._count, again=self.again)
             at += count
-        self._attempts += 1
         self._local.start(command, own, total=self._count)
+        self.again = True
+        self._inform()
         self.peers = [*self._local.peers, *(Peer(rank, self._clock()) for rank in range(own, self._count))]
 
     def _wait(self, lacking: int) -> None:
@@ -175,7 +203,7 @@ class Hosts:
             )
         if waited <= self._patience:
             return
-        if not self._attempts:
+        if not self.again:
             raise LaunchError(
                 f"processes {who} of {self._total} did not come within {self._patience:g} s. Remedy: start their supervisors too, with the same "
                 f"--coordinator and --process-count."
@@ -185,12 +213,15 @@ class Hosts:
 
     def _missing(self) -> list[int]:
         """The processes, as the hosts were told to have them, whose host is not there."""
-        here = {*range(self._own), *(n for host in self._hosts for n in range(host.first, host.first + host.room))}
+        here = {
+            *range(self._first, self._first + self._own),
+            *(n for host in self._hosts for n in range(host.first, host.first + host.room)),
+        }
         return [rank for rank in range(self._total) if rank not in here]
 
     def _instead(self) -> str:
         """What could be done without the hosts that are missing, after one was lost."""
-        if not self._attempts:
+        if not self.again:
             return ""
         room = self.room
         count, text = self._fits(room)
@@ -205,19 +236,45 @@ class Hosts:
         if self._listener in ready:
             with suppress(OSError):
                 self._new[Wire(self._listener.accept()[0])] = self._clock()
-        for wire in list(self._new):
-            self._greet(wire)
         for host in self._hosts:
             for message in host.wire.read():
                 try:
                     self._hear(host, message)
                 except (ValueError, TypeError, KeyError, IndexError) as error:
                     host.wire.gone = f"it sends what is no message: {error}"
-        for host in [host for host in self._hosts if host.wire.gone]:
+        lost = [host for host in self._hosts if host.wire.gone]
+        for host in lost:
             self._hosts.remove(host)
             for peer in self._running(host):
                 peer.lost = f"was lost with its host {host.wire.host} ({host.wire.gone})"
             host.wire.close()
+        if lost:
+            self._inform()
+        for wire in list(self._new):  # after those that went, in whose place they may be
+            self._greet(wire)
+
+    def _check(self, *, now: bool = False) -> None:
+        if self._lead is not None:
+            self._lead.check(now=now)
+
+    def _inform(self) -> None:
+        """Tell the hosts what they need to go on without this one."""
+        if self._lead is None:
+            return
+        record = self._lead.record
+        news = News(
+            term=record.term,
+            mark=record.mark,
+            at=self._coordinator,
+            places=self._own,
+            count=self._count if self.again else 0,
+            own=min(self._own, self._count),
+            causes=tuple(one.text for one in self._causes),
+            hosts=tuple((host.first, host.room) for host in self._hosts),
+            heirs=tuple((host.first, host.at) for host in self._hosts if host.heir and host.at),
+        )
+        for host in self._hosts:
+            host.wire.send(news=asdict(news))
 
     def _running(self, host: _Host) -> Iterator[Peer]:
         if self._command is None:
@@ -235,11 +292,14 @@ class Hosts:
                 host.tails = {int(rank): [str(line) for line in lines] for rank, lines in tails.items()}
             case {"ended": True}:
                 host.ended = True
+            case {"sees": True}:
+                host.heir = True
+                self._inform()
 
     def _greet(self, wire: Wire) -> None:
         """Take a host in by its first message, or send it away."""
         hello = next(iter(wire.read()), None)
-        if hello is None:
+        if hello is None or wire.gone:
             if wire.gone or self._clock() - self._new[wire] > _ENDING:
                 del self._new[wire]
                 wire.close()
@@ -250,8 +310,9 @@ class Hosts:
                 asked = set(range(first, first + count)) if 0 < count <= self._total else set()
                 taken = asked - set(self._missing())
                 if total == self._total and asked and not taken:
-                    self._hosts.append(_Host(wire, first, count))
+                    self._hosts.append(_Host(wire, first, count, str(hello.get("at", ""))))
                     self._hosts.sort(key=lambda host: host.first)
+                    self._inform()
                     return
                 held = (
                     f"of which {', '.join(map(str, sorted(taken)))} have a host" if taken else "which has other numbers"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxpar.errors import LaunchError
 from jaxpar.launch.detect import Cluster, address_in, detect
-from jaxpar.launch.group import check_free, split_address
+from jaxpar.launch.group import BIND, check_free, split_address
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) ->
 
     try:
         if isinstance(what, Place):
-            bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", what.coordinator)
+            bind = os.environ.get(BIND, what.coordinator)
             if what.rank == 0:
                 check_free(bind)
             jax.distributed.initialize(
@@ -111,7 +111,7 @@ def bind_of(cluster: Cluster) -> str | None:
 
     ``None``, which is every interface, where that address is not known here, or where this host's own table gives its loopback for its name.
     """
-    said = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    said = os.environ.get(BIND)
     address = cluster.address or address_in(os.environ)[0]
     if said or not address:
         return said

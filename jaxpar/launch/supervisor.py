@@ -80,14 +80,18 @@ class Supervisor:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     causes: list[Cause] = field(default_factory=list)
-    _signals: list[int] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
 
-    def run(self) -> int:
-        """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal."""
+    def run(self, after: Cause | None = None) -> int:
+        """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal.
+
+        Args:
+          after: why the group has already ended once, under another supervisor.
+        """
         began, first = self.clock(), self.count
-        with listening(self._signals):
+        with listening(self.signals):
             while True:
-                found = self._attempt()
+                found, after = after or self._attempt(), None
                 if found is None:
                     break
                 self.causes.append(found)
@@ -98,8 +102,8 @@ class Supervisor:
             self.tell(f"done after {_times(len(self.causes), 'restart')} in {self.clock() - began:.0f} s{now}:")
             for number, one in enumerate(self.causes, 1):
                 self.tell(f"  {number}. {one.text}")
-        if found is None and self._signals and self.policy.signalled:
-            return 128 + self._signals[0]
+        if found is None and self.signals and self.policy.signalled:
+            return 128 + self.signals[0]
         return 0 if found is None else 1
 
     def _attempt(self) -> Cause | None:
@@ -111,7 +115,7 @@ class Supervisor:
             while True:
                 self.group.poll(_POLL)
                 self._pass_lines()
-                for number in self._signals[passed:]:
+                for number in self.signals[passed:]:
                     passed += 1
                     if passed > 1:
                         return self._worst(Cause("ended at once by a second signal", ()))
@@ -146,7 +150,7 @@ class Supervisor:
 
     def _again(self, found: Cause) -> bool:
         """Prepare a restart, if there is to be one."""
-        if self._signals or self.policy.restarts is None:
+        if self.signals or self.policy.restarts is None:
             return False
         done = len(self.causes) - 1
         if not found.again:
@@ -171,9 +175,9 @@ class Supervisor:
             f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from {start}"
         )
         until = self.clock() + seconds
-        while not self._signals and self.clock() < until:
+        while not self.signals and self.clock() < until:
             self.sleep(min(0.2, seconds))
-        return not self._signals
+        return not self.signals
 
 
 def _times(count: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxpar.errors import LaunchError
-from jaxpar.launch.group import messages, split_address
+from jaxpar.launch.group import BIND, messages, split_address
 from jaxpar.launch.heartbeat import TICK
 
 SILENT = 30.0
@@ -22,16 +22,19 @@ _MOST = 1 << 20
 
 
 class Wire:
-    """One connection. ``gone`` says why it is over, empty while it is not; nothing here raises because of the other side."""
+    """One connection. ``gone`` says why it is over, empty while it is not; nothing here raises because of the other side.
+
+    ``host`` is the other side's address, ``own`` this one's.
+    """
 
     def __init__(self, connection: socket.socket):
         self._connection, self._rest, self._heard = connection, b"", time.monotonic()
         self._lock = threading.Lock()
-        self.host, self.gone = "", ""
+        self.host, self.own, self.gone = "", "", ""
         try:
             connection.settimeout(10.0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.host = str(connection.getpeername()[0])
+            self.host, self.own = str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:  # it ended before it began
             self.gone = error.strerror or str(error)
         threading.Thread(target=self._beat, name="wire", daemon=True).start()
@@ -113,9 +116,9 @@ def listen(coordinator: str) -> socket.socket:
     Raises:
       LaunchError: the address cannot be had.
     """
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    bind = os.environ.get(BIND)
     named, port = meeting_place(coordinator)
-    host = split_address(bind, "JAX_COORDINATOR_BIND_ADDRESS")[0] if bind else named
+    host = split_address(bind, BIND)[0] if bind else named
     made: socket.socket | None = None
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -133,8 +136,14 @@ def listen(coordinator: str) -> socket.socket:
     return made
 
 
-def connect(coordinator: str) -> Wire | None:
-    """To the supervisor of process 0, ``None`` where it does not listen (yet)."""
+def connect(coordinator: str, seconds: float = 2.0) -> Wire | None:
+    """To the supervisor of process 0, ``None`` where it does not listen (yet), or says nothing within so many seconds.
+
+    To be connected proves nothing: the kernel takes connections for a process that is stopped.
+    """
     with suppress(OSError):
-        return Wire(socket.create_connection(meeting_place(coordinator), timeout=5.0))
+        wire = Wire(socket.create_connection(meeting_place(coordinator), timeout=seconds))
+        if select.select([wire], [], [], seconds)[0]:
+            return wire
+        wire.close()
     return None

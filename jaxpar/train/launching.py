@@ -15,10 +15,9 @@ from jaxpar.checkpoint.checking import steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
 from jaxpar.launch import heartbeat, shares
 from jaxpar.launch.detect import Cluster, detect
-from jaxpar.launch.follower import Follower
 from jaxpar.launch.group import Command, Group, Local
-from jaxpar.launch.hosts import Hosts
 from jaxpar.launch.joining import Place, found, join, place_of
+from jaxpar.launch.member import Member
 from jaxpar.launch.peers import Cause
 from jaxpar.launch.supervisor import Policy, Supervisor
 from jaxpar.train.config import Loaded, RunConfig, load_run
@@ -181,21 +180,15 @@ def supervise(
 
         return command
 
-    causes: list[Cause] = []
-    again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
     group = _group(run, asked, real, each, task)
     latest, refit = functools.partial(_latest, run), functools.partial(shares.refit, each=each, reason=fits)
-    if not isinstance(group, Local) or asked.coordinator is None or total == count:
-        return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
-    if first:
-        return Follower(group, command_of, first, count, total, asked.coordinator, tell=task.tell).run()
-    hosts, status = Hosts(group, count, total, asked.coordinator, fits=refit, tell=task.tell), 1
-    try:
-        remaining = lambda count: refit(min(count, hosts.room))
-        status = Supervisor(hosts, again, total, policy, latest, remaining, tell=hosts.say, causes=causes).run()
-    finally:
-        hosts.close(status)
-    return status
+    if isinstance(group, Local) and asked.coordinator is not None and total != count:
+        folder = Path(run.output) / "leader" if policy.elastic else None
+        place = (first, count, total)
+        return Member(group, command_of, *place, asked.coordinator, policy, latest, refit, folder, task.tell).run()
+    causes: list[Cause] = []
+    again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
+    return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
 
 
 def _check_hosts(count: int, total: int, first: int, asked: Asked) -> None:

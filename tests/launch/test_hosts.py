@@ -144,7 +144,7 @@ def test_hosts_that_never_come_are_named(tmp_path: Path) -> None:
     assert isinstance(status, LaunchError) and str(status) == text
     two.follow()
     assert str(two.join()[1]) == (
-        f"the supervisor of process 0 was not there within 0.3 s: nobody listens at 127.0.0.1:{meeting_place(two.address)[1]}. Remedy: start it on the "
+        f"the supervisor of process 0 was not there within 0.3 s: nobody answers at 127.0.0.1:{meeting_place(two.address)[1]}. Remedy: start it on the "
         f"coordinator's host, with --process-id 0 and the same --process-count; a run that has lost process 0's host is started anew."
     )
 
