@@ -26,7 +26,7 @@ from jaxpar.objective import Metrics, loss_of
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.precision import Asked, Precision
 from jaxpar.schedules.schedule import Schedule
-from jaxpar.state import TrainState, place
+from jaxpar.state import TrainState, place, problems_of
 from jaxpar.streaming import update as streaming_update
 
 
@@ -282,8 +282,7 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
     """``state`` with every leaf constrained to its place."""
     leaves, treedef = jax.tree.flatten(state)
     tensors = place(layout, state)
-    problems = [text for tensor in tensors for text in tensor.problems]
-    if problems:
+    if problems := problems_of(tensors):
         raise LayoutError(problems)
     placed = [
         leaf if on_host(leaf) else lay_out(layout.mesh, leaf, to_spec(tensor.resolved))
