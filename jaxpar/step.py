@@ -52,8 +52,9 @@ def train_step(
       loss_fn: ``loss_fn(model, batch)`` with what ``make_model`` returned (an NNX module, Linen variables or a pytree).
         What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
         It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
-        values of mutable Linen collections. ``batch`` is what :func:`jaxpar.put` gave: an array that was not put, as one of NumPy's, goes whole to every
-        device, and all devices compute all of it unless the model hints at ``batch``. If it takes an argument named ``key`` it receives a PRNG key for this step.
+        values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
+        ``batch`` is what :func:`jaxpar.put` gave: an array that was not put, as one of NumPy's, goes whole to every device, and
+        all devices compute all of it unless the model hints at ``batch``.
       accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
         or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over).
       gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
