@@ -128,7 +128,13 @@ def init_program(
     """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
     abstract = abstract_state(layout, make_model, tx, precision)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision))
+    treedef = jax.tree.structure(abstract)
+
+    def build(key: jax.Array) -> TrainState:
+        # A model that makes functions as it is built (attention_fn=lambda ...) is another one each time, but for its arrays.
+        made = _build(layout, make_model, tx, Precision.of(precision), key)
+        return jax.tree.unflatten(treedef, jax.tree.leaves(made))
+
     # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
     # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -78,3 +79,16 @@ def test_a_model_that_carries_keys_does_not_generate(page: dict[str, Any]) -> No
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}$"):
         jp.Generator(page["layout"], lambda key: Dropping(nnx.Rngs(key)), page["cached"], batch=2, slots=32)
+
+
+def test_a_model_may_make_functions_as_it_is_built() -> None:
+    def make(key: jax.Array) -> nnx.MultiHeadAttention:
+        plain = lambda q, k, v, **_: jp.attention(q, k, v)
+        return nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=plain, rngs=nnx.Rngs(key))
+
+    rules = jp.Rules(batch="data", seq=None, heads=None, kv_heads=None, head_dim=None, unannotated="replicate")
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), rules)
+    state = jp.init(layout, make, optax.sgd(0.1))
+    step = jp.train_step(layout, lambda model, x: (model(x) ** 2).mean())
+    _, metrics = step.eval_shape(state, jax.ShapeDtypeStruct((8, 4, 8), np.float32))
+    assert metrics["loss"].shape == ()
