@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import jaxpar as jp
+from jaxpar.inspect.compare import gradient_gaps
 
 DIMS = {"x": ("batch", None), "y": ("batch",), "s": (None,)}
 
@@ -43,3 +44,11 @@ def test_adam_on_noise_is_no_difference_of_layouts() -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", embed="data", mlp=None))
     verdict = jp.testing.assert_matches_single_device(layout, make, optax.adam(0.1, eps=1e-12), loss, batches(), DIMS)
     assert verdict.passed and verdict.gradients < 1e-5
+
+
+def test_a_gradient_of_noise_alone_is_held_against_the_largest() -> None:
+    want = {"w": np.float32([1.0, 0.5]), "small": np.float32([1e-5]), "bias": np.float32([3e-9])}
+    near = gradient_gaps(want, want | {"bias": np.float32([-3e-8]), "small": np.float32([1e-5 + 3e-8])})
+    assert near["bias"] < 1e-7  # rounding of what cancels out in it
+    assert near["small"] > 1e-5  # small, but a gradient
+    assert gradient_gaps(want, want | {"bias": np.float32([1e-3])})["bias"] > 1e-5

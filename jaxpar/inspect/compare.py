@@ -129,7 +129,10 @@ def gradient_gaps(want: Any, got: Any) -> dict[str, float]:
     least = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
     gaps = {}
     for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        size = max(float(np.abs(a).max(initial=0)), least)
+        largest = float(np.abs(a).max(initial=0))
+        # Of a gradient that is noise the noise may be as large as that of what cancels out in it: the largest gradient's.
+        noise = largest <= 8 * min(float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(a.dtype).eps)) * scale
+        size = max(scale if noise else largest, least)
         gaps[show(to_path(keys))] = _number(float(np.abs(a - b).max(initial=0)) / size)
     return gaps
 
