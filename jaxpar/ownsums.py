@@ -53,7 +53,9 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
 
         pieces = pieces_of(batch, how.accumulate, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
-        (loss, metrics, grads), weight, rest = sums_of(run, weights, rest, pieces, how.accumulate)
+        own = _own_keys(rest, _index(layout, axes))
+        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.accumulate)
+        rest = _first_keys(own, _index(layout, axes), axes)
         if how.own:
             grads = jax.tree.map(lambda g: wide(g)[None], grads)
         else:
@@ -125,6 +127,34 @@ def _index(layout: Layout, axes: Axes) -> Any:
     return index
 
 
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _own_keys(rest: Any, index: Any) -> Any:
+    """Carried PRNG keys (as of ``nnx.Rngs``) as a device draws from them: else all would drop out the same of their rows.
+
+    The first device keeps them as they are, so that what it leaves of them can be carried (``_first_keys``).
+    """
+
+    def own(key: Any) -> Any:
+        folded = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), index).reshape(key.shape)
+        return jnp.where(index == 0, key, folded)
+
+    return jax.tree.map(lambda x: own(x) if _is_key(x) else x, rest)
+
+
+def _first_keys(rest: Any, index: Any, axes: Axes) -> Any:
+    """The first device's carried PRNG keys on all."""
+
+    def first(key: Any) -> Any:
+        bits = jax.random.key_data(key)
+        bits = jax.lax.psum(jnp.where(index == 0, bits, jnp.zeros_like(bits)), axes)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
+
+    return jax.tree.map(lambda x: first(x) if axes and _is_key(x) else x, rest)
+
+
 def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -> None:
     """Carried variables that depend on a device's rows would part; counters and keys, which do not, may change."""
     leaves = jax.tree_util.tree_leaves_with_path(rest)
@@ -140,5 +170,5 @@ def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -
     if changed:
         raise ModelError(
             f"loss_fn changes {', '.join(changed)}, but with reduce='once' each device sees its own rows only, so the devices would "
-            f"part. Remedy: reduce='each', which reduces in every microbatch."
+            f"part. Remedy: reduce='each' (jp.Zero: stage 2), which reduces in every microbatch."
         )

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxpar import onebit
+from jaxpar import onebit, texts
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import KIND, hosted, hosted_layers, no_layers
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
@@ -128,7 +128,13 @@ def init_program(
     """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
     abstract = abstract_state(layout, make_model, tx, precision)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision))
+    treedef = jax.tree.structure(abstract)
+
+    def build(key: jax.Array) -> TrainState:
+        # A model that makes functions as it is built (attention_fn=lambda ...) is another one each time, but for its arrays.
+        made = _build(layout, make_model, tx, Precision.of(precision), key)
+        return jax.tree.unflatten(treedef, jax.tree.leaves(made))
+
     # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
     # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
@@ -147,8 +153,7 @@ def abstract_state(
     """
     shapes = shape_state(layout, make_model, tx, precision)
     tensors = place(layout, shapes)
-    problems = [text for tensor in tensors for text in tensor.problems]
-    if problems:
+    if problems := problems_of(tensors):
         raise LayoutError(problems)
     missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
     if missing:
@@ -259,6 +264,14 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
     return [placed[path] for path, _ in leaves]
 
 
+def problems_of(tensors: Sequence[Tensor]) -> list[str]:
+    """What is wrong with any of them, each text once; parameters that nobody annotated are one problem together."""
+    bare = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
+    together = (texts.unannotated(list(bare.items())),) if bare else ()
+    found = [together if tensor.path in bare else tensor.problems for tensor in tensors]
+    return list(dict.fromkeys(text for problems in found for text in problems))
+
+
 def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> Tensor:
     """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
     part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
@@ -270,11 +283,7 @@ def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx
         # Only `over` can place a parameter that nobody annotated.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
         if shape and layout.rules.unannotated == "error":
-            text = (
-                f"{full} {list(shape)} carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
-                f"jp.tag), or allow replication with unannotated='replicate' in the rules."
-            )
-            resolved = dataclasses.replace(resolved, problems=(text,))
+            resolved = dataclasses.replace(resolved, problems=(texts.unannotated([(full, shape)]),))
         return Tensor(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
     why = "carried by the model, not annotated"
     resolved = Resolved(tuple(Dim(None, size, why=why) for size in shape))

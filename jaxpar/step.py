@@ -26,7 +26,7 @@ from jaxpar.objective import Metrics, loss_of
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.precision import Asked, Precision
 from jaxpar.schedules.schedule import Schedule
-from jaxpar.state import TrainState, place
+from jaxpar.state import TrainState, place, problems_of
 from jaxpar.streaming import update as streaming_update
 
 
@@ -53,6 +53,8 @@ def train_step(
         What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
         It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
         values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
+        ``batch`` is what :func:`jaxpar.put` gave: an array that was not put, as one of NumPy's, goes whole to every device, and
+        all devices compute all of it unless the model hints at ``batch``.
       accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
         or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over).
       gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
@@ -282,8 +284,7 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
     """``state`` with every leaf constrained to its place."""
     leaves, treedef = jax.tree.flatten(state)
     tensors = place(layout, state)
-    problems = [text for tensor in tensors for text in tensor.problems]
-    if problems:
+    if problems := problems_of(tensors):
         raise LayoutError(problems)
     placed = [
         leaf if on_host(leaf) else lay_out(layout.mesh, leaf, to_spec(tensor.resolved))

@@ -33,6 +33,19 @@ def written(rule: object) -> str:
     return str(rule)
 
 
+def unannotated(tensors: Sequence[tuple[str, Sequence[int]]], most: int = 4) -> str:
+    """Parameters that carry no names, as one problem: whoever forgets one has as a rule forgotten all."""
+    shown = ", ".join(f"{path} {list(shape)}" for path, shape in tensors[:most])
+    rest = f" and {len(tensors) - most} more" if len(tensors) > most else ""
+    what = f"{shown} carries" if len(tensors) == 1 else f"{len(tensors)} parameters carry"
+    which = "" if len(tensors) == 1 else f": {shown}{rest}"
+    it = "it" if len(tensors) == 1 else "them"
+    return (
+        f"{what} no logical dims{which}. Remedy: annotate {it} (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or allow "
+        f"replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero split {it} all the same."
+    )
+
+
 def entry(role: str, dim: str) -> str:
     """An entry of a table: ``mlp`` of the base table, ``params: mlp`` of a role."""
     return f"{role}: {dim}" if role else dim

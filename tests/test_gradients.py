@@ -171,7 +171,7 @@ def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
         jp.train_step(layout, lambda model, x: jnp.mean(model(x)), accumulate=2)(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
         "loss_fn changes rest/mean, but with reduce='once' each device sees its own rows only, so the devices would part. "
-        "Remedy: reduce='each', which reduces in every microbatch."
+        "Remedy: reduce='each' (jp.Zero: stage 2), which reduces in every microbatch."
     )
 
 

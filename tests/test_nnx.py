@@ -192,7 +192,8 @@ NO_STACK = (
             LayoutError,
             (
                 "params/kernel [8, 6] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
-                "jp.tag), or allow replication with unannotated='replicate' in the rules."
+                "jp.tag), or allow replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero "
+                "split it all the same."
             ),
         ),
         (

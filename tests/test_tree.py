@@ -153,7 +153,7 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
             LayoutError,
             (
                 "params/w [8, 8] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or "
-                "allow replication with unannotated='replicate' in the rules."
+                "allow replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero split it all the same."
             ),
         ),
     ],

@@ -26,7 +26,7 @@ from jaxpar.infer.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
 from jaxpar.inspect.report import Report
 from jaxpar.int8 import is_int8
 from jaxpar.layout import Layout, _ambient, hint, tracing_under
-from jaxpar.model import MakeModel, Tagged
+from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.state import abstract_state
 from jaxpar.together import check_same, settled
 
@@ -125,10 +125,12 @@ class Generator:
         self.sampling, self.stop = sampling or Sampling(), tuple(stop)
         check_top_k(self.sampling.top_k, cached.vocab)
         state = abstract_state(layout, make_model, optax.identity())
-        if jax.tree.leaves(state.rest):
+        carried = [show(("rest", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(state.rest)]
+        if carried:
+            more = f" and {len(carried) - 4} more" if len(carried) > 4 else ""
             raise ModelError(
-                "Generator: the model carries variables beside its parameters, which generation does not take. Remedy: a model without counters "
-                "and statistics."
+                f"Generator: the model carries {', '.join(carried[:4])}{more} beside its parameters, which generation does not take. Remedy: a make_model "
+                f"without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as before."
             )
         self._state = state
         self._long = _with_cache(layout)

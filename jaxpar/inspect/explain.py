@@ -24,7 +24,7 @@ from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.objective import loss_of
 from jaxpar.precision import INT8, Precision
 from jaxpar.rules import Over, Resolved
-from jaxpar.state import Tensor, TrainState, place, shape_state
+from jaxpar.state import Tensor, TrainState, place, problems_of, shape_state
 from jaxpar.stored import disk_of, groups_of, refusal, stored_tensors
 
 
@@ -66,7 +66,7 @@ def explain(
     rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
     on_disk, refused = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
-    problems = [text for tensor in [*tensors, *away] for text in tensor.problems] + ([refused] if refused else [])
+    problems = problems_of([*tensors, *away]) + ([refused] if refused else [])
     missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
     problems += [missing] if missing else []
     for tensor in [*tensors, *away]:

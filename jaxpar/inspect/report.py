@@ -50,7 +50,8 @@ class Row:
         spec = ", ".join("+".join(axes) or "·" for axes in self.spec)
         dims = ", ".join(str(dim) if dim is not None else "·" for dim in self.dims)
         shape = " × ".join(map(str, self.shape)) or "scalar"
-        why = "; ".join([*(f"ERROR {p}" for p in self.problems), *self.why])
+        # The remedies stand once, below the tables.
+        why = "; ".join([*(f"ERROR {p.partition(' Remedy: ')[0]}" for p in self.problems), *self.why])
         return self.path, shape, self.dtype, dims, spec, show_bytes(self.device_bytes), "; ".join(self.rules), why
 
 

@@ -1,0 +1,47 @@
+"""PRNG keys that a model carries (``nnx.Rngs``): each device draws its own where devices sum by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.nnx import axes
+
+
+class Dropped(nnx.Module):
+    """A mean of what dropout leaves of ones, and of how it differs from row to row."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Linear(64, 1, kernel_init=axes(nnx.initializers.ones)("embed", None), use_bias=False, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def loss(model: Dropped, batch: Any) -> Any:
+    kept = model.drop(batch["x"])
+    number = (kept * jnp.arange(64)).sum(1).mean()  # another one for another mask
+    return (model.w(kept) ** 2).mean(), {"number": number, "square": number**2}
+
+
+def test_each_device_drops_out_its_own_and_the_key_is_carried_as_it_was() -> None:
+    zero = jp.Zero(1, min_bytes=0)
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), zero.rules(jp.Rules(batch="data", embed=None)))
+    state = jp.init(layout, lambda key: Dropped(nnx.Rngs(key)), optax.sgd(0.1))
+    bits = lambda state: jax.random.key_data(state.rest["drop"]["rngs"]["key"])
+    before, step = np.asarray(bits(state)), jp.train_step(layout, loss, **zero.step)
+    batch = {"x": jp.put(layout, np.ones((16, 64), np.float32), "batch", None)}
+    numbers = []
+    for calls in (1, 2):
+        state, metrics = step(state, batch)
+        numbers.append((float(metrics["number"]), float(metrics["square"])))
+        count = state.rest["drop"]["rngs"]["count"]
+        assert all(np.array_equal(before, shard.data) for shard in bits(state).addressable_shards)
+        assert len({int(shard.data) for shard in count.addressable_shards}) == 1
+        assert int(count) == calls
+    assert all(square - mean**2 > 1e4 for mean, square in numbers)  # 0 were masks alike on all devices
+    assert numbers[0] != numbers[1]
