@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.contract import PRODUCT
 from jaxpar.crossing import asking, batch_axes, gather, parts_of
@@ -80,7 +80,7 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
     if how.accumulate == 1:
-        (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
+        (loss, (metrics, rest)), grads = run(weights, state.rest, rows_apart(layout, batch), None)
     else:
         axes = batch_axes(layout)
         pieces = pieces_of(batch, how.accumulate, math.prod(layout.sizes[axis] for axis in axes), 1)
@@ -89,6 +89,22 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.accumulate, place)
         loss, metrics, grads = means_of(sums, weight)
     return Found(loss, metrics, rest, unscaled(state, grads, scale))
+
+
+def rows_apart(layout: Layout, batch: Any) -> Any:
+    """The batch with its rows where the rules have them: an array of NumPy's goes whole to every device, each of which would compute all of it."""
+    found = layout.resolve(("batch",))
+    axes = () if found.problems else found.axes[0]
+    ways = math.prod(layout.sizes[axis] for axis in axes)
+    if ways == 1 or AxisType.Explicit in layout.mesh.axis_types:
+        return batch  # an Explicit array says itself where it lies
+
+    def rows(x: Any) -> Any:
+        if not x.ndim or x.shape[0] % ways:
+            return x
+        return lay_out(layout.mesh, x, PartitionSpec(axes, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
+
+    return jax.tree.map(rows, batch)
 
 
 def _hosted(state: TrainState, how: How) -> bool:

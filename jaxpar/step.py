@@ -17,7 +17,7 @@ from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.evaluated import evaluated
 from jaxpar.fusion import Fusion
-from jaxpar.gradients import gradients
+from jaxpar.gradients import gradients, rows_apart
 from jaxpar.host import on_host
 from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.microbatches import Found, Gather, How, Reduce
@@ -53,8 +53,8 @@ def train_step(
         What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
         It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
         values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
-        ``batch`` is what :func:`jaxpar.put` gave: an array that was not put, as one of NumPy's, goes whole to every device, and
-        all devices compute all of it unless the model hints at ``batch``.
+        ``batch`` is what :func:`jaxpar.put` gave: an array that was not put, as one of NumPy's, goes whole to every device, where its
+        rows (dim 0) are cut by the rule of ``batch`` if its axes divide them.
       accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
         or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over).
       gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
@@ -203,7 +203,9 @@ def eval_step(
         with tracing_under(layout), asking(how):
             if asked is not None:
                 return evaluated(layout, loss_fn, state, batch, how, asked)
-            loss, (aux, _) = loss_of(loss_fn, state, batch)(jax.tree.map(how.computing, state.params))
+            loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(
+                jax.tree.map(how.computing, state.params)
+            )
             return {"loss": loss, **aux}
 
     return jax.jit(evaluate)
