@@ -64,7 +64,7 @@ def found(place: Place | None, *, alone: bool, variables: Mapping[str, str] | No
 def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) -> None:
     """Make this process one of several. Call it before jax runs anything.
 
-    The coordinator, which asks nobody who he is, listens at its own address alone: jax's default is every interface.
+    The coordinator, which asks nobody who it is, listens at its own address alone: jax's default is every interface.
 
     Args:
       what: of :func:`found`.

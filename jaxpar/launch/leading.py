@@ -1,7 +1,7 @@
 """``Lead``: which host's supervisor leads a run, as its folder on the hosts' shared storage says; so never two of them do.
 
-A lead is a file whose name is its term, a number that grows. Only one can make it, and he rewrites it once a second for as long as he lives: whoever
-cannot reach a leader sees there whether he is gone or only out of sight, and a leader that was taken for gone sees a newer term, and ends what he runs.
+A lead is a file whose name is its term, a number that grows. Only one can make it, and rewrites it once a second for as long as it lives: whoever
+cannot reach a leader sees there whether it is gone or only out of sight, and a leader that was taken for gone sees a newer term, and ends what it runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from jaxpar.errors import LaunchError
 
 RENEW = 1.0
-"""Seconds between two times that a leader renews his file, and looks for a newer one."""
+"""Seconds between two times that a leader renews its file, and looks for a newer one."""
 FENCE = 4.0
-"""Seconds from a claim to the first start under it: within them an older leader that still runs has seen it, and ended his processes."""
+"""Seconds from a claim to the first start under it: within them an older leader that still runs has seen it, and ended its processes."""
 _MOST = 1 << 16
 
 

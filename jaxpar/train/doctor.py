@@ -199,7 +199,7 @@ def cache(folder: Path) -> Check:
 
 
 def coordinator(variables: Mapping[str, str]) -> Check:
-    """Whether jax's coordinator, which asks nobody who he is, would listen to more than it must."""
+    """Whether jax's coordinator, which asks nobody who it is, would listen to more than it must."""
     address, source = address_in(variables)
     bind = variables.get("JAX_COORDINATOR_BIND_ADDRESS", "")
     # What jax.distributed.initialize does: every interface, on the coordinator's port, unless told otherwise.
