@@ -95,7 +95,8 @@ class Tick:
                 "own": [of_layers(table.sizes["own"] + 1, k) for k in own],
                 "sent": jnp.zeros_like(fed),
                 "came": {way: jnp.zeros_like(fed) for way in came},
-                "x": self._hinted(x),
+                # With a place to spare it is an array of its own: a TPU's compiler copies what the loop would write in the place of its input.
+                "x": self._hinted(jnp.concatenate([x, jnp.zeros_like(x[:1])])),
                 "aux": empty_sums(extras, self.program.schedule.microbatches),
                 "grads": self._empty(weights),
                 "turn": self._empty_turns(weights),
