@@ -1,12 +1,13 @@
 """A backward pass in two: cotangents of inputs now, gradients of weights later (Qi et al. 2023, arXiv:2401.10241).
 
-The program of a layer's backward is taken apart, equation by equation: what the cotangent of the input needs is the first half, all else the
-second. What the second half reads of the first has to be kept between them.
+The program of a layer's backward is taken apart, equation by equation: what the cotangent of the input needs is the first half, and whatever products are
+left the second. What the second half reads of the first has to be kept between them; as little as can be (:mod:`jaxpar.pipeline.cut`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.pipeline.beside import bits, keys_again
+from jaxpar.pipeline.cut import least_kept
 
 _OPENED = frozenset(("remat2", "checkpoint", "pjit", "jit", "closed_call", "core_call", "custom_jvp_call"))
 """Equations that only hold others, and are looked into."""
@@ -78,28 +80,25 @@ def halves(
     closed = jax.make_jaxpr(flat)(*ws, *kept, *sides, cotangent)
     closed = jax.make_jaxpr(lambda *args: _opened(closed.jaxpr, closed.consts, args))(*ws, *kept, *sides, cotangent)
     jaxpr = closed.jaxpr
-    first = _needed(jaxpr.eqns, jaxpr.outvars[-1:], set())
-    second = _needed(jaxpr.eqns, jaxpr.outvars[:-1], set(map(id, first)))
-    made = {v for e in second for v in e.outvars}
-    there = {
-        *jaxpr.constvars,
-        *jaxpr.invars[: len(ws)],
-        *jaxpr.invars[len(ws) + len(kept) : len(jaxpr.invars) - 1],
-        *made,
-    }
-    read = [v for e in second for v in e.invars] + list(jaxpr.outvars[:-1])
-    between = tuple(dict.fromkeys(v for v in read if isinstance(v, Var) and v not in there))
+    sides_from = len(ws) + len(kept)
+    free = {*jaxpr.constvars, *jaxpr.invars[: len(ws)], *jaxpr.invars[sides_from : sides_from + len(sides)]}
+    gradients, before = jaxpr.outvars[:-1], jaxpr.outvars[-1]
+    saved = least_kept(jaxpr, free, gradients, _needed(jaxpr.eqns, [before], set()))
+    first = _needed(jaxpr.eqns, [before, *saved], set())
+    second = _needed(jaxpr.eqns, gradients, set(saved))
+    read = {v for e in second for v in e.invars if isinstance(v, Var)} | {v for v in gradients if isinstance(v, Var)}
+    between = tuple(v for v in saved if v in read)
     return Halves(closed, tuple(first), tuple(second), between, (len(ws), len(kept), len(sides)), structure)
 
 
-def _needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any], done: set[int]) -> list[JaxprEqn]:
-    """The equations, but for those that are done, that these values come from, in their order."""
-    needed = {v for v in wanted if isinstance(v, Var)}
+def _needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any], given: AbstractSet[Var]) -> list[JaxprEqn]:
+    """The equations that these values come from, in their order, where some values are given."""
+    needed = {v for v in wanted if isinstance(v, Var)} - given
     found = []
     for equation in reversed(equations):
-        if id(equation) not in done and any(v in needed for v in equation.outvars):
+        if any(v in needed for v in equation.outvars):
             found.append(equation)
-            needed |= {v for v in equation.invars if isinstance(v, Var)}
+            needed |= {v for v in equation.invars if isinstance(v, Var)} - given
     return found[::-1]
 
 

@@ -123,8 +123,7 @@ class _Replay:
             if self.keeps == "input":
                 self.read("act", stage, fields["b_input"], Label("input", m, piece), True)
             else:
-                last = not self.schedule.split
-                self.read("res", stage, fields["b_residuals"], Label("residuals", m, piece), last)
+                self.read("res", stage, fields["b_residuals"], Label("residuals", m, piece), True)
             if fields["b_first"] != (piece == 0):
                 self.fail(f"stage {stage}: b_first is {fields['b_first']} at piece {piece}")
             own = Label("own", m, piece) if self.schedule.split else None
@@ -156,8 +155,6 @@ class _Replay:
         if fields["w_on"]:
             m, piece = self.started("W", stage, fields)
             self.read("own", stage, fields["w_own"], Label("own", m, piece), True)
-            if self.keeps == "residuals":
-                self.read("res", stage, fields["w_residuals"], Label("residuals", m, piece), True)
 
     def started(self, kind: str, stage: int, fields: dict[str, int]) -> tuple[int, int]:
         """Microbatch and piece of an operation, noted as done; chunks of a sequence in their order."""

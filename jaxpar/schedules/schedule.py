@@ -64,7 +64,7 @@ class Schedule:
 
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
-        """For each stage how many forwards' residuals are kept at the most: the stash, but where backwards are split they wait for W."""
+        """For each stage how many microbatches it has anything of at the most: the stash, and where backwards are split what waits for W."""
         return self._kept("W" if self.split else "B")
 
     def _kept(self, until: Kind) -> tuple[int, ...]:

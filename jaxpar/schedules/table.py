@@ -24,7 +24,7 @@ Keeps = Literal["input", "residuals"]
 FIELDS = (
     "f_on", "f_microbatch", "f_chunk", "f_input", "f_residuals", "f_last",
     "b_on", "b_microbatch", "b_chunk", "b_input", "b_cotangent", "b_residuals", "b_own", "b_first",
-    "w_on", "w_microbatch", "w_chunk", "w_own", "w_residuals",
+    "w_on", "w_microbatch", "w_chunk", "w_own",
     # Where what arrives goes: of forwards, at the end of the tick; of the backwards of the tick before, in its middle.
     "act_down", "act_up", "act_self", "act_feed",
     "cot_down", "cot_up", "cot_self", "cot_head",
@@ -114,10 +114,7 @@ class _Writer:
                     continue
                 lives["cot"][stage].append(Live(self._arrives("B", microbatch, piece), time(backward, BACKWARD), key))
                 if self.keeps == "residuals":
-                    until = (
-                        time(self._tick("W", microbatch, piece), END) if schedule.split else time(backward, BACKWARD)
-                    )
-                    lives["res"][stage].append(Live(time(forward, FORWARD), until, key))
+                    lives["res"][stage].append(Live(time(forward, FORWARD), time(backward, BACKWARD), key))
                 if schedule.split:
                     done = time(self._tick("W", microbatch, piece), END)
                     lives["own"][stage].append(Live(time(backward, BACKWARD), done, key))
@@ -220,8 +217,7 @@ class _Writer:
             self._send("cot", tick, stage, piece - 1, m)
 
     def _w(self, tick: int, stage: int, m: int, chunk: int) -> None:
-        own, residuals = self._slot("own", stage, m, chunk), self._slot("res", stage, m, chunk)
-        self._set(tick, stage, w_on=1, w_microbatch=m, w_chunk=chunk, w_own=own, w_residuals=residuals)
+        self._set(tick, stage, w_on=1, w_microbatch=m, w_chunk=chunk, w_own=self._slot("own", stage, m, chunk))
 
     def _send(self, buffer: str, tick: int, stage: int, piece: int, m: int) -> None:
         """Where a result goes: to the neighbour's slot, which is written at the tick's end, or for cotangents in the next tick."""
