@@ -3,8 +3,8 @@
 Nothing needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). First the step of the 1B model on v5e 4x4, pipeline 4 × FSDP 4, 8 microbatches
 (``configs/bench/1b_pp4_fsdp4.yaml``), two CPU minutes each, beside what MaxText's circular pipeline came to; ``--maxtext`` compiles that too, in turn, as
 ``maxtext_aot.py`` does. With ``--memory`` instead what a device holds of a small Llama of eight layers as the microbatches grow, each of a sequence of 512
-tokens a device, beside a pipeline that jax differentiates (``autodiff_pipeline.py``), and how long the compiler takes. ``gpipe`` and ``breadth_first``
-keep every microbatch until its backward, so they grow by nature.
+tokens a device, looked up microbatch by microbatch (``before: each``), beside a pipeline that jax differentiates (``autodiff_pipeline.py``), and how long the
+compiler takes. ``gpipe`` and ``breadth_first`` keep every microbatch until its backward, so they grow by nature.
 """
 
 from __future__ import annotations
@@ -116,10 +116,12 @@ def say(name: str, found: dict[str, float], missed: list[str]) -> None:
     )
 
 
-def memory(names: list[str], microbatches: list[int], keeps: str, small: list[str]) -> dict[str, Any]:
+def memory(names: list[str], microbatches: list[int], keeps: str, before: str, small: list[str]) -> dict[str, Any]:
     """Temporary MiB of each schedule for so many microbatches, and the compiler's CPU seconds."""
     columns = "".join(f"{count:8}" for count in microbatches)
-    print(f"temporary MiB, {keeps} kept;  microbatches:{columns}   last ÷ first   compile CPU s of each")
+    print(
+        f"temporary MiB, {keeps} kept, before: {before};  microbatches:{columns}   last ÷ first   compile CPU s of each"
+    )
     figures: dict[str, Any] = {}
     for name in names:
         each = []
@@ -130,6 +132,7 @@ def memory(names: list[str], microbatches: list[int], keeps: str, small: list[st
                 "sequence_chunks": CUT.get(name, 1),
                 "reduce": "once",
                 "keeps": keeps,
+                "before": before,
                 "microbatches": count,
             }
             asked = [f"parallel.pipeline.{key}={value}" for key, value in pipeline.items() if name != AUTODIFF]
@@ -161,6 +164,7 @@ def main() -> int:
     )
     parser.add_argument("--microbatches", default="8,64", help="of --memory (default: %(default)s)")
     parser.add_argument("--keeps", default="input", choices=("input", "residuals"), help="of --memory")
+    parser.add_argument("--before", default="each", choices=("once", "each"), help="of --memory (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     names = options.schedules.split(",") if options.memory else options.runs.split(";")
@@ -169,7 +173,7 @@ def main() -> int:
         parser.error(f"no run {unknown[0]!r}; runs are {'; '.join(known)}")
     if options.memory:
         counts = [int(count) for count in options.microbatches.split(",")]
-        figures = memory(names, counts, options.keeps, SMALL)
+        figures = memory(names, counts, options.keeps, options.before, SMALL)
     else:
         theirs = options.maxtext or options.maxtext_python
         figures = beside_maxtext(names, options.layers, maxtext_python(options.maxtext_python) if theirs else None)

@@ -89,13 +89,13 @@ class Boarding:
                 )
         return kept_of(asked.schedule, asked.recompute, counts) if asked.recompute else None
 
-    def enter(self, params: Any, batch: Any, x: jax.Array, microbatches: int) -> tuple[Any, tuple[Any, jax.Array]]:
-        """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x`` as [devices, microbatches, rows, ...].
+    def enter(self, params: Any, batch: Any, x: jax.Array | None, microbatches: int) -> tuple[Any, tuple[Any, Any]]:
+        """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x``, if there is one, as [devices, microbatches, rows, ...].
 
         Of sequences in chunks, each chunk of a microbatch comes as one.
         """
 
-        def local(params: Any, batch: Any, x: jax.Array) -> Any:
+        def local(params: Any, batch: Any, x: jax.Array | None) -> Any:
             whole = lambda w, lies: gather(w, lies.parts(self.axes), self.precision)
             weights = self.split.apart(params, self.stored, whole, self._cut)
             pieces = in_chunks(pieces_of((batch, x), microbatches // self.chunks, 1, 0), self.chunks)
@@ -106,32 +106,35 @@ class Boarding:
         weights = self.split.apart(self.stored, self.stored, lambda _, lies: lies.spec((AXIS,)), lambda *_: of_layers)
         rows = lambda x: PartitionSpec(*row_axes(self.layout, x))
         stored = jax.tree.map(lambda lies: lies.spec(), self.stored)
-        into = stored, jax.tree.map(rows, batch), self._columns(x, x.ndim, *row_axes(self.layout, x))
-        out = weights, (jax.tree.map(lambda _: own, batch), self._columns(x, x.ndim + 2, ways))
-        found: tuple[Any, tuple[Any, jax.Array]] = self._inside(local, into, out)(params, batch, x)
+        came = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
+        goes = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, ways), x)
+        into = stored, jax.tree.map(rows, batch), came
+        out = weights, (jax.tree.map(lambda _: own, batch), goes)
+        found: tuple[Any, tuple[Any, Any]] = self._inside(local, into, out)(params, batch, x)
         return found
 
-    def leave(self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array) -> tuple[Any, jax.Array, Any, jax.Array]:
-        """Sums over all devices, of metrics, of weights, and of gradients where they are wanted; ``x`` as it came in."""
+    def leave(self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> tuple[Any, jax.Array, Any, Any]:
+        """Sums over all devices, of metrics, of weights, and of gradients where they are wanted; ``x``, if there is one, as it came in."""
 
-        def local(grads: Any, sums: Any, weight: jax.Array, x: jax.Array) -> Any:
+        def local(grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> Any:
             sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
             scatter = lambda g, lies: reduce(g[0], lies.parts(self.axes), self.axes, self.precision)
             grads = self.split.apart(grads, self.wanted, scatter, self._back)
             sums, weight = jax.lax.psum((sums, weight), self.axes) if self.axes else (sums, weight)
-            x = joined(x, self.chunks)
-            return sums, weight, grads, x.reshape(-1, *x.shape[2:])
+            whole = lambda x: x.reshape(-1, *x.shape[2:])
+            return sums, weight, grads, jax.tree.map(lambda x: whole(joined(x, self.chunks)), x)
 
         ways, own = self.axes or None, PartitionSpec(self.axes or None)
         of_layers = PartitionSpec(AXIS, ways)
         came = self.split.apart(
             self.wanted, self.wanted, lambda _, lies: lies.spec((AXIS,), ways), lambda *_: of_layers
         )
-        like = jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype)
-        into = came, own, own, self._columns(like, x.ndim, ways)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype), x)
+        into = came, own, own, jax.tree.map(lambda x: self._columns(x, x.ndim, ways), x)
         wanted = jax.tree.map(lambda lies: lies.spec(), self.wanted)
-        out = PartitionSpec(), PartitionSpec(), wanted, self._columns(like, like.ndim, *row_axes(self.layout, like))
-        found: tuple[Any, jax.Array, Any, jax.Array] = self._inside(local, into, out)(grads, sums, weight, x)
+        goes = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), like)
+        out = PartitionSpec(), PartitionSpec(), wanted, goes
+        found: tuple[Any, jax.Array, Any, Any] = self._inside(local, into, out)(grads, sums, weight, x)
         return found
 
     def summed(self, sums: Any) -> Any:

@@ -12,7 +12,7 @@ from jaxpar.boarding import Boarding, Split
 from jaxpar.layout import Layout
 from jaxpar.microbatches import means_of
 from jaxpar.objective import Metrics, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, program_of, weighted
+from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of, weighted
 from jaxpar.pipeline.asked import Pipeline
 from jaxpar.pipeline.forward import run_forward
 from jaxpar.pipeline.program import Head
@@ -33,12 +33,15 @@ def evaluated(
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(state.params), batch)
     check_rows(layout, batch, schedule.microbatches)
-    others = jax.tree.map(precision.computing, split.others(state.params))
-    x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
+    each, x = asked.before == "each", None
+    if not each:
+        others = jax.tree.map(precision.computing, split.others(state.params))
+        x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
     board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
-    program = program_of(layout, loss_fn, split, board, schedule=schedule, head=_head(loss_fn, split), join=join)
+    head, before = _head(loss_fn, split), each_before(loss_fn, split) if each else None
+    program = program_of(layout, loss_fn, split, board, schedule=schedule, head=head, join=join, before=before)
     sums = run_forward(program, split.stack(weights), split.others(weights), fed, pieces)
     (loss, metrics), weight = board.summed(sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)

@@ -18,7 +18,7 @@ from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, unpack
 from jaxpar.pipeline.beside import Beside
 from jaxpar.pipeline.layers import AXIS
-from jaxpar.pipeline.program import Program
+from jaxpar.pipeline.program import Before, Program
 from jaxpar.pipeline.stage import Layer
 from jaxpar.staged import Staged
 
@@ -40,6 +40,19 @@ def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Arr
     x = loss_fn.before(model, batch)
     _check_carried("before", split, model)
     return x
+
+
+def each_before(loss_fn: Staged, split: Split) -> Before:
+    """The same of one microbatch at a time, in the ticks."""
+    given = lambda weights, piece: before_of(loss_fn, split, weights, piece[0])
+
+    def back(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
+        _, pull = jax.vjp(lambda weights: given(weights, piece), weights)
+        (found,) = pull(cotangent)
+        *others, grads = sums
+        return *others, jax.tree.map(jnp.add, grads, split.laid(jax.tree.map(wide, found)))
+
+    return Before(given, back)
 
 
 def layer_of(loss_fn: Staged, split: Split) -> Layer:

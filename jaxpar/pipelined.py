@@ -1,8 +1,8 @@
 """Loss and gradients of a batch by a pipeline: the layers over its stages, what comes before and after them over all devices.
 
 The axes of the batch and of the sequence are manual, as for ``reduce="once"``: weights are gathered once a step, every device sums its own gradients over
-all microbatches, and one reduction follows. What comes before the layers runs once for the whole batch, outside of the ticks; what comes
-after them, for each microbatch on all stages at once, so that rules may split its weights over ``pipeline`` (``vocab: [pipeline, model]``).
+all microbatches, and one reduction follows. What comes before the layers runs once for the whole batch, outside of the ticks (or, asked so, as
+what comes after); what comes after them, for each microbatch on all stages at once, so that rules may split its weights over ``pipeline`` (``vocab: [pipeline, model]``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxpar.layout import Layout
 from jaxpar.microbatches import Found, How, means_of, scale_of, unscaled
 from jaxpar.model import show, to_path
 from jaxpar.objective import check_names, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, program_of, weighted
+from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of, weighted
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.pipeline.beside import Extras
 from jaxpar.pipeline.chunks import Carry, check_chunks
@@ -45,12 +45,13 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
 
     others = jax.tree.map(precision.computing, split.others(state.params))
     before = lambda others: columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
-    x, pull = jax.vjp(before, others)
+    each = asked.before == "each"
+    x, pull = (jax.eval_shape(before, others), None) if each else jax.vjp(before, others)
     check_chunks(x, schedule)
 
     board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
-    weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
+    weights, (pieces, fed) = board.enter(state.params, given, None if each else x, schedule.microbatches)
     program = program_of(
         layout,
         loss_fn,
@@ -66,11 +67,13 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         kept=board.kept(asked),
         again=asked.recompute,
         carry=_carry(loss_fn, split, schedule.sequence_chunks),
+        before=each_before(loss_fn, split) if each else None,
     )
     grads, (sums, weight, after), fed = run(program, split.stack(weights), split.others(weights), fed, pieces)
     sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
-    (grads_before,) = pull(x)
-    grads = split.add(grads, jax.tree.map(wide, grads_before))
+    if pull is not None:
+        (grads_before,) = pull(x)
+        grads = split.add(grads, jax.tree.map(wide, grads_before))
     loss, metrics, grads = means_of((*sums, grads), weight)
     return Found(loss, metrics, state.rest, unscaled(state, grads, scale))
 

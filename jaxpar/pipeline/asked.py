@@ -28,6 +28,10 @@ class Pipeline:
       layers: how many layers each piece has, in the order of the model; empty for all alike.
       recompute: for each stage, how many of the first layers of each of its pieces keep their input alone and compute the rest again in the
         backward; the others keep their residuals. Buffers are as large as the stage with most needs. Empty: all keep theirs.
+      before: ``once`` does what comes before the layers for the whole batch, outside of the ticks, and back again: what the first layer is given, and
+        its cotangent, wait whole in one place, split over all devices. ``each`` does it for one microbatch at a time (of sequences in chunks: for
+        one chunk), on all stages at once, so nothing of the batch waits; its weights are gathered for all of the ticks, and their gradients are
+        summed there, in fp32. Less memory where a batch's activations are more than these weights.
     """
 
     schedule: Schedule
@@ -36,12 +40,14 @@ class Pipeline:
     reduce: Literal["once", "chunk", "each"] = "once"
     lowering: Literal["uniform", "divergent"] = "uniform"
     recompute: tuple[int, ...] = ()
+    before: Literal["once", "each"] = "once"
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ("keeps", self.keeps, get_args(Keeps)),
             ("reduce", self.reduce, ("once", "chunk", "each")),
             ("lowering", self.lowering, ("uniform", "divergent")),
+            ("before", self.before, ("once", "each")),
         )
         for name, value, known in checks:
             if value not in known:

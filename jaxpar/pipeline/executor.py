@@ -18,19 +18,21 @@ from jaxpar.pipeline.program import Program
 from jaxpar.pipeline.tick import Tick
 
 
-def run(program: Program, weights: Any, after: Any, x: jax.Array, pieces: Any) -> tuple[Any, Any, jax.Array]:
+def run(
+    program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any
+) -> tuple[Any, Any, jax.Array | None]:
     """Sums of gradients of the weights, sums over microbatches, and the cotangents of ``x``: each device's own.
 
     Args:
       weights: of the layers, [stages, chunks, layers, ...].
-      after: weights that ``head`` is given.
-      x: what the first layer is given: [devices, microbatches, rows, ...], the devices being those along ``axes``.
+      after: weights that ``head`` is given, and ``before``.
+      x: what the first layer is given: [devices, microbatches, rows, ...], the devices being those along ``axes``; ``None`` if the program has a ``before``.
       pieces: of the batch, [devices, microbatches, rows, ...].
 
     Returns:
       Gradients [stages, devices, chunks, layers, ...], sums [devices, ...], and what ``x`` is.
     """
-    tick = Tick(program, weights, after, pieces, x.shape[-1] % program.schedule.stages == 0)
+    tick = Tick(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0)
     rows, every = program.rows()
 
     def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
@@ -38,4 +40,4 @@ def run(program: Program, weights: Any, after: Any, x: jax.Array, pieces: Any) -
 
     carry, _ = jax.lax.scan(one, tick.start(x), (jnp.asarray(rows), jnp.asarray(every)))
     carry = tick.finish(carry, program.table.last, jnp.asarray(program.was_first()[-1]))
-    return carry["grads"], carry["sums"], carry["x"][:, :-1]
+    return carry["grads"], carry["sums"], None if x is None else carry["x"][:, :-1]

@@ -13,12 +13,12 @@ from jaxpar.pipeline.program import Program
 from jaxpar.pipeline.tick import Tick
 
 
-def run_forward(program: Program, weights: Any, after: Any, x: jax.Array, pieces: Any) -> Any:
+def run_forward(program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any) -> Any:
     """Sums over microbatches, each device's own [devices, ...]; arguments as of :func:`jaxpar.pipeline.executor.run`.
 
     The program's schedule has forwards only, and its ``head`` gives nothing for a cotangent.
     """
-    tick = _Forward(program, weights, after, pieces, x.shape[-1] % program.schedule.stages == 0)
+    tick = _Forward(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0)
     rows, every = program.rows()
 
     def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
@@ -31,10 +31,11 @@ def run_forward(program: Program, weights: Any, after: Any, x: jax.Array, pieces
 class _Forward(Tick):
     """One tick of all stages, of which each does a forward at the most."""
 
-    def start(self, x: jax.Array) -> dict[str, Any]:
+    def start(self, x: jax.Array | None) -> dict[str, Any]:
         """Empty buffers, with the first microbatch where the first tick wants it."""
         table = self.program.table
         slots, first = table.first
+        x = self.given(first)[:, None] if x is None else x
 
         def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
             fed, side = self._fed(x, first), self.program.side(pick(pieces, 0))
@@ -56,5 +57,5 @@ class _Forward(Tick):
 
     def __call__(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
         carry, y = self._forward(carry, row, every)
-        carry = self._heads(carry, y, row, every)
+        carry = self._given(self._heads(carry, y, row, every), every)
         return self._each_stage(carry, y, row, every, self._counted, self._sent)

@@ -23,6 +23,19 @@ type Head = Callable[[Any, Any, jax.Array], tuple[Any, tuple[Any, jax.Array]]]
 
 
 @dataclass(frozen=True)
+class Before:
+    """What comes before the layers, where that is done microbatch by microbatch.
+
+    Attributes:
+      given: ``given(weights, microbatch) -> x``, for the first layer.
+      back: ``back(weights, microbatch, cotangent, sums) -> sums`` of a head's results, with the gradients added.
+    """
+
+    given: Callable[[Any, Any], jax.Array]
+    back: Callable[[Any, Any, jax.Array, Any], Any]
+
+
+@dataclass(frozen=True)
 class Program:
     """What is carried out.
 
@@ -44,6 +57,7 @@ class Program:
       kept: where each layer keeps what, if the first of a stage compute theirs again; of ``residuals``.
       again: [stages], how many do.
       carry: how layers take sequences in chunks; ``None`` where they take them whole.
+      before: what makes the first layer's input in the ticks; ``None`` where that has been made of the whole batch.
     """
 
     schedule: Schedule | Window
@@ -62,6 +76,7 @@ class Program:
     kept: Kept | None = None
     again: tuple[int, ...] = ()
     carry: Carry | None = None
+    before: Before | None = None
     table: Table = field(init=False)
     turns: Turns | None = field(init=False)
 

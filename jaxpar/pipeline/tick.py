@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxpar.pipeline.moves import (
     reader,
     wide_dtype,
 )
-from jaxpar.pipeline.program import Program, of_every
+from jaxpar.pipeline.program import Before, Program, of_every
 from jaxpar.pipeline.stage import Add, Chunk, held, read, write
 from jaxpar.pipeline.turns import COLUMNS
 from jaxpar.schedules.table import FIELDS
@@ -63,10 +63,11 @@ class Tick:
     pieces: Any
     grows: bool
 
-    def start(self, x: jax.Array) -> dict[str, Any]:
+    def start(self, x: jax.Array | None) -> dict[str, Any]:
         """Empty buffers, with the first microbatch where the first tick wants it."""
         table, keeps = self.program.table, self.program.keeps
         slots, first = table.first
+        x = self.given(first)[:, None] if x is None else x
         came = [way for way in _WAYS if self.program.divergent and f"cot_{way}" in table.channels]
 
         def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
@@ -116,9 +117,12 @@ class Tick:
         return {**carry, "sums": empty(sums), "cotangent": empty(cotangent)}
 
     def __call__(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
+        return self._given_back(self._worked(carry, row, every), every)
+
+    def _worked(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
         if not self.program.divergent:
             carry, y = self._forward(carry, row, every)
-            carry = self._heads(carry, y, row, every)
+            carry = self._given(self._heads(carry, y, row, every), every)
             steps = (self._arrived, self._taken, self._gradients, self._ended, self._sent)
             return self._each_stage(carry, y, row, every, *steps)
         # Whatever crosses stages makes all of them wait: it stands together where the tick begins and ends, and not between works.
@@ -126,15 +130,45 @@ class Tick:
         carry = self._each_stage(carry, unused, row, every, self._arrived)
         if self.program.schedule.fused:
             carry, y = self._forward(carry, row, every)
-            carry = self._heads(carry, y, row, every)
+            carry = self._given(self._heads(carry, y, row, every), every)
             return self._each_stage(carry, y, row, every, self._taken, self._gradients, self._sent)
         # A stage has one operation in a tick, so which comes first is all the same.
         carry = self._each_stage(carry, unused, row, every, self._gradients)
         carry, y = self._forward(carry, row, every)
         # Behind the backward, too: it needs nothing of it, and would come first.
         y, carry["sent"], carry["grads"] = jax.lax.optimization_barrier((y, carry["sent"], carry["grads"]))
-        carry = self._heads(carry, y, row, every)
+        carry = self._given(self._heads(carry, y, row, every), every)
         return self._each_stage(carry, y, row, every, self._taken, self._sent)
+
+    def given(self, microbatch: Any) -> jax.Array:
+        """What the first layer is given of a microbatch, [devices, rows, ...], made on all stages at once as the head is."""
+        make = cast(Before, self.program.before).given
+        local = lambda microbatch, after, pieces: make(after, pick(pieces, microbatch))
+        call = self._inside(local, ("all", "all", "own"), "own", stages=False)
+        x: jax.Array = call(jnp.asarray(microbatch), self.after, self.pieces)
+        return x
+
+    def _given(self, carry: dict[str, Any], every: jax.Array) -> dict[str, Any]:
+        """What is fed in this tick, if it is made in ticks."""
+        if self.program.before is None:
+            return carry
+        one = lambda run, x: x.at[:, 0].set(self.given(held(of_every(every, "feed"), run)))
+        with self._visits("feeds"):
+            return {**carry, "x": jax.lax.fori_loop(0, of_every(every, "feeds"), one, carry["x"])}
+
+    def _given_back(self, carry: dict[str, Any], every: jax.Array) -> dict[str, Any]:
+        """What came out in this tick, gone back to the weights before the layers, if that is done in ticks."""
+        if self.program.before is None:
+            return carry
+        one = lambda run, sums: self._back(sums, carry["x"], held(of_every(every, "drain"), run))
+        with self._visits("drains"):
+            return {**carry, "sums": jax.lax.fori_loop(0, of_every(every, "drains"), one, carry["sums"])}
+
+    def _back(self, sums: Any, x: jax.Array, microbatch: jax.Array) -> Any:
+        back = cast(Before, self.program.before).back
+        local = lambda microbatch, after, x, pieces, sums: back(after, pick(pieces, microbatch), x[1], sums)
+        call = self._inside(local, ("all", "all", "own", "own", "own"), "own", stages=False)
+        return call(microbatch, self.after, x, self.pieces, sums)
 
     def _forward(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         keeps = self.program.keeps == "residuals"
@@ -350,7 +384,12 @@ class Tick:
             return self._drained(x, sent, was, jnp.asarray(last))
 
         call = self._inside(local, ("stage", "columns", "stage own"), "columns")
-        return {**carry, "x": call(was_first, carry["x"], carry["sent"])}
+        carry = {**carry, "x": call(was_first, carry["x"], carry["sent"])}
+        return (
+            carry
+            if self.program.before is None
+            else {**carry, "sums": self._back(carry["sums"], carry["x"], jnp.asarray(last))}
+        )
 
     def joined(self, carry: dict[str, Any]) -> dict[str, Any]:
         """The sums, with those of the layers."""
@@ -361,11 +400,11 @@ class Tick:
     def _drained(self, x: jax.Array, sent: jax.Array, was_first: jax.Array, microbatch: jax.Array) -> jax.Array:
         """The cotangent of a microbatch's input, from the stage that has it, in the place of the input."""
         out = over_stages(jnp.where(was_first == 1, sent, 0), scatter=self.grows)
-        return self._hinted(put(x, self._hinted(out), microbatch))
+        return self._hinted(put(x, self._hinted(out), microbatch if self.program.before is None else jnp.asarray(1)))
 
     def _fed(self, x: jax.Array, microbatch: Any) -> jax.Array:
         """The input of a microbatch, of which each stage holds some columns."""
-        x = self._hinted(pick(x, microbatch))
+        x = self._hinted(pick(x, microbatch if self.program.before is None else 0))
         return jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True) if self.grows else x
 
     def _chunk(self, weights: Any, number: jax.Array, on: jax.Array) -> Chunk:

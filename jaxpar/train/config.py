@@ -99,6 +99,7 @@ class PipelineConfig:
     ``schedule: pipedream_2bw`` and ``pipedream`` are not emptied between steps; see :class:`jaxpar.AsynchronousStep`.
     ``offset`` says by how many layers each piece (stage by stage, then chunk by chunk) has more or fewer than its equal share,
     ``recompute`` how many of the first layers of each stage keep their input alone, where it keeps residuals. ``sequence_chunks`` is for ``seq1f1b``.
+    ``before: each`` looks tokens up microbatch by microbatch.
     """
 
     schedule: str = "1f1b"
@@ -110,6 +111,7 @@ class PipelineConfig:
     lowering: Literal["uniform", "divergent"] = "uniform"
     offset: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
+    before: Literal["once", "each"] = "once"
 
 
 @dataclass(frozen=True)

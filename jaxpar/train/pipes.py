@@ -37,7 +37,7 @@ def make_pipeline(
         sizes = {"chunks": asked.chunks, "sequence_chunks": asked.sequence_chunks}
         schedule = jp.schedule(asked.schedule, stages, asked.microbatches, **sizes)
         each = _layers(asked.offset, layers, schedule.pieces.count)
-        return jp.Pipeline(schedule, asked.keeps, each, asked.reduce, asked.lowering, asked.recompute)
+        return jp.Pipeline(schedule, asked.keeps, each, asked.reduce, asked.lowering, asked.recompute, asked.before)
     except ConfigError:
         raise
     except JaxparError as error:
@@ -64,6 +64,7 @@ def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchr
         ("sequence_chunks", asked.sequence_chunks, 1),
         ("lowering", asked.lowering, "uniform"),
         ("recompute", asked.recompute, ()),
+        ("before", asked.before, "once"),
     )
     for name, value, wanted in asks:
         if value != wanted:
