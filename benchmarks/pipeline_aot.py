@@ -10,6 +10,7 @@ compiler takes. ``gpipe`` and ``breadth_first`` keep every microbatch until its 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import replace
@@ -63,8 +64,9 @@ CUT = {"seq1f1b": 4}
 FLAT = [name for name in SCHEDULES if name not in ("gpipe", "breadth_first")]
 """Those that keep as much whatever the number of microbatches."""
 AUTODIFF = "gpipe by autodiff"
-GROWTH, SLOWER = 1.03, 1.1
-"""The most that temporary memory may grow with them, and the compiler's time from the fewest to the most: 8 to 32 is asked for, so 8 to 64 is harder."""
+GROWTH, SLOWER, AGAIN = 1.03, 1.1, 2
+"""The most that temporary memory may grow with them, and the compiler's time from the fewest to the most: 8 to 32 is asked for, so 8 to 64 is harder.
+One compile's seconds vary by a tenth, so where they seem to grow both are compiled again, so often at the most, and the quickest counts."""
 
 
 def compiled(settings: list[str], layers: int | None = None, config: Path = CONFIG) -> dict[str, float]:
@@ -116,36 +118,47 @@ def say(name: str, found: dict[str, float], missed: list[str]) -> None:
     )
 
 
+def of_schedule(name: str, count: int, keeps: str, before: str, small: list[str]) -> dict[str, float]:
+    """Figures of the small model's step with a schedule of so many microbatches."""
+    pipeline = {
+        "schedule": name,
+        "chunks": SCHEDULES.get(name, 1),
+        "sequence_chunks": CUT.get(name, 1),
+        "reduce": "once",
+        "keeps": keeps,
+        "before": before,
+        "microbatches": count,
+    }
+    asked = [f"parallel.pipeline.{key}={value}" for key, value in pipeline.items() if name != AUTODIFF]
+    settings = [*small, *asked, f"data.seq={SEQ}", f"data.batch={DATA * count}"]
+    return by_autodiff(settings, count) if name == AUTODIFF else compiled(settings)
+
+
+def is_slower(each: list[dict[str, float]]) -> bool:
+    return each[-1]["seconds"] > SLOWER * each[0]["seconds"]
+
+
 def memory(names: list[str], microbatches: list[int], keeps: str, before: str, small: list[str]) -> dict[str, Any]:
     """Temporary MiB of each schedule for so many microbatches, and the compiler's CPU seconds."""
     columns = "".join(f"{count:8}" for count in microbatches)
-    print(
-        f"temporary MiB, {keeps} kept, before: {before};  microbatches:{columns}   last ÷ first   compile CPU s of each"
-    )
+    title = f"temporary MiB, {keeps} kept, before {before}; microbatches"
+    print(f"{title:58}{columns}   last ÷ first   compile CPU s of each")
     figures: dict[str, Any] = {}
     for name in names:
-        each = []
-        for count in microbatches:
-            pipeline = {
-                "schedule": name,
-                "chunks": SCHEDULES.get(name, 1),
-                "sequence_chunks": CUT.get(name, 1),
-                "reduce": "once",
-                "keeps": keeps,
-                "before": before,
-                "microbatches": count,
-            }
-            asked = [f"parallel.pipeline.{key}={value}" for key, value in pipeline.items() if name != AUTODIFF]
-            settings = [*small, *asked, f"data.seq={SEQ}", f"data.batch={DATA * count}"]
-            each.append(by_autodiff(settings, count) if name == AUTODIFF else compiled(settings))
+        compile_one = functools.partial(of_schedule, name, keeps=keeps, before=before, small=small)
+        each = [compile_one(count) for count in microbatches]
         grown = each[-1]["temp"] / each[0]["temp"]
+        tries = AGAIN if name != AUTODIFF else 0
+        while (slow := is_slower(each)) and tries:
+            tries -= 1
+            for i in (0, -1):
+                each[i]["seconds"] = min(each[i]["seconds"], compile_one(microbatches[i])["seconds"])
         seconds = [one["seconds"] for one in each]
-        slow = seconds[-1] > SLOWER * seconds[0]
         missed = ["growth"] * (name in FLAT and grown > GROWTH) + ["compile time"] * (slow and name != AUTODIFF)
         figures[name] = {"microbatches": microbatches, "compiled": each, "missed": missed}
         cells = "".join(f"{one['temp']:8.1f}" for one in each)
         print(
-            f"{name:41}{cells}   {grown:12.3f}   {', '.join(f'{one:.1f}' for one in seconds)}"
+            f"{name:58}{cells}   {grown:12.3f}   {', '.join(f'{one:.1f}' for one in seconds)}"
             f"{'  FAIL: ' + ', '.join(missed) if missed else ''}{'' if name in FLAT else '  (grows by nature)'}",
             flush=True,
         )

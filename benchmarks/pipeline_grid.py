@@ -3,7 +3,7 @@
 Schedules × {pipeline alone, beside data and model axes (uniform), each stage its own beside a data axis (divergent)} × {inputs kept, residuals kept} ×
 {even, uneven pieces}, on eight simulated CPU devices in fp32: a model of 16 layers that mix what stands before a token, 8 microbatches, four stages (two beside the
 model axis). The error of a tensor is its largest difference over its largest entry; of loss and gradients the worst is printed. The goal: 2e-6. The suite runs a part
-(``tests/test_pipelines.py``). Half a CPU minute for each schedule and mesh.
+(``tests/test_pipelines.py``). ``--before each`` looks words up in the ticks. Half a CPU minute for each schedule and mesh.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def one_step(sizes: dict[str, int], pipeline: jp.Pipeline | None) -> tuple[float
     return float(metrics["loss"]), jax.device_get(metrics["grads"])
 
 
-def pipeline_of(name: str, stages: int, lowering: Lowering, keeps: Any, uneven: bool) -> jp.Pipeline:
+def pipeline_of(name: str, stages: int, lowering: Lowering, keeps: Any, uneven: bool, before: Any) -> jp.Pipeline:
     """The schedule; its first piece a layer longer and its last one shorter, where pieces are to be uneven."""
     chunks = SCHEDULES[name]
     cut = 4 if name == "seq1f1b" else 1
@@ -119,7 +119,7 @@ def pipeline_of(name: str, stages: int, lowering: Lowering, keeps: Any, uneven: 
     each = [LAYERS // (stages * chunks)] * (stages * chunks)
     each[0] += 1
     each[-1] -= 1
-    return jp.Pipeline(schedule, keeps=keeps, lowering=lowering, layers=tuple(each) if uneven else ())
+    return jp.Pipeline(schedule, keeps=keeps, lowering=lowering, layers=tuple(each) if uneven else (), before=before)
 
 
 def apart(got: tuple[float, Any], want: tuple[float, Any]) -> float:
@@ -134,6 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which (default: %(default)s)")
     parser.add_argument("--meshes", default=";".join(MESHES), help="which, with ; between them (default: %(default)s)")
+    parser.add_argument("--before", default="once", choices=("once", "each"), help="(default: %(default)s)")
     options = parser.parse_args()
     want, missed, worst, cells = one_step({"data": 1}, None), 0, 0.0, 0
     ways = [(keeps, uneven) for keeps in ("input", "residuals") for uneven in (False, True)]
@@ -142,7 +143,10 @@ def main() -> int:
     for name in options.schedules.split(","):
         for told in options.meshes.split(";"):
             sizes, lowering = MESHES[told]
-            found = [apart(one_step(sizes, pipeline_of(name, sizes["pipeline"], lowering, *way)), want) for way in ways]
+            found = [
+                apart(one_step(sizes, pipeline_of(name, sizes["pipeline"], lowering, *way, options.before)), want)
+                for way in ways
+            ]
             missed += sum(not error <= GOAL for error in found)
             worst, cells = float(np.max([worst, *found])), cells + len(found)
             print(f"{name:15}{told:20}{''.join(f'{error:19.2g}' for error in found)}", flush=True)

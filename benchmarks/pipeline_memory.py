@@ -1,13 +1,15 @@
 """What a device holds of every schedule as microbatches grow, compiled for CPU devices: ``uv run python benchmarks/pipeline_memory.py``.
 
 ``pipeline_aot.py --memory`` compiles the same for TPUs, half a CPU minute each; this takes ten CPU seconds each and no TPU's compiler. A small Llama of eight
-layers in fp32 over four simulated devices, a sequence of 32 tokens a microbatch; temporary memory as XLA:CPU says it. ``gpipe`` and ``breadth_first`` keep
-every microbatch until its backward, so they grow by nature. The goals: the others grow by 3 % at the most, and no program takes a tenth longer to compile.
+layers in fp32 over four simulated devices, a sequence of 32 tokens a microbatch, looked up in the ticks (``before: each``); temporary memory as XLA:CPU says it. ``gpipe`` and ``breadth_first`` keep
+every microbatch until its backward, so they grow by nature. The goals: the others grow by 3 % at the most, and no program takes a tenth longer to compile
+(where one seems to, both are compiled again, as one time varies by a tenth).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -17,7 +19,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 
 import jax
-from pipeline_aot import CONFIG, CUT, FLAT, GROWTH, MIB, SCHEDULES, SLOWER
+from pipeline_aot import AGAIN, CONFIG, CUT, FLAT, GROWTH, MIB, SCHEDULES, SLOWER
 
 import jaxpar as jp
 from jaxpar.plan.aot import placed
@@ -28,10 +30,10 @@ SMALL = ["model.layers=8", "model.embed=256", "model.mlp=512", "model.heads=2", 
 SMALL += ["model.dtype=float32", "mesh={pipeline: 4, data: 1}", "data.seq=32"]
 
 
-def compiled(name: str, microbatches: int, keeps: str) -> tuple[float, float]:
+def compiled(name: str, microbatches: int, keeps: str, before: str) -> tuple[float, float]:
     """Temporary MiB of a device, and CPU seconds to trace and to compile."""
     asked = {"schedule": name, "chunks": SCHEDULES[name], "sequence_chunks": CUT.get(name, 1), "reduce": "once"}
-    asked |= {"keeps": keeps, "microbatches": microbatches}
+    asked |= {"keeps": keeps, "microbatches": microbatches, "before": before}
     settings = [
         *SMALL,
         *(f"parallel.pipeline.{key}={value}" for key, value in asked.items()),
@@ -51,12 +53,20 @@ def main() -> int:
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which (default: %(default)s)")
     parser.add_argument("--microbatches", default="8,64", help="the fewest and the most (default: %(default)s)")
     parser.add_argument("--keeps", default="input", choices=("input", "residuals"))
+    parser.add_argument("--before", default="each", choices=("once", "each"), help="(default: %(default)s)")
     options = parser.parse_args()
     few, many = map(int, options.microbatches.split(","))
-    print(f"temporary MiB, {options.keeps} kept{few:17}{many:8}   growth   CPU s of each   goals missed")
+    print(
+        f"temporary MiB, {options.keeps} kept, before {options.before}{few:5}{many:8}   growth   CPU s of each   goals missed"
+    )
     failed = 0
     for name in options.schedules.split(","):
-        (least, first), (most, last) = (compiled(name, count, options.keeps) for count in (few, many))
+        compile_one = functools.partial(compiled, name, keeps=options.keeps, before=options.before)
+        (least, first), (most, last) = compile_one(few), compile_one(many)
+        tries = AGAIN
+        while last > SLOWER * first and tries:
+            tries -= 1
+            first, last = min(first, compile_one(few)[1]), min(last, compile_one(many)[1])
         missed = ["growth"] * (name in FLAT and most > GROWTH * least) + ["time"] * (last > SLOWER * first)
         failed += len(missed)
         nature = "" if name in FLAT else "(grows by nature)"

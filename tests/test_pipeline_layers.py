@@ -131,9 +131,10 @@ def evaluate(sizes: dict[str, int], pipeline: Any, loss: Any, batch: Any) -> tup
         return {name: float(value) for name, value in step(state, batch).items()}, step
 
 
-def test_an_evaluation_goes_through_the_stages(one_device: Any) -> None:
+@pytest.mark.parametrize("before", ["once", "each"])
+def test_an_evaluation_goes_through_the_stages(before: Any, one_device: Any) -> None:
     sizes, schedule = {"pipeline": 2, "data": 2}, jp.schedule("1f1b", stages=2, microbatches=PIECES // 2)
-    got, compiled = evaluate(sizes, jp.Pipeline(schedule, layers=(4, 2)), LOSS, batch_of())
+    got, compiled = evaluate(sizes, jp.Pipeline(schedule, layers=(4, 2), before=before), LOSS, batch_of())
     assert got == {
         name: pytest.approx(one_device[0][name], rel=1e-6) for name in ("loss", "weight", "entropy", "aux_loss")
     }
@@ -142,7 +143,7 @@ def test_an_evaluation_goes_through_the_stages(one_device: Any) -> None:
     assert {c.count for c in report.select("collective-permute") if "from_neighbour" in c.source} == {ticks}
     # What is gathered over stages is what is fed to the first, a microbatch at a time; never the layers.
     gathered = report.select("all-gather", axis="pipeline")
-    assert gathered and all("._fed " in c.source for c in gathered)
+    assert bool(gathered) == (before == "once") and all("._fed " in c.source for c in gathered)
 
 
 def test_draws_are_those_of_one_device_to_the_bit() -> None:

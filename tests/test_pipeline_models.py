@@ -113,22 +113,23 @@ def llama_alone() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("impl", "sizes", "schedule", "kind"),
+    ("impl", "sizes", "schedule", "kind", "before"),
     [
         (
             "ring",
             {"pipeline": 2, "context": 2, "model": 2},
             jp.schedule("interleaved", stages=2, microbatches=4, chunks=2),
             "collective-permute",
+            "once",
         ),
-        ("ulysses", {"pipeline": 2, "ulysses": 2}, jp.schedule("1f1b", stages=2, microbatches=4), "all-to-all"),
+        ("ulysses", {"pipeline": 2, "ulysses": 2}, jp.schedule("1f1b", stages=2, microbatches=4), "all-to-all", "each"),
     ],
 )
 def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
-    impl: Any, sizes: dict[str, int], schedule: Any, kind: str
+    impl: Any, sizes: dict[str, int], schedule: Any, kind: str, before: Any
 ) -> None:
     config, layout = replace(CONFIG, context=jp.Context(impl=impl)), layout_of(LLAMA_RULES, sizes)
-    loss, pipeline = staged_next_token_loss(config), jp.Pipeline(schedule, keeps="residuals")
+    loss, pipeline = staged_next_token_loss(config), jp.Pipeline(schedule, keeps="residuals", before=before)
     got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), pipeline=pipeline)
     check_same(got, llama_alone(), 3e-6)
     # Between the devices that a stage has its sequence split over, in its layers.

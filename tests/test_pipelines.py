@@ -108,10 +108,46 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keeps"), [("zb_h1", "input"), ("zb_v", "residuals"), ("1f1b", "residuals")])
-def test_stages_that_do_their_own_alone_give_the_same(name: str, keeps: Any, one_device: Any) -> None:
+# Uneven layers beside other axes, one stage, a v, gradients of weights later.
+@pytest.mark.parametrize("case", [CASES[i] for i in (2, 3, 8, 9)], ids=str)
+def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
+    name, sizes, microbatches, chunks, keeps, layers = case
+    schedule = jp.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
+    got = run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers, before="each"))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_ticks() -> None:
+    """A microbatch is ROWS x SEQ x WIDTH x 4 bytes, and a fourth of it on each stage; beside it tokens and targets, 4 bytes each."""
+
+    def temporary(microbatches: int, before: Any) -> int:
+        layout = layout_of(RULES, {"pipeline": 4})
+        pipeline = jp.Pipeline(jp.schedule("zb_uniform", 4, microbatches), before=before)
+        batch = {name: jnp.concatenate([x] * microbatches) for name, x in batch_of().items()}
+        with layout:
+            state = jp.abstract_state(layout, make_model, SGD)
+            step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch)
+        found: Any = step.compile(compiler_options=QUICK).memory_analysis()
+        return found.temp_size_in_bytes
+
+    more = {before: temporary(40, before) - temporary(8, before) for before in ("once", "each")}
+    assert more["once"] > 32 * ROWS * SEQ * WIDTH * 4 / 4
+    assert more["each"] < more["once"] / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps", "before"),
+    [
+        ("zb_h1", "input", "once"),
+        ("zb_v", "residuals", "once"),
+        ("zb_v", "input", "each"),
+        ("1f1b", "residuals", "each"),
+    ],
+)
+def test_stages_that_do_their_own_alone_give_the_same(name: str, keeps: Any, before: Any, one_device: Any) -> None:
     schedule = jp.schedule(name, stages=2, microbatches=8, chunks=2 if name == "zb_v" else None, fused=False)
-    got = run({"pipeline": 2, "data": 2}, jp.Pipeline(schedule, keeps=keeps, lowering="divergent"))
+    got = run({"pipeline": 2, "data": 2}, jp.Pipeline(schedule, keeps=keeps, lowering="divergent", before=before))
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
@@ -387,6 +423,11 @@ def test_carried_state_is_named() -> None:
 def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
     with pytest.raises(ConfigError, match=r"^pipeline: reduce is 'never', but 'once', 'chunk' or 'each' is wanted\.$"):
         jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
+
+
+def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: before is 'never', but 'once' or 'each' is wanted\.$"):
+        jp.Pipeline(ONE_F_ONE_B, before="never")  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_one_of_two_things() -> None:

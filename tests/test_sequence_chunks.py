@@ -132,18 +132,19 @@ def one_device() -> tuple[dict[str, float], Any]:
     return run({"data": 1})
 
 
-# mesh, microbatches, chunks of a sequence, what is kept, layers of each piece
-CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...]]] = [
-    ({"pipeline": 2, "data": 2}, 4, 2, "residuals", (3, 1)),
-    ({"pipeline": 4, "model": 2}, 2, 4, "input", ()),
+# mesh, microbatches, chunks of a sequence, what is kept, layers of each piece, where words are looked up
+CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...], Any]] = [
+    ({"pipeline": 2, "data": 2}, 4, 2, "residuals", (3, 1), "once"),
+    ({"pipeline": 4, "model": 2}, 2, 4, "input", (), "once"),
+    ({"pipeline": 2, "data": 2}, 2, 4, "input", (), "each"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
-    sizes, microbatches, chunks, keeps, layers = case
+    sizes, microbatches, chunks, keeps, layers, before = case
     schedule = jp.schedule("seq1f1b", sizes["pipeline"], microbatches, sequence_chunks=chunks)
-    check_same(run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers)), one_device)
+    check_same(run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers, before=before)), one_device)
 
 
 def test_one_chunk_is_the_program_of_whole_sequences() -> None:

@@ -145,6 +145,10 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
         ({"chunks": 2}, "parallel.pipeline: chunks is 2, but under 'pipedream' each stage has one piece of the model"),
         ({"lowering": "divergent"}, "parallel.pipeline: lowering is 'divergent', but under 'pipedream' each stage"),
         (
+            {"before": "each"},
+            "parallel.pipeline: before is 'each', but under 'pipedream' each stage has one piece of the model",
+        ),
+        (
             {"microbatches": 1},
             "parallel.pipeline: schedule 'pipedream': 1 microbatches are fewer than 2: over 2 stages",
         ),
