@@ -206,16 +206,14 @@ class AsynchronousStep:
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
         kept = "residuals" if "res" in state.flight["aboard"] else "input"
         layers = jax.tree.leaves(Split(state, self.loss_fn).stack(state.params))[0].shape[0]
-        if kind == "pipedream":
-            have = jax.tree.leaves(state.flight["versions"]["layers"])[0].shape[1] // act.shape[0]
-        else:
-            have = jax.tree.leaves(state.flight["aboard"]["grads"])[0].shape[3]
+        (have,) = state.flight["layers"]
+        wants = "-".join(map(str, asked.layers or (layers // asked.stages,) * asked.stages))
         was = (kind, act.shape[0], have, act.shape[1], kept)
-        now = (asked.name, asked.stages, max(asked.layers, default=layers // asked.stages), ways, asked.keeps)
+        now = (asked.name, asked.stages, wants, ways, asked.keeps)
         if was != now:
             told = [
-                f"{kind!r} over {n} stages of {most} layers at the most and {m} devices of rows, keeps {keeps!r}"
-                for kind, n, most, m, keeps in (was, now)
+                f"{kind!r} over {n} stages of {each} layers and {m} devices of rows, keeps {keeps!r}"
+                for kind, n, each, m, keeps in (was, now)
             ]
             raise ConfigError(
                 f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: flush(state) by the step it came from, "

@@ -43,7 +43,8 @@ class InFlight(TrainState):
 
     Attributes:
       flight: of ``pipedream_2bw`` a dict of ``pending`` (int32: whether a batch is on its way), ``batch``, ``previous`` (the weights that it is computed
-        with; ``params`` are newer) and ``aboard`` (see :meth:`jaxpar.pipeline.endless.Endless.aboard`). ``pipedream`` has ``versions`` in the place of
+        with; ``params`` are newer), ``aboard`` (see :meth:`jaxpar.pipeline.endless.Endless.aboard`) and ``layers``, whose one name says how many layers each
+        stage has: what is on its way lies by them. ``pipedream`` has ``versions`` in the place of
         ``previous``: those that microbatches on their way were forwarded with, [ring, ...]; ``late``, gradients of tied parameters that wait for the first
         stage's part, [stages, ...]; and its ``opt_state`` is a dict of ``before``, ``layers`` [stages, layers of the largest, ...] and ``after``.
     """
@@ -99,6 +100,11 @@ class Call:
     @functools.cached_property
     def board(self) -> Boarding:
         return Boarding.of(self.layout, self.split, self.state, self.how.precision, self.asked)
+
+    @property
+    def sizes(self) -> str:
+        """How many layers each stage has, as ``3-2-1``."""
+        return "-".join(map(str, self.board.layers.each))
 
     def before(self, params: Any, batch: Any) -> tuple[jax.Array, Any]:
         """What the first layer is given, and the way back to gradients of what is not of the layers."""
@@ -190,6 +196,7 @@ class Call:
         }
         return {
             "pending": self.put(flight["pending"]),
+            "layers": jax.tree.map(self.put, flight["layers"]),
             "batch": self.put_batch(flight["batch"]),
             "previous": self.put_params(flight["previous"]),
             "aboard": found,
@@ -211,7 +218,8 @@ def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     ticks, fed = call.ticks(batch, batch, x)
     aboard = ticks.aboard(jnp.concatenate([fed, fed], 1))
     batch = jax.tree.map(jnp.zeros_like, batch)
-    flight = {"pending": jnp.zeros((), jnp.int32), "batch": batch, "previous": nothing, "aboard": aboard}
+    none = jnp.zeros((), jnp.int32)
+    flight = {"pending": none, "batch": batch, "previous": nothing, "aboard": aboard, "layers": {call.sizes: none}}
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
     return InFlight(**parts, flight=call.placed(flight))
 
@@ -246,5 +254,5 @@ def two_versions(
     loss, metrics, _ = means_of((*sums, {}), seen)
     _, _, grads = means_of((jnp.zeros(()), {}, grads), weight)
     found = Found(loss, metrics, state.rest, unscaled(state, grads, None))
-    going = {"pending": have[1], "batch": own, "previous": state.params, "aboard": aboard}
+    going = {"pending": have[1], "batch": own, "previous": state.params, "aboard": aboard, "layers": flight["layers"]}
     return found, call.placed(going)

@@ -40,7 +40,7 @@ _B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
 def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
     """A state with room for what will be on its way, nothing there yet, and an optimizer's state for each stage, at its beginning."""
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
-    batch = call.prepared(batch)
+    batch, sizes = call.prepared(batch), call.sizes
     call = evened(call)
     groups, params = groups_of(call, batch), call.state.params
     run = _Run(call, groups, batch, batch)
@@ -49,7 +49,8 @@ def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     nothing = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}
     late = jax.tree.map(lambda w: jnp.zeros((asked.stages, *w.shape), wide_dtype(w.dtype)), groups.of_tied(params))
-    flight = {"pending": jnp.zeros((), jnp.int32), "batch": nothing, "versions": versions, "late": late}
+    none = jnp.zeros((), jnp.int32)
+    flight = {"pending": none, "batch": nothing, "versions": versions, "late": late, "layers": {sizes: none}}
     flight["aboard"] = tick.aboard(fed)
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
     parts["opt_state"] = groups.placed(groups.start(params))
@@ -100,6 +101,7 @@ class _Run:
         call = self.call
         return {
             "pending": call.put(flight["pending"]),
+            "layers": jax.tree.map(call.put, flight["layers"]),
             "batch": call.put_batch(flight["batch"]),
             "versions": self.put_versions(flight["versions"]),
             "late": self.put_late(flight["late"]),
@@ -180,7 +182,8 @@ class _Run:
         loss, metrics, _ = means_of((*jax.tree.map(lambda x: x.sum(0), sums), {}), weight.sum(0))
         norm = jnp.sqrt(squares.sum() / max(window.length, 1))
         told = {"skipped": skipped.any()} if skips else {}
-        flight = {"pending": have[1], "batch": self.own, "versions": versions, "late": late, "aboard": aboard}
+        kept = {"batch": self.own, "versions": versions, "late": late, "aboard": aboard, "layers": flight["layers"]}
+        flight = {"pending": have[1], **kept}
         new = replace(state, params=params, opt_state=states, flight=self.placed(flight))
         return new, {"loss": loss, "grad_norm": norm, "updated": taken.any(), **metrics, **told}
 

@@ -400,14 +400,21 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
     others = [
-        (0, "pipedream_2bw", jp.Asynchronous("pipedream", stages=3, microbatches=4), 2, 2),
-        (0, "pipedream_2bw", jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers=(1, 1, 4)), 2, 4),
-        (3, "pipedream", jp.Asynchronous("pipedream", stages=3, microbatches=4), 3, 2),
+        (0, "pipedream_2bw", jp.Asynchronous("pipedream", stages=3, microbatches=4), "2-2-2", "2-2-2"),
+        (
+            0,
+            "pipedream_2bw",
+            jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers=(1, 1, 4)),
+            "2-2-2",
+            "1-1-4",
+        ),
+        (3, "pipedream", jp.Asynchronous("pipedream", stages=3, microbatches=4), "3-1-2", "2-2-2"),
+        (3, "pipedream", jp.Asynchronous("pipedream", stages=3, microbatches=4, layers=(1, 2, 3)), "3-1-2", "1-2-3"),
     ]
-    for case, name, asked, most, now in others:
+    for case, name, asked, each, now in others:
         text = (
-            f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {most} layers at the most and 1 devices of rows, keeps 'input', but the "
-            f"step is of '{asked.name}' over 3 stages of {now} layers at the most and 1 devices of rows, keeps 'input'. Remedy: flush(state) by the step it came "
+            f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {each} layers and 1 devices of rows, keeps 'input', but the "
+            f"step is of '{asked.name}' over 3 stages of {now} layers and 1 devices of rows, keeps 'input'. Remedy: flush(state) by the step it came "
             f"from, then start(state.landed, batch)."
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
