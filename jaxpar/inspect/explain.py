@@ -24,6 +24,7 @@ from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.objective import loss_of
 from jaxpar.precision import INT8, Precision
 from jaxpar.rules import Over, Resolved
+from jaxpar.staged import Staged
 from jaxpar.state import Tensor, TrainState, place, problems_of, shape_state
 from jaxpar.stored import disk_of, groups_of, refusal, stored_tensors
 
@@ -83,6 +84,8 @@ def explain(
     if loss_fn is not None and batch is not None:
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
         extra = [*inputs, *activations]
+    if isinstance(loss_fn, Staged) and loss_fn.dims is not None:
+        used |= layout.resolve(loss_fn.dims).used  # between layers a pipeline lays out by these, which the loss alone never says
     for tensor in extra:
         used |= tensor.resolved.used
         problems += tensor.problems
