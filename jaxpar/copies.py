@@ -339,7 +339,8 @@ class _How:
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
         on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
         spec = PartitionSpec(*(dim or None for dim in lies))
-        wide = not any(parts.dims) and crossing.summing(w.dtype) is not None
+        # Also within a pipeline's stage, whose own sums are wide: this one is over other axes.
+        wide = not any(parts.dims) and crossing.summing(w.dtype, inside=True) is not None
         return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
 
     def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:

@@ -36,12 +36,12 @@ def asked() -> Precision:
     return Precision() if found is None else found
 
 
-def summing(dtype: Any) -> Any:
-    """The dtype, if a wider one than ``dtype``, in which a gradient is to be summed by whoever makes it; nothing inside of a ``shard_map``.
+def summing(dtype: Any, *, inside: bool = False) -> Any:
+    """The dtype, if a wider one than ``dtype``, in which a gradient is to be summed by whoever makes it; nothing within a ``shard_map``, if not ``inside``.
 
     Nor outside of a step: who takes gradients by themselves has asked for no dtype.
     """
-    aside = _asked.value is None or jax.sharding.get_abstract_mesh().manual_axes
+    aside = _asked.value is None or (jax.sharding.get_abstract_mesh().manual_axes and not inside)
     return None if aside else asked().summing(dtype)
 
 

@@ -33,14 +33,14 @@ def evaluated(
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(state.params), batch)
     check_rows(layout, batch, schedule.microbatches)
-    each, x = asked.before == "each", None
-    if not each:
+    in_ticks, x = asked.before == "each", None
+    if not in_ticks:
         others = jax.tree.map(precision.computing, split.others(state.params))
         x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
     board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
-    head, before = _head(loss_fn, split), each_before(loss_fn, split) if each else None
+    head, before = _head(loss_fn, split), each_before(loss_fn, split) if in_ticks else None
     program = program_of(layout, loss_fn, split, board, schedule=schedule, head=head, join=join, before=before)
     sums = run_forward(program, split.stack(weights), split.others(weights), fed, pieces)
     (loss, metrics), weight = board.summed(sums)

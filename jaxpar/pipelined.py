@@ -45,13 +45,13 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
 
     others = jax.tree.map(precision.computing, split.others(state.params))
     before = lambda others: columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
-    each = asked.before == "each"
-    x, pull = (jax.eval_shape(before, others), None) if each else jax.vjp(before, others)
+    in_ticks = asked.before == "each"
+    x, pull = (jax.eval_shape(before, others), None) if in_ticks else jax.vjp(before, others)
     check_chunks(x, schedule)
 
     board = Boarding.of(layout, split, state, precision, asked)
     given = batch, loss_fn.rows(batch, key_of(state))
-    weights, (pieces, fed) = board.enter(state.params, given, None if each else x, schedule.microbatches)
+    weights, (pieces, fed) = board.enter(state.params, given, None if in_ticks else x, schedule.microbatches)
     program = program_of(
         layout,
         loss_fn,
@@ -67,7 +67,7 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         kept=board.kept(asked),
         again=asked.recompute,
         carry=_carry(loss_fn, split, schedule.sequence_chunks),
-        before=each_before(loss_fn, split) if each else None,
+        before=each_before(loss_fn, split) if in_ticks else None,
     )
     grads, (sums, weight, after), fed = run(program, split.stack(weights), split.others(weights), fed, pieces)
     sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)

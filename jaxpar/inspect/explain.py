@@ -84,8 +84,10 @@ def explain(
     if loss_fn is not None and batch is not None:
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
         extra = [*inputs, *activations]
-    if isinstance(loss_fn, Staged) and loss_fn.dims is not None:
-        used |= layout.resolve(loss_fn.dims).used  # between layers a pipeline lays out by these, which the loss alone never says
+    if isinstance(loss_fn, Staged) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
+        used |= layout.resolve(
+            loss_fn.dims
+        ).used  # by which a pipeline lays out what goes between layers; the loss alone never says so
     for tensor in extra:
         used |= tensor.resolved.used
         problems += tensor.problems

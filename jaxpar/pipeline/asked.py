@@ -31,7 +31,7 @@ class Pipeline:
       before: ``once`` does what comes before the layers for the whole batch, outside of the ticks, and back again: what the first layer is given, and
         its cotangent, wait whole in one place, split over all devices. ``each`` does it for one microbatch at a time (of sequences in chunks: for
         one chunk), on all stages at once, so nothing of the batch waits; its weights are gathered for all of the ticks, and their gradients are
-        summed there, in fp32. Less memory where a batch's activations are more than these weights.
+        summed there, in fp32. Less memory where a batch's activations are more than these weights. It sees one device's rows of a microbatch then.
     """
 
     schedule: Schedule

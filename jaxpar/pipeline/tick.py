@@ -384,12 +384,10 @@ class Tick:
             return self._drained(x, sent, was, jnp.asarray(last))
 
         call = self._inside(local, ("stage", "columns", "stage own"), "columns")
-        carry = {**carry, "x": call(was_first, carry["x"], carry["sent"])}
-        return (
-            carry
-            if self.program.before is None
-            else {**carry, "sums": self._back(carry["sums"], carry["x"], jnp.asarray(last))}
-        )
+        x, sums = call(was_first, carry["x"], carry["sent"]), carry["sums"]
+        if self.program.before is not None:
+            sums = self._back(sums, x, jnp.asarray(last))
+        return {**carry, "x": x, "sums": sums}
 
     def joined(self, carry: dict[str, Any]) -> dict[str, Any]:
         """The sums, with those of the layers."""
