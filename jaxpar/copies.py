@@ -339,8 +339,10 @@ class _How:
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
         on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
         spec = PartitionSpec(*(dim or None for dim in lies))
-        # Also within a pipeline's stage, whose own sums are wide: this one is over other axes.
-        wide = not any(parts.dims) and crossing.summing(w.dtype, inside=True) is not None
+        # Also within a pipeline's stage, whose own sums are wide: these are over other axes. What those split is not summed, and stays as it is: a
+        # weight cast here would be another value to its layer, and kept for the backward.
+        summed = not {*self.rows, *self.seq, *self.hand} <= {axis for dim in stays for axis in dim}
+        wide = summed and not any(parts.dims) and crossing.summing(w.dtype, inside=True) is not None
         return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
 
     def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:

@@ -17,7 +17,9 @@ from one_step import SGD, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, ScheduleError
+from jaxpar.plan.aot import aim
 from jaxpar.schedules.kept import LAYERED, kept_of, replay
+from jaxpar.topology import Topology
 from jaxpar.train.config import load_run
 from jaxpar.train.job import make_job
 
@@ -200,3 +202,14 @@ def test_a_run_says_how_many_layers_of_each_stage_recompute() -> None:
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         make_job(load_run(CONFIG, ["parallel.pipeline.microbatches=16", "parallel.remat=full"]))
+
+
+def test_the_configuration_of_the_70b_uses_all_its_rules() -> None:
+    """In two copies, halves of sequences, the residual stream is laid out by a pipeline alone; and no gradient is summed in 16 bits."""
+    job, topology = make_job(load_run(CONFIG)), Topology.parse("v5p:4x4x4")
+    assert job.model.copies == 2 and job.step_options()["pipeline"].before == "each"
+    given = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
+    report = jp.check(aim(job.layout(64), topology), job.make_model, job.tx, **given)
+    assert report.problems == () and report.unused == () and not [note for note in report.notes if "16-bit" in note]
+    # The compiler: 66.8 GiB (docs/pipeline.md).
+    assert report.memory is not None and report.memory.total == pytest.approx(66.8 * 2**30, rel=0.05)
