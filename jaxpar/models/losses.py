@@ -13,6 +13,8 @@ from jaxpar.crossing import summing
 from jaxpar.layout import current_layout, hint
 
 _PIECES = 8
+_FP16_UNIT = 2.0**13
+"""What the gradient of one logit, at most 1 in size, is multiplied by while it is stored in fp16: probabilities down to 1e-8 keep 3 digits."""
 _GRAD_DIMS = ("batch", "seq", None, None, "vocab")
 
 
@@ -22,10 +24,10 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     Args:
       logits_BSV: [batch, seq, vocab], any layout; reduced in at least fp32.
       targets_BS: [batch, seq] int, the right class of each position.
-      mask_BS: [batch, seq], 0 where a position does not count.
+      mask_BS: [batch, seq], how much each position counts: 0 for not at all. It may be fractional.
 
     Returns:
-      A scalar in nats per counted position (0 when none counts).
+      A scalar in nats: the mean weighted by ``mask_BS`` (0 when nothing counts).
 
     >>> import jax.numpy as jnp
     >>> float(cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), int)))  # log 4
@@ -40,7 +42,8 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     if mask_BS is None:
         return loss_BS.mean()
     weight_BS = mask_BS.astype(loss_BS.dtype)
-    return jnp.sum(loss_BS * weight_BS) / jnp.maximum(jnp.sum(weight_BS), 1)
+    total = jnp.sum(weight_BS)
+    return jnp.sum(loss_BS * weight_BS) / jnp.where(total > 0, total, 1)
 
 
 def linear_cross_entropy(
@@ -48,7 +51,9 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """``cross_entropy(x_BSE @ head_EV, ...)`` that never holds all logits: they turn into their gradient piece by piece.
 
-    The gradient of the logits is made in the forward pass, in the dtype of ``x_BSE``, so nothing is computed twice.
+    The forward pass makes the gradient of the logits in the dtype of ``x_BSE``, so nothing is computed twice. 1 / tokens and a loss
+    scale are applied to the results of the backward pass in fp32, so a 16-bit gradient neither vanishes nor overflows with the number
+    of tokens or with the scale.
 
     Args:
       x_BSE: what the last layer gives, [batch, seq, embed].
@@ -59,7 +64,14 @@ def linear_cross_entropy(
       NoLayoutError: outside ``with layout:``.
     """
     weight_BS = jnp.ones(targets_BS.shape, jnp.float32) if mask_BS is None else mask_BS.astype(jnp.float32)
-    return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS / jnp.maximum(jnp.sum(weight_BS), 1))
+    total = jnp.sum(weight_BS)
+    total = jnp.where(total > 0, total, 1)
+    if mask_BS is None or x_BSE.dtype != jnp.float16:
+        return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS) / total
+    # fp16 has 5 digits of range: the stored gradients are those of weights up to 1, whatever the unit of the mask.
+    unit = jax.lax.stop_gradient(jnp.max(jnp.abs(weight_BS)))
+    unit = jnp.where(unit > 0, unit, 1)
+    return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS / unit) * (unit / total)
 
 
 @jax.custom_vjp
@@ -73,11 +85,13 @@ def _weighted_nll(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, w
 
 def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> tuple[Any, Any]:
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
+    unit = _unit(x_BSE.dtype)
 
     def one(grad_BWPTV: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight_BWT = _piece(weight, p)
         nll_BWT, probability_BWTV, right_BWTV = _nll(_piece(x, p) @ head_EV, _piece(targets, p))
-        grad_BWTV = ((probability_BWTV - right_BWTV) * weight_BWT[..., None]).astype(x_BSE.dtype)
+        grad_BWTV = (probability_BWTV - right_BWTV) * (unit * weight_BWT)[..., None]
+        grad_BWTV = grad_BWTV.astype(x_BSE.dtype)
         grad_BWPTV = jax.lax.dynamic_update_index_in_dim(grad_BWPTV, grad_BWTV, p, 2)
         return hint(grad_BWPTV, *_GRAD_DIMS), nll_BWT
 
@@ -89,20 +103,37 @@ def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight
 
 
 def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    """The stored gradients times ``grad``, which holds 1 / tokens and the loss scale and is applied in at least fp32.
+
+    In fp16 it must not touch the logits' gradients themselves: 1 / tokens rounds those of rare tokens to 0, and a scale of 2^16 is
+    beyond fp16. Both products are summed in fp32 there and scaled before they are rounded.
+    """
     x_BWPTE, head_EV, grad_BWPTV, nll_BS = saved
     batch, ways, pieces, rows, embed = x_BWPTE.shape
-    scale = grad.astype(x_BWPTE.dtype)
-    grad_x = scale * jnp.einsum("BWPTV,EV->BWPTE", grad_BWPTV, head_EV)
+    half = x_BWPTE.dtype == jnp.float16
+    scale = grad / _unit(x_BWPTE.dtype)
+    scaled = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32)) * scale
+    product = lambda subscripts, a, b, dtype: jnp.einsum(
+        subscripts, *widened(a, b, dtype), preferred_element_type=dtype
+    )
+
+    grad_x = product("BWPTV,EV->BWPTE", grad_BWPTV, head_EV, jnp.float32 if half else None)
+    grad_x = scaled(grad_x).astype(x_BWPTE.dtype)
     grad_x = hint(grad_x.reshape(batch, ways * pieces * rows, embed), "batch", "seq", "embed")
     wide = summing(head_EV.dtype)
-    factors = widened(x_BWPTE, grad_BWPTV, wide)
-    grad_EV = jnp.einsum("BWPTE,BWPTV->EV", *factors, preferred_element_type=wide)
-    grad_head = hint(scale * grad_EV, "embed", "vocab", role="gradients")
+    grad_EV = product("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV, jnp.float32 if half else wide)
+    grad_head = scaled(grad_EV).astype(wide or head_EV.dtype)
+    grad_head = hint(grad_head, "embed", "vocab", role="gradients")
     if wide is not None:  # behind a barrier, or the compiler sums what has been rounded
         grad_head = jax.lax.optimization_barrier(grad_head).astype(head_EV.dtype)
     # Both at once: else the logits' gradient, the largest tensor there is, waits until the layers' backward is done.
     grad_x, grad_head = jax.lax.optimization_barrier((grad_x, grad_head))
     return grad_x, grad_head, None, grad * nll_BS
+
+
+def _unit(dtype: Any) -> float:
+    """What a logit's gradient is multiplied by while it is stored."""
+    return _FP16_UNIT if dtype == jnp.float16 else 1.0
 
 
 _weighted_nll.defvjp(_forward, _backward)

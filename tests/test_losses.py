@@ -1,0 +1,121 @@
+"""The library's losses in 16 bits: gradients that neither vanish nor overflow, whatever the vocabulary, the tokens and the loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from one_step import layout_of
+
+import jaxpar as jp
+from jaxpar.models.losses import cross_entropy, linear_cross_entropy
+
+EMBED = 16
+RULES = jp.Rules(batch="data", seq=None, embed=None, vocab="model", layers="pipeline", unannotated="replicate")
+HALF = ("float16", "bfloat16")
+# Every gradient is a product of 16-bit numbers that fp32 sums: each factor is rounded to eps / 2 before, the result after it.
+BOUND = {dtype: 2 * float(jnp.finfo(dtype).eps) for dtype in HALF}
+
+
+def inputs(vocab: int, tokens: int, dtype: str, seed: int = 0) -> tuple[jax.Array, jax.Array, Any]:
+    """Hidden states [8, tokens / 8, EMBED] and a head [EMBED, vocab], rounded to ``dtype``, and targets."""
+    rng = np.random.default_rng((vocab, tokens, seed))
+    x = rng.normal(size=(8, tokens // 8, EMBED))
+    head = rng.normal(size=(EMBED, vocab)) / np.sqrt(EMBED)
+    return jnp.asarray(x, dtype), jnp.asarray(head, dtype), rng.integers(0, vocab, (8, tokens // 8))
+
+
+def gradients(loss: Any, x: jax.Array, head: jax.Array, *more: Any, scale: float) -> Any:
+    """The loss, and the gradients of ``scale`` times it divided by ``scale`` again, on data 4 x model 2."""
+    with layout_of(RULES, {"data": 4, "model": 2}):
+        value, grads = jax.jit(jax.value_and_grad(lambda x, head: loss(x, head, *more) * scale, (0, 1)))(x, head)
+    return value / scale, jax.tree.map(lambda g: np.asarray(g, np.float64) / scale, grads)
+
+
+def assert_near(found: Any, expected: Any, bound: float) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
+@pytest.mark.parametrize(("vocab", "tokens"), [(6, 8), (50, 1024), (1000, 64), (64, 65_536), (32_768, 2048)])
+@pytest.mark.parametrize("dtype", HALF)
+def test_16_bit_gradients_equal_those_of_fp32(dtype: str, vocab: int, tokens: int, scale: float) -> None:
+    x, head, targets = inputs(vocab, tokens, dtype)
+    value, expected = gradients(linear_cross_entropy, x.astype("float32"), head.astype("float32"), targets, scale=1.0)
+    if scale / tokens > 2.0**12:
+        scale /= 2.0**8  # a scaled gradient beyond fp16 is a step to skip
+    loss, found = gradients(linear_cross_entropy, x, head, targets, scale=scale)
+    np.testing.assert_allclose(loss, value, rtol=BOUND[dtype])
+    assert_near(found, expected, BOUND[dtype])
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 3e4])
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_unit_of_a_mask_changes_nothing(dtype: str, unit: float) -> None:
+    x, head, targets = inputs(1000, 1024, dtype)
+    mask = np.random.default_rng(1).uniform(0, 1, targets.shape).astype(np.float32)
+    mask[:3] = 0
+    wide = [x.astype("float32"), head.astype("float32")]
+    logits = lambda x, head, *more: cross_entropy(x @ head, *more)
+    value, expected = gradients(logits, *wide, targets, mask, scale=1.0)
+    loss, found = gradients(linear_cross_entropy, x, head, targets, mask * unit, scale=2.0**12)
+    np.testing.assert_allclose(loss, value, rtol=BOUND[dtype])
+    assert_near(found, expected, BOUND[dtype])
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, linear_cross_entropy], ids=["whole", "in pieces"])
+def test_fractional_weights_are_divided_by_their_sum(loss: Any) -> None:
+    x, head, targets = inputs(50, 16, "float32")
+    factors = (x, head) if loss is linear_cross_entropy else (x @ head,)
+    mask = jnp.zeros(targets.shape).at[0, 0].set(0.25)
+    with layout_of(RULES, {"data": 4, "model": 2}):
+        one = optax.softmax_cross_entropy_with_integer_labels((x @ head)[0, 0], targets[0, 0])
+        np.testing.assert_allclose(loss(*factors, targets, mask), one, rtol=1e-6)
+        assert float(loss(*factors, targets, jnp.zeros(targets.shape))) == 0.0
+
+
+WAYS = {
+    "plain": ({}, {"data": 8}),
+    "ZeRO 1, 2 microbatches": (jp.Zero(1, min_bytes=0).step | {"accumulate": 2}, {"data": 8}),
+    "pipeline": ({"pipeline": jp.schedule("1f1b", stages=2, microbatches=2)}, {"pipeline": 2, "data": 4}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_scale_of_2_to_the_16_stays(way: str) -> None:
+    """Vocabulary and tokens at which 1 / tokens times a rare token's probability is 0 in fp16."""
+    options, sizes = WAYS[way]
+    vocab, layout = 4096, layout_of(RULES, sizes)
+    rng = np.random.default_rng(0)
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 3)
+        blocks = jp.tag(jax.random.normal(keys[0], (2, EMBED, EMBED)) / 8, "layers", "embed", None)
+        table, head = (jax.random.normal(k, (vocab, EMBED)) / 4 for k in keys[1:])
+        return {"blocks": {"w": blocks}, "table": table, "head": head.T, "norm": jnp.ones(EMBED)}
+
+    loss = jp.Staged(
+        layers="blocks",
+        before=lambda model, batch: model["table"][batch["tokens"]],
+        layer=lambda block, x, side: x + jnp.tanh(x @ block["w"]),
+        after=lambda model, x, batch: linear_cross_entropy(x * model["norm"], model["head"], batch["targets"]),
+    )
+    tokens, targets = rng.integers(0, vocab, (2, 32, 64))
+    batch = {"tokens": tokens, "targets": targets}
+
+    def one(precision: str | None) -> Any:
+        state = jp.init(layout, make, optax.sgd(0.0), precision=precision)
+        return jp.train_step(layout, loss, precision=precision, keep_grads=True, **options)(state, batch)[1]
+
+    expected, found = one(None), one("fp16")
+    assert not found["skipped"]
+    assert float(found["loss_scale"]) == 2.0**16
+    # Three products one after the other round in fp16, and so do the weights.
+    bound = 4 * BOUND["float16"]
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=bound)
+    assert_near(*(jax.tree.leaves(jax.device_get(m["grads"])) for m in (found, expected)), bound)
