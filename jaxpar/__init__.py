@@ -1,6 +1,7 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
-The public names load on first use, so that ``import jaxpar`` costs nothing and imports no jax.
+The public names load on first use, so that ``import jaxpar`` costs nothing and imports no jax. Where jax is already loaded,
+it creates jaxpar's jax contexts, so that none is created later while jax traces (:mod:`jaxpar.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -10,6 +11,7 @@ The public names load on first use, so that ``import jaxpar`` costs nothing and 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -131,6 +133,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"jaxpar.{_HOMES[name]}"), name)
         globals()[name] = value
+        _create_contexts()
         return value
     if name in _MODULES:
         return importlib.import_module(f"jaxpar.{name}")
@@ -139,3 +142,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _create_contexts() -> None:
+    if "jax" in sys.modules:
+        importlib.import_module("jaxpar.contexts")
+
+
+_create_contexts()

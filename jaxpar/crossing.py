@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import exchange, quantise
+from jaxpar.contexts import step_precision
 from jaxpar.errors import LayoutError
 from jaxpar.layout import Layout, current_layout
 from jaxpar.precision import INT8, Precision
@@ -22,17 +23,15 @@ from jaxpar.topology import platform_of
 SMALL = 64 * 1024
 """Tensors of fewer bytes that are summed whole cross as they are, whatever was asked for: their time is not the bytes'."""
 
-_asked = jax.make_user_context(None)
-
 
 def asking(precision: Precision) -> AbstractContextManager[None]:
     """While active, :func:`jaxpar.project` crosses the mesh as ``precision`` asks for."""
-    return _asked(precision)
+    return step_precision(precision)
 
 
 def asked() -> Precision:
     """What :func:`asking` was given, or nothing in particular."""
-    found: Precision | None = _asked.value
+    found: Precision | None = step_precision.value
     return Precision() if found is None else found
 
 
@@ -41,7 +40,7 @@ def summing(dtype: Any, *, inside: bool = False) -> Any:
 
     Nor outside of a step: who takes gradients by themselves has asked for no dtype.
     """
-    aside = _asked.value is None or (jax.sharding.get_abstract_mesh().manual_axes and not inside)
+    aside = step_precision.value is None or (jax.sharding.get_abstract_mesh().manual_axes and not inside)
     return None if aside else asked().summing(dtype)
 
 

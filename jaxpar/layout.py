@@ -21,14 +21,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpar import texts
 from jaxpar.config import build, load_yaml
+from jaxpar.contexts import ambient_layout, hint_observer
 from jaxpar.errors import JaxparError, LayoutError, NoLayoutError
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.rules import Resolved, Rules, resolve
 
 Devices = Sequence[Any] | int | None
-# Both contexts are part of jit's cache key: what was traced under another layout or an observer is not found again.
-_ambient = jax.make_user_context(None)
-_observer = jax.make_user_context(None)
 _entered = threading.local()
 # Through these a call comes from the model, which is what an error or a report should name.
 _LIBRARIES = re.compile(r"(jaxpar(?!\.models)|jax|flax|functools)(\.|$)")
@@ -132,7 +130,7 @@ class Layout:
         stack = ExitStack()
         enter: Any = jax.sharding.use_abstract_mesh if isinstance(self.mesh, AbstractMesh) else jax.set_mesh
         stack.enter_context(enter(self.mesh))
-        stack.enter_context(_ambient(self))
+        stack.enter_context(ambient_layout(self))
         _entered.stacks = [*getattr(_entered, "stacks", []), stack]
         return self
 
@@ -152,7 +150,7 @@ def current_layout() -> Layout:
     Raises:
       NoLayoutError: there is none.
     """
-    layout: Layout | None = _ambient.value
+    layout: Layout | None = ambient_layout.value
     if layout is None:
         raise NoLayoutError(texts.NO_LAYOUT)
     return layout
@@ -165,17 +163,17 @@ def tracing_under(layout: Layout) -> Iterator[None]:
     Raises:
       LayoutError: another layout is ambient.
     """
-    outer = _ambient.value
+    outer = ambient_layout.value
     if outer is not None and outer != layout:
         other_rules = layout.rules != outer.rules
         raise LayoutError(texts.other_layout(layout.sizes, outer.sizes, other_rules=other_rules))
-    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), _ambient(layout):
+    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), ambient_layout(layout):
         yield
 
 
 def observing(callback: Callable[[str, Sequence[str | None], Any, Resolved], None]) -> AbstractContextManager[None]:
     """While active, ``callback(call_site, dims, x, resolved)`` replaces raising problems in ``constrain`` and ``hint``."""
-    return _observer(callback)
+    return hint_observer(callback)
 
 
 def constrain[T](x: T, *dims: str | None) -> T:
@@ -211,8 +209,8 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
         refused = [(dim, axis) for dim in layout.resolve(dims).dims for axis in dim.axes if axis in manual]
         found = [f"{where}: {texts.manual_axis(dim.name, axis, dim.rule)}" for dim, axis in refused]
         resolved = replace(resolved, problems=(*resolved.problems, *found))
-    if _observer.value is not None:
-        _observer.value(site, dims, x, resolved)
+    if hint_observer.value is not None:
+        hint_observer.value(site, dims, x, resolved)
     elif resolved.problems:
         raise LayoutError(resolved.problems)
     if resolved.problems:

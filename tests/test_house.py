@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 # Lower floors first; a module imports only from its own floor or from lower ones.
 FLOORS = (
-    ("errors", "simulate", "versions"),
+    ("contexts", "errors", "simulate", "versions"),
     ("figures", "names", "texts"),
     ("accelerators", "config", "devices", "schedules", "staging", "store", "torus"),
     ("links", "mesh", "plain", "rules", "topology"),
@@ -92,6 +92,14 @@ def test_files_stay_small_and_off_private_jax(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert text.count("\n") <= 500, "split it"
     assert "jax._src" not in text
+
+
+def test_one_module_creates_all_user_contexts() -> None:
+    """A user context that is created while jax traces makes the next call compile again: see ``jaxpar/contexts.py``."""
+    creators = [
+        file.relative_to(ROOT).as_posix() for file in SOURCES if "make_user_context(" in file.read_text("utf-8")
+    ]
+    assert creators == ["jaxpar/contexts.py"]
 
 
 def code_lines(file: Path) -> int:

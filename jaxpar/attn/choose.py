@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxpar.attn.costs import Asked, Cost, Spread, cost
 from jaxpar.attn.kernels import Found, Kernel
+from jaxpar.contexts import attention_observer
 from jaxpar.errors import LayoutError, listing
 from jaxpar.links import Links
 
@@ -18,9 +17,6 @@ DENSE = 512 * 512
 """So few scores of a head ``auto`` computes at once: they are no more than a tile."""
 ROOM = 64
 """The part of a device's memory, one of so many, that keys of all devices may take for ``auto`` to gather them."""
-
-# Part of jit's cache key, as the observer of hints: what was traced under another one is not found again.
-_observer = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
@@ -143,12 +139,12 @@ def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float
 
 def choosing(callback: Callable[[str, Any, Any, Choice], None]) -> AbstractContextManager[None]:
     """While active, ``callback(call_site, q, k, choice)`` is told what ``auto`` takes."""
-    return _observer(callback)
+    return attention_observer(callback)
 
 
 def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
-    if _observer.value is not None:
-        _observer.value(site(), q, k, picked)
+    if attention_observer.value is not None:
+        attention_observer.value(site(), q, k, picked)
 
 
 def _by(impl: str, why: str, found: Found) -> Choice:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.contexts import ambient_layout
 from jaxpar.errors import ConfigError, DivergedError, ModelError
 from jaxpar.infer import placing
 from jaxpar.infer.asked import Request, check_requests, check_top_k
@@ -25,7 +26,7 @@ from jaxpar.infer.circle import Circle, last_of, stages_of
 from jaxpar.infer.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
 from jaxpar.inspect.report import Report
 from jaxpar.int8 import is_int8
-from jaxpar.layout import Layout, _ambient, hint, tracing_under
+from jaxpar.layout import Layout, hint, tracing_under
 from jaxpar.model import MakeModel, Tagged, show, to_path
 from jaxpar.state import abstract_state
 from jaxpar.together import check_same, settled
@@ -408,5 +409,5 @@ def _with_cache(layout: Layout) -> Layout:
 @contextmanager
 def _under(asked: Layout, own: Layout) -> Iterator[None]:
     """Trace under ``own``, which is ``asked`` with other rules for a sequence; raises where a third layout is ambient."""
-    with tracing_under(asked), _ambient(own):
+    with tracing_under(asked), ambient_layout(own):
         yield
