@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxpar import texts
 from jaxpar.contract import PRODUCT
 from jaxpar.crossing import asking, batch_axes, gather, parts_of
 from jaxpar.errors import ConfigError, LayoutError
@@ -33,7 +34,7 @@ from jaxpar.microbatches import (
     unscaled,
     value_and_grad,
 )
-from jaxpar.model import to_path
+from jaxpar.model import show, to_path
 from jaxpar.objective import key_of, loss_of
 from jaxpar.ownsums import once, spec_of
 from jaxpar.pipelined import piped
@@ -49,12 +50,15 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
     with asking(how.precision):
         if how.pipeline is not None:
             return piped(layout, loss_fn, state, batch, how, how.pipeline)
-        if isinstance(loss_fn, Staged) and loss_fn.keys:
-            # Cut with the batch, so that no row draws otherwise in another microbatch or on another device.
-            batch, loss_fn = (batch, loss_fn.rows(batch, key_of(state))), loss_fn.of_rows
         hosted = _hosted(state, how)
         by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
-        if how.reduce == "once" or how.own or by_hand:
+        once_a_step = how.reduce == "once" or how.own or by_hand
+        sharded = (lambda x: x) if once_a_step or how.accumulate > 1 else (lambda x: rows_apart(layout, x))
+        batch = sharded(batch)
+        if isinstance(loss_fn, Staged) and loss_fn.keys:
+            # Cut with the batch, so that no row draws otherwise in another microbatch or on another device.
+            batch, loss_fn = (batch, sharded(loss_fn.rows(batch, key_of(state)))), loss_fn.of_rows
+        if once_a_step:
             _check_handed(layout, loss_fn, state, batch, how, ())
             return once(layout, loss_fn, state, batch, how)
         _check_dtypes(how)
@@ -80,7 +84,7 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
     if how.accumulate == 1:
-        (loss, (metrics, rest)), grads = run(weights, state.rest, rows_apart(layout, batch), None)
+        (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
     else:
         axes = batch_axes(layout)
         pieces = pieces_of(batch, how.accumulate, math.prod(layout.sizes[axis] for axis in axes), 1)
@@ -92,19 +96,38 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
 
 
 def rows_apart(layout: Layout, batch: Any) -> Any:
-    """The batch with its rows where the rules have them: an array of NumPy's goes whole to every device, each of which would compute all of it."""
+    """The batch, each array's rows (dim 0) sharded by the rule of ``batch``.
+
+    jit replicates an array that was not put, as one of NumPy's, so that every device would compute all of its rows. Scalars and arrays of
+    one row beside arrays of more rows, which all rows share, stay replicated. On Explicit axes an array has a sharding of its own, and
+    stays as it is.
+
+    Raises:
+      LayoutError: the axes do not divide the rows of some arrays, and the rules do not say that such rows are replicated.
+    """
     found = layout.resolve(("batch",))
-    axes = () if found.problems else found.axes[0]
-    ways = math.prod(layout.sizes[axis] for axis in axes)
-    if ways == 1 or AxisType.Explicit in layout.mesh.axis_types:
-        return batch  # an Explicit array says itself where it lies
+    if found.problems or not found.axes[0] or AxisType.Explicit in layout.mesh.axis_types:
+        return batch
+    most = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=0)
+    problems: dict[tuple[str, str], list[str]] = {}
 
-    def rows(x: Any) -> Any:
-        if not x.ndim or x.shape[0] % ways:
+    def rows(keys: Any, x: Any) -> Any:
+        if not x.ndim or (x.shape[0] == 1 and most > 1):
             return x
-        return lay_out(layout.mesh, x, PartitionSpec(axes, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
+        resolved = layout.resolve(("batch", *(None,) * (x.ndim - 1)), x.shape, dtype=x.dtype)
+        first = resolved.dims[0]
+        if resolved.problems:
+            problems.setdefault((first.why, first.rule), []).append(
+                f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+            )
+        if not first.axes:
+            return x
+        return lay_out(layout.mesh, x, PartitionSpec(first.axes, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
 
-    return jax.tree.map(rows, batch)
+    placed = jax.tree_util.tree_map_with_path(rows, batch)
+    if problems:
+        raise LayoutError([texts.undivided_rows(arrays, *cause) for cause, arrays in problems.items()])
+    return placed
 
 
 def _hosted(state: TrainState, how: How) -> bool:

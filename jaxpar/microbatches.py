@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxpar import texts
 from jaxpar.crossing import wide
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.fusion import Fusion
@@ -106,20 +107,30 @@ def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
       count: of microbatches.
       ways: devices that the rows are spread over.
       dim: 1 if the rows are those of all devices, in their order; 0 if of one.
+
+    Raises:
+      LayoutError: some arrays have other numbers of rows; all of these are named.
     """
 
-    def one(keys: Any, x: jax.Array) -> jax.Array:
-        name = show(("batch", *to_path(keys)))
-        if x.ndim == 0 or x.shape[0] % (ways * count):
-            raise LayoutError(
-                f"{name} {list(x.shape)} cannot be cut into {count} microbatches (accumulate) over {ways} devices: its first dim "
-                f"is no multiple of {ways * count}. Remedy: a batch of a multiple of {ways * count} rows, or another accumulate."
-            )
+    undivided = undivided_by(batch, ways * count)
+    if undivided:
+        raise LayoutError(texts.uncut_rows(undivided, count, ways, "accumulate"))
+
+    def one(x: jax.Array) -> jax.Array:
         if dim == 0:
             return x.reshape(count, -1, *x.shape[1:])
         return x.reshape(ways, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(one, batch)
+    return jax.tree.map(one, batch)
+
+
+def undivided_by(batch: Any, number: int) -> list[str]:
+    """The arrays of a batch, each with its shape, whose first dim is no multiple of ``number``; scalars have none."""
+    return [
+        f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+        for keys, x in jax.tree_util.tree_leaves_with_path(batch)
+        if x.ndim == 0 or x.shape[0] % number
+    ]
 
 
 def sums_of(

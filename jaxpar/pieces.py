@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpar import texts
 from jaxpar.boarding import Boarding, Split, row_axes, seq_axes
 from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout
+from jaxpar.microbatches import undivided_by
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, unpack
 from jaxpar.pipeline.beside import Beside
@@ -116,13 +118,10 @@ def _check_carried(what: str, split: Split, model: Any) -> None:
 def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
     """Every array has rows for each device's microbatches, and a sequence that its axes divide."""
     ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
+    if undivided := undivided_by(batch, ways * microbatches):
+        raise LayoutError(texts.uncut_rows(undivided, microbatches, ways, "pipeline"))
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
         what = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
-        if x.ndim == 0 or x.shape[0] % (ways * microbatches):
-            raise LayoutError(
-                f"{what} cannot be cut into the {microbatches} microbatches of the pipeline over {ways} devices: its first dim is no multiple of "
-                f"{ways * microbatches}. Remedy: a batch of a multiple of {ways * microbatches} rows, or a schedule of fewer microbatches."
-            )
         _, *seq = row_axes(layout, x)
         parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
         if x.ndim > 1 and x.shape[1] % parts:

@@ -101,7 +101,9 @@ class Staged:
             raise ModelError(
                 "Staged(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
             )
-        count = jax.tree.leaves(batch)[0].shape[0]
+        count = max(
+            x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)
+        )  # one row may serve all, and a scalar has none
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
     def of_rows(self, model: Any, given: tuple[Any, Any]) -> Any:

@@ -53,8 +53,8 @@ def train_step(
         What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
         It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
         values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
-        ``batch`` is what :func:`jaxpar.put` gave: an array that was not put, as one of NumPy's, goes whole to every device, where its
-        rows (dim 0) are cut by the rule of ``batch`` if its axes divide them.
+        The rule of ``batch`` shards dim 0 of every array of ``batch``, its rows, also of an array that was not put (:func:`jaxpar.put`), as one of
+        NumPy's. Scalars, and arrays of one row beside arrays of more, are replicated. On Explicit axes every array keeps its own sharding.
       accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
         or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over).
       gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
@@ -78,7 +78,8 @@ def train_step(
       ``loss_scale`` where there is one, and what ``loss_fn`` returned beside.
 
     Raises (when traced):
-      LayoutError: a tensor does not fit the rules, or another layout is ambient.
+      LayoutError: a tensor does not fit the rules, the batch's axes do not divide its rows (unless the rules say
+        ``indivisible={"batch": "replicate"}``), or another layout is ambient.
       ModelError: ``loss_fn`` returned no scalar, or a metric under a name that is taken; or the step would change the
         shape or dtype of a parameter or of a carried array.
 
@@ -195,7 +196,8 @@ def eval_step(
       pipeline: as for :func:`train_step`, of which the forwards alone are done, as many microbatches; or a schedule of forwards (``circular``).
 
     Raises (when traced):
-      LayoutError: the batch's rows do not make that many microbatches.
+      LayoutError: the batch's rows do not make that many microbatches; or, without ``pipeline``, the batch's axes do not divide its rows, and
+        the rules do not say ``indivisible={"batch": "replicate"}``.
     """
     how, asked = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 

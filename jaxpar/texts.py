@@ -148,6 +148,32 @@ def remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
     return f"change the size, the rule or the mesh, or leave such dims whole: indivisible={{{name!r}: 'replicate'}}"
 
 
+def undivided_rows(arrays: Iterable[str], why: str, rule: str) -> str:
+    """Arrays of a batch whose rows the axes do not divide, for one reason."""
+    return (
+        f"{', '.join(arrays)}: {why} (rule {rule}), so every device would compute all rows. Remedy: pad the rows to a multiple and mask the "
+        f"padding out of the loss, drop the remainder, or let every device compute all of them: indivisible={{'batch': 'replicate'}} (YAML: "
+        f"indivisible: {{batch: replicate}}). An array that all rows share has a first dim of 1."
+    )
+
+
+def uncut_rows(arrays: Sequence[str], count: int, ways: int, where: str) -> str:
+    """Arrays of a batch that make no ``count`` equal microbatches on each of ``ways`` devices; ``where`` the number of microbatches is given."""
+    number, several = ways * count, len(arrays) > 1
+    dims = "their first dims are no multiples" if several else "its first dim is no multiple"
+    into = f"the {count} microbatches of the pipeline" if where == "pipeline" else f"{count} microbatches ({where})"
+    other = "a schedule of fewer microbatches" if where == "pipeline" else f"another {where}"
+    if count == 1 and where != "pipeline":
+        return (
+            f"{', '.join(arrays)} cannot be cut into equal parts for {ways} devices: {dims} of {number}. Remedy: pad the rows to a multiple of "
+            f"{number} and mask the padding out of the loss, or drop the remainder."
+        )
+    return (
+        f"{', '.join(arrays)} cannot be cut into {into} over {ways} devices: {dims} of {number}. Remedy: a batch of a multiple of {number} rows, "
+        f"or {other}."
+    )
+
+
 # Layouts.
 
 

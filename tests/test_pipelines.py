@@ -347,8 +347,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.schedule("1f1b", stages=2, microbatches=5)},
         LayoutError,
         (
-            "batch/targets [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 devices: its first dim is no multiple of 5. "
-            "Remedy: a batch of a multiple of 5 rows, or a schedule of fewer microbatches."
+            "batch/targets [16, 6], batch/tokens [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 devices: their first dims are "
+            "no multiples of 5. Remedy: a batch of a multiple of 5 rows, or a schedule of fewer microbatches."
         ),
     ),
     "layers": (
