@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar import onebit
-from jaxpar.crossing import asking
+from jaxpar.crossing import asking, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.evaluated import evaluated
 from jaxpar.fusion import Fusion
@@ -106,9 +106,8 @@ def train_step(
             loss = found.loss
             kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads} if keep_grads else {}
             keeps = finite if skip_nonfinite else jnp.asarray(True)
-            params, opt_state = _update(
-                layout, state, grads, loss, lambda p: loss_of(loss_fn, state, batch)(p)[0], keeps
-            )
+            value = value_of(layout, loss_fn, state, batch, replace(how, own=own))
+            params, opt_state = _update(layout, state, grads, loss, value, keeps)
             new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
             check_same(state, new)
             if skip_nonfinite:
@@ -131,6 +130,29 @@ def measure(
     found = gradients(layout, loss_fn, state, batch, how)
     grads, norm = clipped(found.grads, clip_norm, own=how.own)
     return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
+
+
+def value_of(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How
+) -> Callable[[Any], jax.Array]:
+    """``params -> loss``, the same function as the step's own loss: its keys, microbatches, precision, ZeRO stage and pipeline.
+
+    Its derivative is made of the gradients that :func:`jaxpar.gradients.gradients` returns, so jax differentiates through no pipeline and no
+    loss scale. Nothing is traced before the first call.
+    """
+
+    @jax.custom_jvp
+    def value(params: Any) -> jax.Array:
+        return gradients(layout, loss_fn, replace(state, params=params), batch, how).loss
+
+    @value.defjvp
+    def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+        found = gradients(layout, loss_fn, replace(state, params=primals[0]), batch, how)
+        # Not vdot: it flattens, which would gather what is sharded.
+        slopes = jax.tree.map(lambda g, t: jnp.sum(wide(g) * wide(t)), found.grads, tangents[0])
+        return found.loss, sum(jax.tree.leaves(slopes), jnp.zeros(())).astype(found.loss.dtype)
+
+    return value
 
 
 def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[Any, jax.Array]:
@@ -223,6 +245,7 @@ def _update(
 ) -> tuple[Any, optax.OptState]:
     """The optimizer's step, with whatever optax's line searches, Polyak steps, SAM and Sophia ask for beside gradients.
 
+    ``value_fn`` is the function whose value is ``loss`` (see :func:`value_of`); an optimizer that does not call it costs nothing.
     With a state in the host's memory, all stays as it was where ``finite`` is false; otherwise that is for the caller to see to.
     """
 
