@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxpar.boarding import Boarding, Split
 from jaxpar.layout import Layout
-from jaxpar.microbatches import means_of
+from jaxpar.microbatches import means_of, weighted_sum
 from jaxpar.objective import Metrics, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of, weighted
+from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of
 from jaxpar.pipeline.asked import Pipeline
 from jaxpar.pipeline.forward import run_forward
 from jaxpar.pipeline.program import Head
@@ -53,6 +53,6 @@ def _head(loss_fn: Staged, split: Split) -> Head:
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
         loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
-        return (weighted((loss, metrics), weight), weight), ((), jnp.stack([weight, weight]))
+        return (weighted_sum((loss, metrics), weight, metrics), weight), ((), jnp.stack([weight, weight]))
 
     return head

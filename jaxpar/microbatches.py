@@ -143,7 +143,8 @@ def sums_of(
 ) -> tuple[Any, jax.Array, Any]:
     """Weighted sums of (loss, metrics, gradients) over microbatches, in fp32 or wider; the sum of the weights; carried variables.
 
-    A microbatch weighs what ``loss_fn`` returns as the metric ``weight``, 1 without.
+    A microbatch weighs what ``loss_fn`` returns as the metric ``weight``, 1 without. One of weight 0 adds nothing (its loss may be NaN), but the
+    variables that it leaves are carried on.
     """
 
     def weighted(rest: Any, piece: Any, n: Any) -> tuple[Any, Any]:
@@ -155,8 +156,7 @@ def sums_of(
                     f"are wanted. Remedy: return its mean, or set accumulate=1 and leave reduce out."
                 )
         weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
-        scaled = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), (loss, metrics, grads))
-        return (scaled, weight), rest
+        return (weighted_sum((loss, metrics, grads), weight, metrics), weight), rest
 
     def one(carry: Any, xs: Any) -> tuple[Any, None]:
         sums, rest = carry
@@ -176,9 +176,24 @@ def sums_of(
     return sums, weight, rest
 
 
+def weighted_sum(tree: Any, weight: jax.Array, metrics: Metrics) -> Any:
+    """What a part of a batch (a microbatch, a device's rows) adds to sums: ``tree`` times ``weight``, in fp32 or wider.
+
+    A part of weight 0 adds exactly 0, whatever its values: its mean is 0 / 0, and NaN times 0 would be NaN.
+    """
+    scaled = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), tree)
+    return counted(scaled, weight, metrics)
+
+
+def counted[T](tree: T, weight: jax.Array, metrics: Metrics) -> T:
+    """``tree``, or zeros where ``weight`` is 0; as it is where ``loss_fn`` reports no weight."""
+    return tree if "weight" not in metrics else jax.tree.map(lambda x: jnp.where(weight == 0, 0, x), tree)
+
+
 def means_of(sums: Any, weight: jax.Array) -> Any:
-    counted = jnp.where(weight == 0, 1, weight)  # where nothing counts, all sums are 0
-    loss, metrics, grads = jax.tree.map(lambda x: x / counted.astype(x.dtype), sums)
+    """Means of the sums that parts of a batch add up to. Where no part counts, loss, metrics and gradients are 0."""
+    total = jnp.where(weight == 0, 1, weight)
+    loss, metrics, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), sums)
     return loss, metrics | ({"weight": weight} if "weight" in metrics else {}), grads
 
 

@@ -98,11 +98,6 @@ def after_of(
     return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
 
 
-def weighted(found: Any, weight: jax.Array) -> Any:
-    """What a microbatch adds to sums."""
-    return jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), found)
-
-
 def _check_carried(what: str, split: Split, model: Any) -> None:
     """A piece changes no variable of the model: microbatches come in an order of their own, and nobody would see the change."""
     now = split.kind.carried(model, split.rest, None)

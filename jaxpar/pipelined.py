@@ -18,10 +18,10 @@ from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import on_host
 from jaxpar.layout import Layout
-from jaxpar.microbatches import Found, How, means_of, scale_of, unscaled
+from jaxpar.microbatches import Found, How, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.model import show, to_path
 from jaxpar.objective import check_names, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of, weighted
+from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.pipeline.beside import Extras
 from jaxpar.pipeline.chunks import Carry, check_chunks
@@ -211,7 +211,8 @@ def head_of(loss_fn: Staged, split: Split, scale: Any) -> Head:
         grad = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
         (grads, cotangent), (loss, metrics, weight) = grad(after, y, piece)
         counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
-        sums = weighted((loss, metrics), weight)
+        grads, cotangent = counted((grads, cotangent), weight, metrics)
+        sums = weighted_sum((loss, metrics), weight, metrics)
         return (sums, weight, split.laid(jax.tree.map(wide, grads))), (cotangent, counts)
 
     return head

@@ -43,6 +43,7 @@ def counted(aux: dict[str, Any], counts: jax.Array, microbatch: jax.Array) -> di
 
 
 def totals(aux: dict[str, Any]) -> Extras:
-    """The sums over microbatches as they count."""
+    """The sums over microbatches as they count; what does not count adds 0, also where it is not finite."""
     counts = aux["counts"][:-1, 0]
-    return {name: jnp.sum(x[:-1] * counts.astype(x.dtype)) for name, x in aux["sums"].items()}
+    each = {name: x[:-1] * counts.astype(x.dtype) for name, x in aux["sums"].items()}
+    return {name: jnp.sum(jnp.where(counts == 0, 0, x)) for name, x in each.items()}

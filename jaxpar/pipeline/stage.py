@@ -174,7 +174,15 @@ class Chunk:
             structure,
             [leaf if there else keys_again(next(rest), leaf) for leaf, there in zip(leaves, known, strict=True)],
         )
-        return lambda cotangent: pull((cotangent, weighed(side, extras.get(ADDED))))
+        if ADDED not in extras:
+            return lambda cotangent: pull((cotangent, None))
+
+        def both(cotangent: jax.Array) -> tuple[Any, jax.Array]:
+            found = pull((cotangent, weighed(side, extras[ADDED])))
+            # Of a microbatch that does not count the layer's own loss may be NaN, and so is 0 times its gradient.
+            return jax.tree.map(lambda g: jnp.where(side.weight == 0, 0, g), found)
+
+        return both
 
 
 def held[T](x: T, run: jax.Array) -> T:

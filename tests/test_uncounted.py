@@ -1,0 +1,140 @@
+"""A mean over counted rows alone: parts of a batch (devices, microbatches, chunks of sequences) in which nothing counts add exactly nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from one_step import check_grads
+
+import jaxpar as jp
+
+ROWS, SEQ, WIDTH, LAYERS = 16, 4, 4, 2
+RULES = jp.Rules(batch="data", embed=None, layers="pipeline")
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def make_model(key: jax.Array) -> dict[str, Any]:
+    blocks = jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / 2
+    return {"blocks": jp.tag(blocks, "layers", "embed", None), "head": jp.tag(jnp.ones(WIDTH), "embed")}
+
+
+def batch_of(seed: int, every: int = 4) -> dict[str, np.ndarray]:
+    """Rows in groups of ``every``, of which about half count nothing at all, the first among them; some tokens of the others do not."""
+    random = np.random.default_rng(seed)
+    groups = random.permutation(ROWS // every) % 2 == 0
+    groups[0] = False
+    mask = groups.repeat(every)[:, None] & (random.random((ROWS, SEQ)) < 0.7)
+    mask[-1, -1] = True
+    x, y = random.normal(size=(2, ROWS, SEQ, WIDTH)).astype(np.float32)
+    return {"x": x, "y": y, "mask": mask.astype(np.float32)}
+
+
+def mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """0 / 0 where nothing counts."""
+    return jnp.sum(values * mask) / jnp.sum(mask)
+
+
+def layer(block: jax.Array, x: jax.Array, mask: jax.Array) -> Any:
+    """With a loss of its own, and a metric, over what counts."""
+    y = x + jnp.tanh(x @ block)
+    return y, {"loss": 0.1 * mean(jnp.mean(y**2, -1), mask), "size": mean(jnp.mean(abs(y), -1), mask)}
+
+
+def after(model: Any, x: jax.Array, batch: Any) -> Any:
+    errors = jnp.mean((x * model["head"] - batch["y"]) ** 2, -1)
+    wrong = mean((errors > 1).astype(jnp.float32), batch["mask"])
+    return mean(errors, batch["mask"]), {"weight": jnp.sum(batch["mask"]), "wrong": wrong}
+
+
+LOSS = jp.Staged("blocks", lambda model, batch: batch["x"], layer, after, side=lambda model, batch: batch["mask"])
+BARE = jp.Staged(
+    "blocks",
+    lambda model, batch: batch["x"],
+    lambda block, x, side: layer(block, x, side)[0],
+    after,
+    side=lambda model, batch: batch["mask"],
+    carried_layer=lambda block, x, side, carry, chunk: (x + jnp.tanh(x @ block), carry),
+    carry=lambda model, batch: {},
+)
+
+
+def on(sizes: dict[str, int], rules: jp.Rules = RULES) -> jp.Layout:
+    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
+
+
+def stepped(layout: jp.Layout, batch: Any, loss: Any = LOSS, **options: Any) -> tuple[dict[str, float], Any]:
+    """Metrics and gradients of one step."""
+    with jax.default_matmul_precision("highest"), layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+        _, metrics = step.lower(state, batch).compile(compiler_options=QUICK)(state, batch)
+    grads = jax.device_get(metrics.pop("grads"))
+    return {name: float(value) for name, value in metrics.items()}, grads
+
+
+def piped(name: str, microbatches: int, **options: Any) -> dict[str, Any]:
+    kept = {key: options.pop(key) for key in ("keeps", "lowering") if key in options}
+    return {"pipeline": jp.Pipeline(jp.schedule(name, stages=2, microbatches=microbatches, **options), **kept)}
+
+
+ZERO = jp.Zero(1, min_bytes=0)
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "ZeRO 1": ({"data": 4}, ZERO.step),
+    "ZeRO 1, microbatches": ({"data": 2}, {**ZERO.step, "accumulate": 2}),
+    "microbatches": ({"data": 2}, {"accumulate": 2}),
+    "microbatches, reduced each time": ({"data": 1}, {"accumulate": 4, "reduce": "each"}),
+    "1f1b": ({"pipeline": 2, "data": 2}, piped("1f1b", 2)),
+    "zb_h1": ({"pipeline": 2}, piped("zb_h1", 4, keeps="residuals")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_without_counted_rows_add_nothing(name: str) -> None:
+    sizes, options = CASES[name]
+    layout = on(sizes, ZERO.rules(RULES) if name.startswith("ZeRO") else RULES)
+    batch = batch_of(len(name))
+    want, got = stepped(on({"data": 1}), batch), stepped(layout, batch, **options)
+    assert want[0]["loss"] > 0 and not got[0]["skipped"]
+    for metric, value in want[0].items():
+        assert got[0][metric] == pytest.approx(value, rel=1e-5), metric
+    check_grads(got[1], want[1], 1e-5)
+
+
+def test_chunks_of_sequences_without_counted_tokens_add_nothing() -> None:
+    batch = batch_of(5)
+    batch["mask"][:, : SEQ // 2] = 0  # the first chunk of all
+    want = stepped(on({"data": 1}), batch, BARE)
+    got = stepped(on({"pipeline": 2}), batch, BARE, **piped("seq1f1b", 2, sequence_chunks=2))
+    assert got[0]["loss"] == pytest.approx(want[0]["loss"], rel=1e-5)
+    check_grads(got[1], want[1], 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_evaluation_by_a_pipeline_leaves_them_out(seed: int) -> None:
+    batch, found = batch_of(seed), []
+    for sizes, pipeline in (({"data": 1}, None), ({"pipeline": 2, "data": 2}, jp.schedule("1f1b", 2, 2))):
+        layout = on(sizes)
+        with jax.default_matmul_precision("highest"), layout:
+            state = jp.init(layout, make_model, optax.sgd(0.1))
+            step = jp.eval_step(layout, LOSS, pipeline=pipeline).lower(state, batch)
+            found.append(jax.device_get(step.compile(compiler_options=QUICK)(state, batch)))
+    want, got = found
+    assert want.keys() == got.keys()
+    for metric, value in want.items():
+        assert float(got[metric]) == pytest.approx(float(value), rel=1e-5), metric
+
+
+def test_a_batch_in_which_nothing_counts() -> None:
+    """Cut, it is a loss and gradients of 0; whole, it is what the loss says, and the step is skipped."""
+    batch = batch_of(0)
+    batch["mask"][:] = 0
+    cut, grads = stepped(on({"data": 2}), batch, accumulate=2)
+    assert (cut["loss"], cut["weight"], cut["grad_norm"], cut["skipped"]) == (0, 0, 0, 0)
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+    whole, _ = stepped(on({"data": 2}), batch)
+    assert np.isnan(whole["loss"]) and whole["skipped"]
