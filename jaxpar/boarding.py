@@ -16,6 +16,7 @@ from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.layout import Layout, hint
 from jaxpar.microbatches import each_parameter, pieces_of, resolved_of
 from jaxpar.model import show, to_path
+from jaxpar.model.parts import Path
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.pipeline.chunks import in_chunks, joined
 from jaxpar.pipeline.layers import AXIS, Layers
@@ -144,6 +145,19 @@ class Boarding:
         local = lambda sums: jax.lax.psum(jax.tree.map(lambda x: x[0], sums), self.axes)
         return self._inside(local, (PartitionSpec(self.axes),), PartitionSpec())(sums)
 
+    def on_all_stages(self, weights: Any) -> Any:
+        """Parameters that are not of the layers, replicated over the stages where rules split them over these."""
+        return self._inside(lambda weights: weights, (PartitionSpec(),), PartitionSpec())(weights)
+
+    def look_at(self, f: Callable[[Any], Any], pieces: Any) -> None:
+        """Trace ``f(microbatch)`` of one device where a tick computes, and forget it. ``pieces``: [devices, microbatches, rows, ...]."""
+
+        def local(pieces: Any) -> tuple[()]:
+            f(jax.tree.map(lambda x: x[0, 0], pieces))
+            return ()
+
+        jax.eval_shape(self._inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
+
     def of_one_layer(self, grads: Any) -> Any:
         """A layer's gradients, summed over devices and scattered."""
 
@@ -191,6 +205,8 @@ class Split:
         self.model = lambda params: self.kind.merge(params, self.rest)
         _, self.block = stacked_part(self.model(self.shapes), self.path)
         self.names = dict(state.static.dims)
+        self.read: dict[str, frozenset[Path]] = {}
+        """Which parameters a piece of the loss reads; see :func:`jaxpar.pieces.read_by`."""
 
     def stack(self, params: Any) -> Any:
         for name in self.path:

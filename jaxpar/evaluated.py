@@ -12,7 +12,7 @@ from jaxpar.boarding import Boarding, Split
 from jaxpar.layout import Layout
 from jaxpar.microbatches import means_of, weighted_sum
 from jaxpar.objective import Metrics, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of
+from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of, side_weights
 from jaxpar.pipeline.asked import Pipeline
 from jaxpar.pipeline.forward import run_forward
 from jaxpar.pipeline.program import Head
@@ -31,7 +31,7 @@ def evaluated(
     asked = replace(asked, schedule=schedule, keeps="input", reduce="once", lowering="uniform", recompute=())
     check_pipeline(layout, loss_fn, state, asked)
     split = Split(state, loss_fn)
-    batch = loss_fn.prepare(split.model(state.params), batch)
+    batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches)
     in_ticks, x = asked.before == "each", None
     if not in_ticks:
@@ -42,7 +42,9 @@ def evaluated(
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
     head, before = _head(loss_fn, split), each_before(loss_fn, split) if in_ticks else None
     program = program_of(layout, loss_fn, split, board, schedule=schedule, head=head, join=join, before=before)
-    sums = run_forward(program, split.stack(weights), split.others(weights), fed, pieces)
+    others = split.others(weights)
+    read = side_weights(loss_fn, split, board, others, pieces[0])
+    sums = run_forward(program, split.stack(weights), others, fed, pieces, read)
     (loss, metrics), weight = board.summed(sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)
     return {"loss": loss, **metrics}

@@ -21,7 +21,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.layout import Layout, lay_out
 from jaxpar.microbatches import Found, How, means_of, unscaled
 from jaxpar.model import to_path
-from jaxpar.pieces import before_of, check_rows, columns, program_of
+from jaxpar.pieces import before_of, check_rows, columns, program_of, side_weights
 from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.pipeline.endless import Endless, beside, numbered
 from jaxpar.pipeline.layers import AXIS
@@ -89,7 +89,9 @@ class Call:
                 f"asynchronous pipeline: layers draw random numbers (keys=True), but {self.asked.name!r} hands on no keys with what is on its way. Remedy: "
                 f"layers that draw none, or the schedule '1f1b'."
             )
-        batch = self.loss_fn.prepare(self.split.model(self.state.params), batch)
+        batch = self.loss_fn.prepare(
+            self.split.model(jax.tree.map(self.how.precision.computing, self.state.params)), batch
+        )
         check_rows(self.layout, batch, self.window.batch)
         return batch
 
@@ -118,13 +120,14 @@ class Call:
         split, count = self.split, self.window.batch
         new, (pieces, fed) = self.board.enter(self.state.params, (batch, None), x, count)
         old, (pieces_before, _) = self.board.enter(self.previous, (before, None), x, count)
-        program = numbered(self.program(head_of(self.loss_fn, split, None)))
         numbers = jnp.broadcast_to(jnp.arange(2 * count, dtype=jnp.int32) // count, (fed.shape[0], 2 * count))
         after = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
+        program = numbered(self.program(head_of(self.loss_fn, split, None)))
         weights = beside(split.stack(old), split.stack(new), 1)
         numbered_pieces = {"batch": numbers, "of": beside(pieces_before, pieces, 1)}
         grows = fed.shape[-1] % self.window.stages == 0
-        return Endless(program, weights, after, numbered_pieces, grows), fed
+        read = side_weights(self.loss_fn, split, self.board, after, pieces[0])
+        return Endless(program, weights, after, numbered_pieces, grows, read), fed
 
     def program(self, head: Head) -> Program:
         """What stages and head do; both chunks of a stage are its layers."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from jaxpar import texts
@@ -17,6 +18,7 @@ from jaxpar.errors import LayoutError, ModelError
 from jaxpar.layout import Layout
 from jaxpar.microbatches import undivided_by
 from jaxpar.model import show, to_path
+from jaxpar.model.parts import Path
 from jaxpar.objective import Metrics, unpack
 from jaxpar.pipeline.beside import Beside
 from jaxpar.pipeline.layers import AXIS
@@ -38,9 +40,7 @@ def program_of(layout: Layout, loss_fn: Staged, split: Split, board: Boarding, *
 
 def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Array:
     """What the first layer is given."""
-    model = split.model_of(others)
-    x = loss_fn.before(model, batch)
-    _check_carried("before", split, model)
+    x: jax.Array = _called(split, "before", lambda model: loss_fn.before(model, batch), others)
     return x
 
 
@@ -62,14 +62,16 @@ def layer_of(loss_fn: Staged, split: Split) -> Layer:
     return lambda weights, x, side: loss_fn.one(split.block(weights), x, side.given, side.keys)
 
 
-def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any], Beside]:
-    """What layers know of a microbatch."""
+def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any, Sequence[jax.Array]], Beside]:
+    """What layers know of a microbatch, of it and of what :func:`side_weights` gave."""
 
-    def side(piece: Any) -> Beside:
+    def side(piece: Any, weights: Sequence[jax.Array]) -> Beside:
         batch, keys = piece
-        model = split.model_of(split.others(split.shapes))
-        given = loss_fn.side(model, batch)
-        _check_carried("side", split, model)
+        read, values = read_by_side(loss_fn, split, batch), iter(weights)
+        # What it does not read stays a shape, so that no tick is given it.
+        value = lambda keys, shape: next(values) if to_path(keys) in read else shape
+        others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
+        given = _called(split, "side", lambda model: loss_fn.side(model, batch), others)
         if keys is not None:
             for axis in seq_axes(layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
@@ -78,17 +80,34 @@ def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any], Be
     return side
 
 
+def read_by_side(loss_fn: Staged, split: Split, batch: Any) -> frozenset[Path]:
+    """The parameters that ``Staged.side`` reads, beside none of the layers, of a microbatch."""
+    return read_by(split, "side", lambda model: loss_fn.side(model, batch), split.others(split.shapes))
+
+
+def side_weights(loss_fn: Staged, split: Split, board: Boarding, weights: Any, pieces: Any) -> list[jax.Array]:
+    """The parameters that ``Staged.side`` reads, replicated over the stages: each computes the side of its own microbatch.
+
+    Args:
+      weights: the parameters that are not of the layers, as ticks have them; or versions of them, [versions, ...].
+      pieces: of the batch alone, [devices, microbatches, rows, ...].
+    """
+    board.look_at(lambda piece: read_by_side(loss_fn, split, piece), pieces)
+    read = split.read["side"]
+    leaves = [w for keys, w in jax.tree_util.tree_leaves_with_path(weights) if to_path(keys) in read]
+    return board.on_all_stages(leaves) if leaves else []
+
+
 def after_of(
     loss_fn: Staged, split: Split, after: Any, y: jax.Array, piece: Any
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
-    model = split.model_of(after)
-    loss, metrics, updates = unpack(loss_fn.after(model, y, piece[0]))
+    found = _called(split, "after", lambda model: loss_fn.after(model, y, piece[0]), after)
+    loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(
             "Staged(after=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
         )
-    _check_carried("after", split, model)
     for name, value in metrics.items():
         if jnp.shape(value):
             raise ModelError(
@@ -96,6 +115,48 @@ def after_of(
                 f"wanted. Remedy: return its mean."
             )
     return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
+
+
+def read_by(split: Split, what: str, call: Callable[[Any], Any], others: Any) -> frozenset[Path]:
+    """The paths of the parameters that the result of ``call(model)`` depends on; found once for each ``what``, a piece of the loss.
+
+    Raises:
+      ModelError: some of them are of the layers.
+    """
+    if what not in split.read:
+
+        def run(stack: Any, others: Any) -> list[jax.Array]:
+            found = call(split.model(split.join(stack, others)))
+            return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
+
+        shape = lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype)
+        given = split.stack(split.shapes), jax.tree.map(shape, others)
+        jaxpr = jax.make_jaxpr(run)(*given).jaxpr
+        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        stack, rest = ([to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(part)] for part in given)
+        paths = [*((*split.path, *path) for path in stack), *rest]
+        read = [path for path, is_used in zip(paths, used, strict=True) if is_used]
+        if of_layers := read[: sum(used[: len(stack)])]:
+            where = "/".join(split.path)
+            raise ModelError(
+                f"Staged({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
+                f"them in Staged(layer=...), or keep them outside of {where!r}."
+            )
+        split.read[what] = frozenset(read)
+    return split.read[what]
+
+
+def listed(paths: Iterable[Path]) -> str:
+    return ", ".join(sorted(show(("params", *path)) for path in paths))
+
+
+def _called(split: Split, what: str, call: Callable[[Any], Any], others: Any) -> Any:
+    """``call(model)`` of a model without its layers: a piece of the loss."""
+    read_by(split, what, call, others)
+    model = split.model_of(others)
+    found = call(model)
+    _check_carried(what, split, model)
+    return found
 
 
 def _check_carried(what: str, split: Split, model: Any) -> None:

@@ -21,7 +21,16 @@ from jaxpar.layout import Layout
 from jaxpar.microbatches import Found, How, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.model import show, to_path
 from jaxpar.objective import check_names, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of
+from jaxpar.pieces import (
+    after_of,
+    before_of,
+    check_rows,
+    columns,
+    each_before,
+    program_of,
+    read_by,
+    side_weights,
+)
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.pipeline.beside import Extras
 from jaxpar.pipeline.chunks import Carry, check_chunks
@@ -39,7 +48,7 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         asked = replace(asked, reduce="each")
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
     split = Split(state, loss_fn)
-    batch = loss_fn.prepare(split.model(state.params), batch)
+    batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
     _check_chunks(layout, loss_fn, batch, asked)
 
@@ -69,7 +78,9 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         carry=_carry(loss_fn, split, schedule.sequence_chunks),
         before=each_before(loss_fn, split) if in_ticks else None,
     )
-    grads, (sums, weight, after), fed = run(program, split.stack(weights), split.others(weights), fed, pieces)
+    others = split.others(weights)
+    read = side_weights(loss_fn, split, board, others, pieces[0])
+    grads, (sums, weight, after), fed = run(program, split.stack(weights), others, fed, pieces, read)
     sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
     if pull is not None:
         (grads_before,) = pull(x)
@@ -192,9 +203,18 @@ def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
     layer = loss_fn.carried_layer
     if chunks == 1 or layer is None:
         return None
+
+    def empty(piece: Any) -> Any:
+        call = lambda model: loss_fn.carry(model, piece[0])
+        others = jax.tree.map(
+            lambda w: jnp.zeros(w.shape, w.dtype), split.others(split.shapes)
+        )  # its shape alone is asked for
+        read_by(split, "carry", call, others)
+        return call(split.model_of(others))
+
     return Carry(
         layer=lambda w, x, side, carry, chunk: layer(split.block(w), x, side.given, carry, chunk),
-        empty=lambda piece: loss_fn.carry(split.model_of(split.others(split.shapes)), piece[0]),
+        empty=empty,
         chunks=chunks,
     )
 

@@ -41,8 +41,9 @@ class Staged:
         metrics. They are summed over layers, and over microbatches averaged as the loss is.
       after: ``after(model, x, batch) -> loss`` or ``(loss, aux)``, the mean over the rows that it is given. A metric ``weight`` in ``aux`` says how
         much these count, 1 without.
-      prepare: ``prepare(model, batch) -> batch``, once for the whole batch: the order of tokens, positions. Arrays [rows, seq, ...].
-      side: ``side(model, batch) -> anything`` that layers want to know of a batch beside ``x``. It has no gradient.
+      prepare: ``prepare(model, batch) -> batch``, once for the whole batch: the order of tokens, positions. Arrays [rows, seq, ...]. What it computes of
+        parameters, of the layers too, has no gradient.
+      side: ``side(model, batch) -> arrays`` that layers want to know of a batch beside ``x``. They may be computed from parameters, but have no gradient.
       dims: the logical dims of ``x``.
       keys: layers draw random numbers: ``layer(block, x, side, keys)``, with a PRNG key for each row of ``x``, [rows]. A key is of the step, the
         row's place in the whole batch and the layer's in the model, so that microbatches, stages and devices change nothing of what is drawn
@@ -55,7 +56,8 @@ class Staged:
       carry: ``carry(model, batch)``: the carry of a layer for all of a microbatch, arrays [rows, seq, ...] or their shapes. Integers have no
         gradient.
 
-    ``model`` is what ``make_model`` returned, for ``loss_fn``; under a pipeline without its layers. ``block`` is one layer: an NNX module
+    ``model`` is what ``make_model`` returned, for ``loss_fn``. Under a pipeline ``before``, ``side``, ``carry`` and ``after`` get it with shapes for the
+    parameters of its layers, and a :class:`jaxpar.errors.ModelError` says so if they read one. ``block`` is one layer: an NNX module
     (the stack's, with one layer's arrays) or the stack's subtree of one layer's arrays.
 
     >>> import jax, jax.numpy as jnp
@@ -109,8 +111,8 @@ class Staged:
     def of_rows(self, model: Any, given: tuple[Any, Any]) -> Any:
         """As when called, of a batch and the keys of its rows, which may be a part of the whole."""
         batch, keys = given
-        batch = self.prepare(model, batch)
-        side = self.side(model, batch)
+        batch = _no_gradient(self.prepare(model, batch), but=batch)
+        side = _no_gradient(self.side(model, batch))
         leaves, block = stacked_part(model, self.path)
 
         def one(x: jax.Array, at: Any) -> tuple[jax.Array, Any]:
@@ -140,6 +142,13 @@ class Staged:
                     f"so scalars are wanted. Remedy: return its mean."
                 )
         return x, {name: wide(value) for name, value in extras.items()}
+
+
+def _no_gradient(tree: Any, but: Any = None) -> Any:
+    """A tree whose arrays have no gradient, but for those of another tree: a pipeline computes them beside what it differentiates."""
+    same = {id(x) for x in jax.tree.leaves(but)}
+    stop = lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) and id(x) not in same else x
+    return jax.tree.map(stop, tree)
 
 
 def of_layer(keys: Any, number: Any) -> Any:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError, listing
 from jaxpar.inflight import Call, split_over
 from jaxpar.model import to_path
+from jaxpar.pieces import after_of, before_of
 from jaxpar.pipeline.layers import AXIS
 from jaxpar.state import moment_names
 
@@ -176,16 +177,11 @@ def groups_of(call: Call, batch: Any) -> Groups:
     piece = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // call.window.batch, *x.shape[1:]), x.dtype), batch
     )
-    before = lambda others, piece: loss_fn.before(split.model_of(others), piece)
-    x = jax.eval_shape(before, others, piece)
-    after = lambda others, piece, x: loss_fn.after(split.model_of(others), x, piece)
-    first, last = _read(before, others, piece), _read(after, others, piece, x)
-    return Groups(call, frozenset(first), frozenset(first & last))
 
+    def read(others: Any, piece: Any) -> None:
+        x = before_of(loss_fn, split, others, piece)
+        after_of(loss_fn, split, others, x, (piece, None))
 
-def _read(f: Callable[..., Any], others: Any, *more: Any) -> set[tuple[Any, ...]]:
-    """Paths of the leaves that a function reads."""
-    leaves = jax.tree_util.tree_leaves_with_path(others)
-    jaxpr = jax.make_jaxpr(f)(others, *more).jaxpr
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    return {to_path(keys) for (keys, _), v in zip(leaves, jaxpr.invars, strict=False) if id(v) in used}
+    jax.eval_shape(read, others, piece)
+    first, last = split.read["before"], split.read["after"]
+    return Groups(call, first, first & last)

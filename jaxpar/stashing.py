@@ -18,11 +18,13 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.boarding import row_axes
 from jaxpar.crossing import wide
+from jaxpar.errors import ConfigError
 from jaxpar.inflight import Call, InFlight, split_over
 from jaxpar.layout import Layout
 from jaxpar.microbatches import How, means_of, unscaled
 from jaxpar.model import to_path
 from jaxpar.objective import Metrics
+from jaxpar.pieces import listed, read_by_side
 from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.pipeline.endless import Stashing, beside, rows_of
 from jaxpar.pipeline.layers import AXIS
@@ -45,7 +47,9 @@ def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     groups, params = groups_of(call, batch), call.state.params
     run = _Run(call, groups, batch, batch)
     first = groups.cut(params)["before"]
-    tick, fed = run.tick(params, call.split.stack(params), first, run.pieces(), jnp.asarray(0))
+    pieces = run.pieces()
+    run.check_side(pieces)
+    tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
     nothing = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}
     late = jax.tree.map(lambda w: jnp.zeros((asked.stages, *w.shape), wide_dtype(w.dtype)), groups.of_tied(params))
@@ -122,6 +126,18 @@ class _Run:
             check_vma=False,
         )
         return versions(ring, slots)
+
+    def check_side(self, pieces: Any) -> None:
+        """Raises:
+        ConfigError: ``Staged.side`` reads parameters, of which a stage would want the version that a microbatch was forwarded with.
+        """
+        call = self.call
+        call.board.look_at(lambda piece: read_by_side(call.loss_fn, call.split, piece), pieces)
+        if read := call.split.read["side"]:
+            raise ConfigError(
+                f"asynchronous pipeline: Staged(side=...) reads {listed(read)}, of which the stages of 'pipedream' would want different versions. Remedy: "
+                f"a side that reads no parameters, or the schedule 'pipedream_2bw' or '1f1b'."
+            )
 
     def tick(self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
         """A tick on the newest parameters, the layers that backwards want and what the loss knows of the first group, and what the first stage is given."""

@@ -70,6 +70,10 @@ LOSS = jp.Staged(
 )
 TIED = replace(LOSS, after=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
 """The embedding is used again after the layers."""
+READS = replace(
+    LOSS, side=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4 + model["words"][batch["tokens"]].sum(-1)
+)
+"""What layers know is computed from the embedding's own version, without a gradient."""
 
 
 def stepping() -> optax.GradientTransformation:
@@ -214,6 +218,7 @@ CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.Staged, bool]] = [
         TIED,
         True,
     ),
+    ({"pipeline": 2, "data": 2}, jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2), READS, True),
 ]
 """A mesh, what is asked for, the loss, and whether it is flushed at the end."""
 

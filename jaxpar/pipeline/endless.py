@@ -29,12 +29,12 @@ def beside(old: Any, new: Any, dim: int) -> Any:
 
 
 def numbered(program: Program) -> Program:
-    """A program for ``after`` [2, ...] and pieces ``{"batch": 0 or 1, "of": piece}``: a microbatch's loss is made with its batch's version."""
+    """A program for ``after`` [2, ...] and pieces ``{"batch": 0 or 1, "of": piece}``: a microbatch's loss, and what its layers know, is of its batch's version."""
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
         return program.head(pick(after, piece["batch"]), piece["of"], y)
 
-    return replace(program, head=head, side=lambda piece: program.side(piece["of"]))
+    return replace(program, head=head, side=lambda piece, read: program.side(piece["of"], pick(read, piece["batch"])))
 
 
 def rows_of(program: Program, have: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

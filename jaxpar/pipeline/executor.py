@@ -19,7 +19,7 @@ from jaxpar.pipeline.tick import Tick
 
 
 def run(
-    program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any
+    program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
 ) -> tuple[Any, Any, jax.Array | None]:
     """Sums of gradients of the weights, sums over microbatches, and the cotangents of ``x``: each device's own.
 
@@ -28,11 +28,12 @@ def run(
       after: weights that ``head`` is given, and ``before``.
       x: what the first layer is given: [devices, microbatches, rows, ...], the devices being those along ``axes``; ``None`` if the program has a ``before``.
       pieces: of the batch, [devices, microbatches, rows, ...].
+      read: weights that the program's ``side`` is given.
 
     Returns:
       Gradients [stages, devices, chunks, layers, ...], sums [devices, ...], and what ``x`` is.
     """
-    tick = Tick(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0)
+    tick = Tick(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read)
     rows, every = program.rows()
 
     def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:

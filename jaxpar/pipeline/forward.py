@@ -13,12 +13,12 @@ from jaxpar.pipeline.program import Program
 from jaxpar.pipeline.tick import Tick
 
 
-def run_forward(program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any) -> Any:
+def run_forward(program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()) -> Any:
     """Sums over microbatches, each device's own [devices, ...]; arguments as of :func:`jaxpar.pipeline.executor.run`.
 
     The program's schedule has forwards only, and its ``head`` gives nothing for a cotangent.
     """
-    tick = _Forward(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0)
+    tick = _Forward(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read)
     rows, every = program.rows()
 
     def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
@@ -37,8 +37,8 @@ class _Forward(Tick):
         slots, first = table.first
         x = self.given(first)[:, None] if x is None else x
 
-        def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
-            fed, side = self._fed(x, first), self.program.side(pick(pieces, 0))
+        def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any, read: Any) -> dict[str, Any]:
+            fed, side = self._fed(x, first), self.program.side(pick(pieces, 0), read)
             chunk = self._chunk(weights, jnp.asarray(0), jnp.asarray(0))
             check_alike(fed, jax.eval_shape(lambda x, side: chunk.kept(x, side)[0], fed, side))
             extras = jax.eval_shape(chunk.extras, fed, side)
@@ -52,8 +52,8 @@ class _Forward(Tick):
             }
 
         specs = {"act": "stage own", "res": "stage own", "ins": "stage own", "x": "columns", "aux": "stage own"}
-        call = self._inside(local, ("columns", "stage", "stage", "own"), specs)
-        return self._with_sums(call(x, jnp.asarray(slots), self.weights, self.pieces), x)
+        call = self._inside(local, ("columns", "stage", "stage", "own", "all"), specs)
+        return self._with_sums(call(x, jnp.asarray(slots), self.weights, self.pieces, self.read), x)
 
     def __call__(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> dict[str, Any]:
         carry, y = self._forward(carry, row, every)

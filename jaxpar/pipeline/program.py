@@ -42,7 +42,7 @@ class Program:
     Attributes:
       schedule: which microbatch is where, and when.
       layer: of the model.
-      side: of a microbatch, what layers want to know of it.
+      side: ``side(microbatch, read)``, what layers want to know of it; ``read`` are weights, replicated over the stages.
       head: ``head(weights, microbatch, y) -> (sums, (cotangent, counts))``: what one microbatch adds to the sums over all, the cotangent of ``y``, and
         [2] what the microbatch counts in sums, and in what is differentiated.
       join: ``join(sums, extras) -> sums`` with what layers gave beside ``x``, summed over layers and microbatches as they count.
@@ -62,7 +62,7 @@ class Program:
 
     schedule: Schedule | Window
     layer: Layer
-    side: Callable[[Any], Any]
+    side: Callable[[Any, Any], Any]
     head: Head
     axes: Axes
     keeps: Keeps = "input"

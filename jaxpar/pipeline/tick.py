@@ -38,7 +38,7 @@ _WAYS = ("down", "up")
 
 @dataclass(frozen=True)
 class Here:
-    """What a stage knows in a tick: its row, what all do, weights, its part of the carry, what its forward and the head gave, the batch."""
+    """What a stage knows in a tick: its row, what all do, weights, its part of the carry, what its forward and the head gave, the batch, what sides read."""
 
     row: jax.Array
     every: jax.Array
@@ -47,6 +47,7 @@ class Here:
     y: jax.Array
     cotangent: Any
     pieces: Any
+    read: Any
 
     def at(self, name: str) -> jax.Array:
         """A field of the row."""
@@ -62,6 +63,7 @@ class Tick:
     after: Any
     pieces: Any
     grows: bool
+    read: Any = ()
 
     def start(self, x: jax.Array | None) -> dict[str, Any]:
         """Empty buffers, with the first microbatch where the first tick wants it."""
@@ -70,8 +72,8 @@ class Tick:
         x = self.given(first)[:, None] if x is None else x
         came = [way for way in _WAYS if self.program.divergent and f"cot_{way}" in table.channels]
 
-        def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any) -> dict[str, Any]:
-            fed, side = self._fed(x, first), self.program.side(pick(pieces, 0))
+        def local(x: jax.Array, slot: jax.Array, weights: Any, pieces: Any, read: Any) -> dict[str, Any]:
+            fed, side = self._fed(x, first), self.program.side(pick(pieces, 0), read)
             chunk = self._chunk(weights, jnp.asarray(0), jnp.asarray(0))
             y, residuals = jax.eval_shape(chunk.kept, fed, side)
             check_alike(fed, y)
@@ -105,8 +107,8 @@ class Tick:
 
         mine = ("act", "cot", "res", "ins", "own", "sent", "came", "aux", "grads", "turn")
         specs = {**dict.fromkeys(mine, "stage own"), "x": "columns"}
-        call = self._inside(local, ("columns", "stage", "stage", "own"), specs)
-        return self._with_sums(call(x, jnp.asarray(slots), self.weights, self.pieces), x)
+        call = self._inside(local, ("columns", "stage", "stage", "own", "all"), specs)
+        return self._with_sums(call(x, jnp.asarray(slots), self.weights, self.pieces, self.read), x)
 
     def _with_sums(self, carry: dict[str, Any], x: jax.Array) -> dict[str, Any]:
         """The carry, with empty places for what the head gives."""
@@ -175,10 +177,18 @@ class Tick:
         changes = keeps or self.program.carry is not None
 
         def local(
-            row: jax.Array, every: jax.Array, weights: Any, act: jax.Array, res: Any, ins: Any, aux: Any, pieces: Any
+            row: jax.Array,
+            every: jax.Array,
+            weights: Any,
+            read: Any,
+            act: jax.Array,
+            res: Any,
+            ins: Any,
+            aux: Any,
+            pieces: Any,
         ) -> tuple[Any, Any, Any, Any]:
             at = reader(row)
-            side = self.program.side(pick(pieces, at("f_microbatch")))
+            side = self.program.side(pick(pieces, at("f_microbatch")), read)
             chunk = self._chunk(weights, at("f_chunk"), self._on("forward", at, every))
             with self._visits("forward"):
                 x = pick(act, at("f_input"))
@@ -194,9 +204,9 @@ class Tick:
             return res, ins, self._hinted(y), aux
 
         own = "stage own"
-        call = self._inside(local, ("stage", "all", "stage", own, own, own, own, "own"), (own, own, own, own))
+        call = self._inside(local, ("stage", "all", "stage", "all", own, own, own, own, "own"), (own, own, own, own))
         now = (carry["act"], carry["res"], carry["ins"], carry["aux"])
-        res, ins, y, aux = call(row, every, self.weights, *now, self.pieces)
+        res, ins, y, aux = call(row, every, self.weights, self.read, *now, self.pieces)
         return {**carry, "res": res, "ins": ins, "aux": aux}, y
 
     def _heads(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
@@ -236,8 +246,8 @@ class Tick:
             return now
 
         kinds = {**dict.fromkeys(rest, "stage own"), "x": "columns"}
-        call = self._inside(local, ("stage", "all", "stage", kinds, "stage own", "own", "own"), kinds)
-        return {**carry, **call(row, every, self.weights, rest, y, carry["cotangent"], self.pieces)}
+        call = self._inside(local, ("stage", "all", "stage", kinds, "stage own", "own", "own", "all"), kinds)
+        return {**carry, **call(row, every, self.weights, rest, y, carry["cotangent"], self.pieces, self.read)}
 
     def _arrived(self, here: Here) -> dict[str, Any]:
         """Cotangents of the tick before: to the stages that want them, and out of the pipeline."""
@@ -282,9 +292,9 @@ class Tick:
     def _gradients(self, here: Here) -> dict[str, Any]:
         """Cotangents of a chunk's input, and sums of gradients with its own: at once, or inputs now and weights later."""
         split, at, every, weights = self.program.schedule.split, here.at, here.every, here.weights
-        now, pieces = here.now, here.pieces
+        now = here.now
         chunk = self._chunk(weights, at("b_chunk"), self._on("backward", at, every))
-        side = self._side_back(pieces, now["aux"], at("b_microbatch"))
+        side = self._side_back(here, at("b_microbatch"))
         from_input = self.program.keeps == "input"
         res, slot = now["res"], self._slots(at, "b", jnp.asarray(0) if from_input else at("b_residuals"))
         if from_input:
@@ -306,16 +316,16 @@ class Tick:
         with self._visits("backward"):
             sent, own = chunk.backward_of_inputs(res, slot, side, cotangent, now["own"], at("b_own"))
         late = self._chunk(weights, at("w_chunk"), self._on("weights", at, every))
-        side = self._side_back(pieces, now["aux"], at("w_microbatch"))
+        side = self._side_back(here, at("w_microbatch"))
         parts = late.halves(side, [jnp.zeros(k.shape[2:], k.dtype) for k in res], jnp.zeros_like(cotangent))
         add = self._adder(here, "w")
         with self._visits("weights"):
             result[self._sums] = late.backward_of_weights(own, at("w_own"), side, parts, add, now[self._sums])
         return {**result, "res": res, "own": own, "sent": self._hinted(sent)}
 
-    def _side_back(self, pieces: Any, aux: Any, microbatch: jax.Array) -> Any:
+    def _side_back(self, here: Here, microbatch: jax.Array) -> Any:
         """What layers know of a microbatch in its backward."""
-        side = self.program.side(pick(pieces, microbatch))
+        side, aux = self.program.side(pick(here.pieces, microbatch), here.read), here.now["aux"]
         return side._replace(weight=pick(aux["counts"], microbatch)[1]) if aux else side
 
     @property
