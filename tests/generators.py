@@ -37,9 +37,9 @@ def one_device() -> Any:
     return jp.MeshSpec().build(jax.devices()[:1])
 
 
-def parameters(model: jp.Generator) -> Any:
-    """Of :data:`CONFIG`: initial layers hardly change what the embedding says, and the head repeats it, so they are made larger."""
-    params = jp.init(model.layout, make_llama(CONFIG), optax.identity()).params
+def parameters(model: jp.Generator, config: LlamaConfig = CONFIG) -> Any:
+    """Initial layers hardly change what the embedding says, and the head repeats it, so they are made larger."""
+    params = jp.init(model.layout, make_llama(config), optax.identity()).params
     params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
     return params
 

@@ -24,7 +24,7 @@ import jaxpar as jp
 from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
 from jaxpar.infer.sampling import BROKEN, next_tokens
 from jaxpar.launch.group import free_port
-from jaxpar.models.llama import make_llama
+from jaxpar.models.llama import LlamaConfig, make_llama
 
 
 @dataclass(frozen=True)
@@ -158,21 +158,46 @@ def test_stages_keep_their_weights_and_cache_and_send_activations() -> None:
     assert audit.memory["argument"] - audit.memory["alias"] < model.explain().total("params").device_bytes + 200
 
 
-@pytest.mark.parametrize("mesh", [{"model": 4, "context": 2}, {"model": 2, "context": 4}], ids=str)
-def test_queries_of_split_heads_find_their_whole_keys(mesh: dict[str, int]) -> None:
+HEADS = {
+    "keys whole": (8, 4, {"model": 4, "context": 2}, {"heads": "model", "kv_heads": None}),
+    "a key head a device": (8, 4, {"model": 2, "context": 4}, {"heads": "model", "kv_heads": None}),
+    # Devices have 3 queries of groups of 2; 4 of groups of 3; 6 of groups of 4; 10 of groups of 4; 1 of groups of 6.
+    "6 and 3 over 2": (6, 3, {"model": 2, "context": 2}, {"heads": "model", "kv_heads": None}),
+    "12 and 4 over 3": (12, 4, {"model": 3, "context": 2}, {"heads": "model", "kv_heads": None}),
+    "12 and 3 over 2": (12, 3, {"model": 2}, {"heads": "model", "kv_heads": None}),
+    "20 and 5 over 2": (20, 5, {"model": 2, "context": 4}, {"heads": "model", "kv_heads": None}),
+    "6 and 1 over 6": (6, 1, {"model": 6}, {"heads": "model", "kv_heads": None}),
+    "6 and 3 over 2 x 3": (6, 3, {"model": 3, "ulysses": 2}, {"heads": ("ulysses", "model"), "kv_heads": None}),
+    "keys split, queries whole": (8, 4, {"model": 2, "context": 4}, {"heads": None, "kv_heads": "model"}),
+    "keys over fewer axes": (8, 2, {"model": 2, "ulysses": 2}, {"heads": ("ulysses", "model"), "kv_heads": "model"}),
+    "keys over other axes": (8, 4, {"model": 2, "ulysses": 2}, {"heads": "ulysses", "kv_heads": "model"}),
+    "keys that give way to slots": (
+        8,
+        4,
+        {"model": 2, "context": 2},
+        {"heads": None, "kv_heads": jp.first_of("context", None)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_queries_find_their_keys_however_heads_are_sharded(case: str) -> None:
+    heads, kv_heads, mesh, rule = HEADS[case]
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(3, 1, n, 4)).astype(np.float32) for n in (8, 4, 4))
-    cache = {name: rng.normal(size=(2, 3, 4, 16, 4)).astype(np.float32) for name in ("keys", "values")}
+    q, k, v = (rng.normal(size=(3, 1, n, 4)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
+    cache = {name: rng.normal(size=(2, 3, kv_heads, 16, 4)).astype(np.float32) for name in ("keys", "values")}
     at = np.array([0, 7, 15], np.int32)
-    rules = jp.Rules(batch=None, heads="model", kv_heads=None, head_dim=None, cache_seq="context")
-    with jp.Layout(jp.MeshSpec(**mesh).build(), rules):
+    rules = jp.Rules(batch=None, head_dim=None, cache_seq="context", **rule)
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    with jp.Layout(jp.MeshSpec(**mesh).build(devices), rules):
         o, after = jax.jit(jp.cached_attention)(q, k, v, cache, 1, at)
     for row, last in enumerate(at):
         cache["keys"][1, row, :, last], cache["values"][1, row, :, last] = k[row, 0], v[row, 0]
-        for head in range(8):
-            scores = cache["keys"][1, row, head // 2, : last + 1] @ q[row, 0, head] / 2
+        for head in range(heads):
+            of_key = head // (heads // kv_heads)
+            scores = cache["keys"][1, row, of_key, : last + 1] @ q[row, 0, head] / 2
             p = np.exp(scores - scores.max())
-            want = p / p.sum() @ cache["values"][1, row, head // 2, : last + 1]
+            want = p / p.sum() @ cache["values"][1, row, of_key, : last + 1]
             np.testing.assert_allclose(o[row, 0, head], want, rtol=1e-5, atol=1e-6)
     for name, want in cache.items():
         np.testing.assert_array_equal(after[name], want)
@@ -348,16 +373,40 @@ def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: st
     assert str(caught.value) == text
 
 
-def test_key_heads_split_otherwise_than_queries_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "model", "kept"),
+    [(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})],
+    ids=["6 and 3 over 2", "12 and 4 over 3", "int8"],
+)
+def test_head_counts_that_training_takes_generate_the_tokens_of_one_device(
+    heads: int, kv_heads: int, model: int, kept: Any
+) -> None:
+    config = LlamaConfig(vocab=64, embed=24, layers=1, heads=heads, kv_heads=kv_heads, head_dim=4, mlp=24)
+    rules = RULES.replace(params={"embed": None}, vocab=None, kv_heads=jp.first_of("model", None))
+    sizes: list[dict[str, int]] = [{"model": 1}, {"model": model}]
+    made, params = [], None
+    for size in sizes:
+        mesh = jp.MeshSpec(**size).build(jax.devices()[: size["model"]])
+        each = generator(mesh, rules, config, kept)
+        params = generators.parameters(each, config) if params is None else params
+        laid = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, each.params)
+        made.append(each.generate(laid, PROMPTS, most=4))
+    assert made[0] == made[1]
+    assert len({token for row in made[0] for token in row}) > 4, "tokens that say something"
+
+
+def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_manual() -> None:
     x = lambda heads: jnp.zeros((2, 1, heads, 4))
     rules = jp.Rules(batch=None, heads=None, kv_heads="model", head_dim=None, cache_seq=None)
     cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
     text = (
-        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', so that a device lacks keys of its queries. Remedy: "
-        "one rule for heads and kv_heads, or kv_heads: null."
+        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', which are manual here, so that a device lacks keys of its "
+        "queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
     )
+    whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
     with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):
-        jp.cached_attention(x(4), x(2), x(2), cache, 0, jnp.zeros(2, jnp.int32))
+        local = lambda q, k, v, cache: jp.cached_attention(q, k, v, cache, 0, jnp.zeros(2, jnp.int32))
+        jax.shard_map(local, in_specs=specs, out_specs=(whole, whole), check_vma=False)(x(4), x(2), x(2), cache)
 
 
 def test_a_layout_of_its_own_for_the_cache() -> None:

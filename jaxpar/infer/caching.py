@@ -6,6 +6,7 @@ Shape suffixes: L layers, B batch, H query heads, K key/value heads, G query hea
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def cached_attention(
       [batch, 1, heads, head_dim], and the cache.
 
     Raises:
-      LayoutError: the cache or the heads do not divide among the mesh's axes.
+      LayoutError: the mesh's axes do not divide the cache or the heads; or every axis is manual, and queries and keys have heads of different devices.
     """
     layout = current_layout()
     places: list[Resolved] = [
@@ -84,9 +85,17 @@ def cached_attention(
     problems = [text for place in places for text in place.problems]
     if problems:
         raise LayoutError(problems)
-    ring, heads, kv_heads = places[2].axes[3], places[0].axes[2], places[1].axes[2]
-    _check_heads(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads)
+    _, rows, kv_heads, ring, _ = places[2].axes
+    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     q_spec, kv_spec, cache_spec, at_spec = (to_spec(place) for place in places)
+    heads = places[0].axes[2]
+    moves = bool(kv_heads) and heads != kv_heads
+    if moves:
+        # One token's queries are less than all keys, so they go to the devices that have their keys, and their results come back.
+        _check_free(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads, free)
+        heads, q_spec = kv_heads, PartitionSpec(rows or None, None, kv_heads, cache_spec[4])
+    if places[1].axes[2] != kv_heads:  # a first_of may choose otherwise beside the cache's slots
+        kv_spec = PartitionSpec(rows or None, None, kv_heads or None, cache_spec[4])
     cache_specs = jax.tree.map(lambda x: PartitionSpec(*cache_spec[: x.ndim]), cache)
     q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
 
@@ -98,13 +107,12 @@ def cached_attention(
         number = number if groups > 1 else 0  # known, the rows written are all rows to the compiler
         cache = {name: _written(cache[name], x, layer, at_B - first, (number, groups)) for name, x in new}
         mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
-        if heads != kv_heads:  # queries' heads are split, these are whole
+        if heads != kv_heads:  # queries' heads are sharded, these are replicated
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
         return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
 
     given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
     # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
-    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not free:
         found: tuple[jax.Array, Keys] = local(*given)
         return found
@@ -115,7 +123,7 @@ def cached_attention(
         axis_names=free,
         check_vma=False,
     )(*given)
-    return out
+    return (hint(out[0], *Q_DIMS), out[1]) if moves else out
 
 
 def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array:
@@ -172,17 +180,20 @@ def _apart(x: Part, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _own_heads(x_BKT: jax.Array, heads: int, axes: Axes) -> jax.Array:
-    """Of whole key heads those that this device's ``heads`` query heads look at."""
+    """Of replicated key heads those that this device's ``heads`` query heads look at: one for each ``gcd(heads, group)`` neighbours of these."""
     group = heads * math.prod(current_layout().sizes[axis] for axis in axes) // x_BKT.shape[1]
-    first = jax.lax.axis_index(axes) * heads // group
-    return jax.lax.dynamic_slice_in_dim(x_BKT, first, max(heads // group, 1), 1)
+    neighbours, first = math.gcd(heads, group), jax.lax.axis_index(axes) * heads
+    if neighbours in (heads, group):
+        return jax.lax.dynamic_slice_in_dim(x_BKT, first // group, heads // neighbours, 1)
+    # A key head is there twice if a query of it has neighbours of another one on both sides.
+    numbers = (first + jnp.arange(0, heads, neighbours, dtype=jnp.int32)) // group
+    return jnp.take(x_BKT, numbers, axis=1, mode="clip")
 
 
-def _check_heads(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes) -> None:
-    """Raises where a device's query heads would need key heads of other devices."""
-    group, own = heads // kv_heads, heads // math.prod(current_layout().sizes[axis] for axis in axes)
-    if axes != kv_axes and (kv_axes or (own % group and group % own)):
+def _check_free(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes, free: AbstractSet[str]) -> None:
+    """Raises where queries cannot go to their keys, as an enclosing ``shard_map`` has made axes of either manual."""
+    if not {*axes, *kv_axes} <= free:
         raise LayoutError(
-            f"cached_attention: {heads} query heads are split over {listing(axes)} and {kv_heads} key heads over {listing(kv_axes)}, "
-            f"so that a device lacks keys of its queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
+            f"cached_attention: {heads} query heads are split over {listing(axes)} and {kv_heads} key heads over {listing(kv_axes)}, which are manual "
+            f"here, so that a device lacks keys of its queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
         )
