@@ -24,6 +24,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import KIND, hosted, hosted_layers, no_layers
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
+from jaxpar.optimizers import with_slow_parameters
 from jaxpar.precision import Asked, Precision
 from jaxpar.rules import Dim, Resolved
 from jaxpar.topology import platform_of
@@ -195,7 +196,10 @@ def _build(
         parts = read(model)
         _check_trainable(parts.params)
         one_bit = isinstance(tx, onebit.OneBit)
-        opt_state = tx.init(parts.params, dict(parts.dims)) if one_bit else tx.init(parts.params)
+        if one_bit:
+            opt_state: Any = tx.init(parts.params, dict(parts.dims))
+        else:
+            tx, opt_state = with_slow_parameters(tx, parts.params)
     static = Static(parts.kind, tx, parts.dims)
     scale = None if precision.scale is None else precision.scale.start()
     return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static, scale)

@@ -23,6 +23,7 @@ from jaxpar.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.microbatches import Found, Gather, How, Reduce
 from jaxpar.model import show, to_path
 from jaxpar.objective import Metrics, loss_of
+from jaxpar.optimizers import check_steps, check_update
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
 from jaxpar.precision import Asked, Precision
 from jaxpar.schedules.schedule import Schedule
@@ -272,7 +273,9 @@ def _update(
         return optax.apply_updates(state.params, updates), new
     if any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
         return streaming_update(layout, state, grads, finite, extra)
+    check_steps(state.opt_state)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+    check_update(state.params, updates, state.opt_state, opt_state)
     return optax.apply_updates(state.params, updates), opt_state
 
 

@@ -36,7 +36,7 @@ FLOORS = (
         "woven",
     ),
     ("copies", "model", "pipeline", "staged"),
-    ("onebit",),
+    ("onebit", "optimizers"),
     ("state",),
     ("objective",),
     ("microbatches", "streaming"),

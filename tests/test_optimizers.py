@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar.errors import ConfigError, ModelError
 from jaxpar.model import to_path
 
 LR = 1e-2
@@ -110,11 +111,10 @@ OTHERS = {
 NOT_STEPPED = {
     "differentially_private_aggregate": "wants a gradient of each example, not the gradient of their mean",
     "dpsgd": "wants a gradient of each example, not the gradient of their mean",
-    "lookahead": "wants its parameters in an optax.LookaheadParams, fast and slow",
     "monitor": "gives its state another structure at the first update, so the step compiled for the first does not take it",
 }
 # Beside the common test of updates these train the model themselves: what they do depends on where they are.
-TRAINED = ("adafactor", "adamw", "lbfgs", "muon", "sam", "schedule_free", "sophia")
+TRAINED = ("adafactor", "adamw", "lbfgs", "lookahead", "muon", "sam", "schedule_free", "sophia")
 
 # Those whose update is in the program of another: its core under another name than its own, or the same function. They are not stepped twice.
 CORES = {
@@ -292,3 +292,73 @@ def test_updates_equal_one_device(part: int, mlp: Any) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_equals_one_device(name: str, mlp: Any) -> None:
     assert_close(train(mlp.layout(), mlp, build(name)), train(mlp.one_device, mlp, build(name)))
+
+
+def test_lookahead_keeps_its_slow_parameters_in_its_state(mlp: Any) -> None:
+    """Steps equal optax's own loop with fast and slow parameters; the slow ones are sharded as the parameters are."""
+    for tx in (
+        optax.lookahead(optax.adam(LR), 2, 0.5),
+        optax.chain(optax.clip(0.01), optax.lookahead(optax.sgd(LR), 2, 0.3)),
+    ):
+        state = jp.init(mlp.layout(), mlp.make, tx)
+        assert jax.tree.map(lambda x: x.sharding, state.opt_state.slow) == jax.tree.map(
+            lambda x: x.sharding, state.params
+        )
+        step = jp.train_step(mlp.layout(), mlp.loss, keep_grads=True, donate=False)
+        first = jax.device_get(state.params)
+        both, own = optax.LookaheadParams(first, first), tx.init(first)
+        for i in range(3):
+            state, metrics = step(state, mlp.batch(i))
+            updates, own = tx.update(jax.device_get(metrics["grads"]), own, both)
+            both = optax.apply_updates(both, updates)
+            assert_close(leaves(jax.device_get(state.params)), leaves(both.fast))
+            assert_close(leaves(jax.device_get(state.opt_state.slow)), leaves(both.slow))
+        apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), both.fast, both.slow)
+        assert max(jax.tree.leaves(apart)) > 1e-4
+
+
+def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
+    lookahead = optax.lookahead(optax.sgd(LR), 2, 0.5)
+    inside = optax.chain(optax.add_decayed_weights(0.1), lookahead)
+    with pytest.raises(ConfigError) as error:
+        jp.abstract_state(mlp.layout(), mlp.make, inside)
+    assert str(error.value) == (
+        "optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does not take (ValueError). Remedy: "
+        "lookahead outermost, as optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
+    )
+    with pytest.raises(ConfigError) as error:
+        jp.abstract_state(mlp.layout(), mlp.make, jp.offload(lookahead, to="disk", path=tmp_path))
+    assert str(error.value) == (
+        "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: to='host', or leave offload out."
+    )
+
+
+@pytest.mark.parametrize("name", NOT_STEPPED)
+def test_an_optimizer_whose_update_fits_no_step_is_named(name: str) -> None:
+    make = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", embed="data", mlp=None))
+    state = jp.abstract_state(layout, make, build(name))
+    step = jp.train_step(layout, lambda params, batch: ((batch @ params["w"]) ** 2).mean())
+    with pytest.raises(ModelError) as error:
+        step.trace(state, np.ones((8, 16), np.float32))
+    assert str(error.value) == (
+        "the optimizer's update adds or removes arrays of its state (opt_state/measurements/ema/w), but the next step takes the state that this one took. "
+        "Remedy: an optimizer whose init makes all of them (optax.monitor does not)."
+        if name == "monitor"
+        else "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step gives the optimizer one gradient, of "
+        "the mean loss, whose first dim would be taken for examples. Remedy: another optimizer."
+    )
+
+
+def test_an_update_of_another_shape_is_named() -> None:
+    """It would be broadcast."""
+    tx = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -g.mean(0), grads))
+    make = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", embed="data", mlp=None))
+    step = jp.train_step(layout, lambda params, batch: ((batch @ params["w"]) ** 2).mean())
+    with pytest.raises(ModelError) as error:
+        step.trace(jp.abstract_state(layout, make, tx), np.ones((8, 16), np.float32))
+    assert str(error.value) == (
+        "the optimizer's updates do not have the shapes of their parameters (params/w [16, 8]: an update [8]). Remedy: an optimizer that returns an "
+        "update for every entry of its parameters."
+    )
