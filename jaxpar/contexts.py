@@ -22,3 +22,6 @@ attention_observer = jax.make_user_context(None)
 
 step_precision = jax.make_user_context(None)
 """The :class:`jaxpar.Precision` of the step that is traced."""
+
+batch_rows = jax.make_user_context(None)
+"""The :class:`jaxpar.batch_rows.BatchRows` of the part of a batch that is traced."""

@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar import crossing
+from jaxpar.batch_rows import batch_rows, row_numbers
 from jaxpar.crossing import Parts
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
 from jaxpar.layout import Layout, current_layout, hint
@@ -92,23 +94,29 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "ba
         entries = [how.entry(w, names) for w, names in leaves]
         sides, structure = jax.tree.flatten(side)
 
-        def local(ws: list[jax.Array], x: Rows, sides: list[Any]) -> Any:
+        def local(ws: list[jax.Array], x: Rows, sides: list[Any], numbers: Any) -> Any:
             own = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
             xs = x if isinstance(x, tuple) else how.parted(x, count)
             parts = [
                 jax.tree.unflatten(structure, [how.part(s, shape, at, count) for s in sides]) for at in range(count)
             ]
-            if callable(layer):
-                ys = tuple(layer(own, one, part) for one, part in zip(xs, parts, strict=True))
-            else:
-                ys = woven(layer, how, own, xs, parts)
-            return ys if cut_before else how.joined(ys)
+            within = how.rows_of_parts(numbers, count)
+            if not callable(layer):
+                ys = woven(layer, how, own, xs, parts, within)
+                return ys if cut_before else how.joined(ys)
+            found = []
+            for at, (one, part) in enumerate(zip(xs, parts, strict=True)):
+                with within(at):
+                    found.append(layer(own, one, part))
+            return tuple(found) if cut_before else how.joined(found)
 
         lies = how.spec_of_rows(by_hand=True)
         spec = (lies,) * count if cut_before else lies
-        into = [entry.spec for entry in entries], spec, [how.side_spec(s, shape) for s in sides]
+        numbers = row_numbers(shape[0], ())
+        of_rows = None if numbers is None else PartitionSpec(how.rows or None)
+        into = [entry.spec for entry in entries], spec, [how.side_spec(s, shape) for s in sides], of_rows
         ws = [entry.widened(w) for entry, (w, _) in zip(entries, leaves, strict=True)]
-        return how.inside(local, into, spec)(ws, x, sides)
+        return how.inside(local, into, spec)(ws, x, sides, numbers)
 
     return run
 
@@ -322,6 +330,13 @@ class _How:
         if self.dim == "seq":
             return self._part_of_seq(s, at, count) if jnp.ndim(s) > 1 and s.shape[1] > 1 else s
         return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
+
+    def rows_of_parts(self, numbers: Any, count: int) -> Callable[[int], AbstractContextManager[None]]:
+        """What says of each part which rows of the batch it has, for what draws for a row; ``numbers`` are those of all parts."""
+        if numbers is None:  # nothing says whose rows these are, which only what draws wants to know
+            return lambda at: nullcontext()
+        parts = jnp.split(numbers, count) if self.dim == "batch" else [numbers] * count
+        return lambda at: batch_rows(parts[at])
 
     def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:
         """Of something that lies as the tokens of all devices do, those of one part: brought together, they are in order."""

@@ -12,7 +12,7 @@ from jaxpar.boarding import Boarding, Split
 from jaxpar.layout import Layout
 from jaxpar.microbatches import means_of, weighted_sum
 from jaxpar.objective import Metrics, key_of
-from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, program_of, side_weights
+from jaxpar.pieces import after_of, before_of, check_rows, columns, each_before, given_of, program_of, side_weights
 from jaxpar.pipeline.asked import Pipeline
 from jaxpar.pipeline.forward import run_forward
 from jaxpar.pipeline.program import Head
@@ -38,7 +38,7 @@ def evaluated(
         others = jax.tree.map(precision.computing, split.others(state.params))
         x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
     board = Boarding.of(layout, split, state, precision, asked)
-    given = batch, loss_fn.rows(batch, key_of(state))
+    given = given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
     head, before = _head(loss_fn, split), each_before(loss_fn, split) if in_ticks else None
     program = program_of(layout, loss_fn, split, board, schedule=schedule, head=head, join=join, before=before)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar import texts
+from jaxpar.batch_rows import batch_rows, microbatch_rows, rows_of
 from jaxpar.contract import PRODUCT
 from jaxpar.crossing import asking, batch_axes, gather, parts_of
 from jaxpar.errors import ConfigError, LayoutError
@@ -80,14 +81,17 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         here = state if n is None else seen_by(state, rest, state.key, n)
         trained, whole = split(waiting(dict(state.static.dims), weights, layout))
         grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
-        (loss, (metrics, rest)), grads = grad(trained)
+        rows = None if n is None else microbatch_rows(rows_of(batch), how.accumulate, n, ways=ways)
+        with batch_rows(rows):
+            (loss, (metrics, rest)), grads = grad(trained)
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
+    axes = batch_axes(layout) if how.accumulate > 1 else ()
+    ways = math.prod(layout.sizes[axis] for axis in axes)
     if how.accumulate == 1:
         (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
     else:
-        axes = batch_axes(layout)
-        pieces = pieces_of(batch, how.accumulate, math.prod(layout.sizes[axis] for axis in axes), 1)
+        pieces = pieces_of(batch, how.accumulate, ways, 1)
         pieces = jax.tree.map(lambda x: lay_out(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
         sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.accumulate, place)

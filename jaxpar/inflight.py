@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxpar.batch_rows import batch_rows
 from jaxpar.boarding import Boarding, Split, row_axes
 from jaxpar.crossing import wide
 from jaxpar.errors import ConfigError
 from jaxpar.layout import Layout, lay_out
 from jaxpar.microbatches import Found, How, means_of, unscaled
 from jaxpar.model import to_path
-from jaxpar.pieces import before_of, check_rows, columns, program_of, side_weights
+from jaxpar.pieces import before_of, check_rows, columns, given_of, program_of, side_weights
 from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.pipeline.endless import Endless, beside, numbered
 from jaxpar.pipeline.layers import AXIS
@@ -108,18 +109,23 @@ class Call:
         """How many layers each stage has, as ``3-2-1``."""
         return "-".join(map(str, self.board.layers.each))
 
-    def before(self, params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        """What the first layer is given, and the way back to gradients of what is not of the layers."""
+    def before(self, params: Any, batch: Any, numbers: Any = None) -> tuple[jax.Array, Any]:
+        """What the first layer is given, and the way back to gradients of what is not of the layers; ``numbers`` of rows, if not all are there."""
         others = jax.tree.map(self.how.precision.computing, self.split.others(params))
-        f = lambda others: columns(self.layout, before_of(self.loss_fn, self.split, others, batch), self.loss_fn.dims)
+
+        def f(others: Any) -> jax.Array:
+            with batch_rows(numbers):
+                x = before_of(self.loss_fn, self.split, others, batch)
+            return columns(self.layout, x, self.loss_fn.dims)
+
         found: tuple[jax.Array, Any] = jax.vjp(f, others)
         return found
 
     def ticks(self, before: Any, batch: Any, x: jax.Array) -> tuple[Endless, jax.Array]:
         """The ticks, for prepared batches, and the own one's inputs as they want them."""
         split, count = self.split, self.window.batch
-        new, (pieces, fed) = self.board.enter(self.state.params, (batch, None), x, count)
-        old, (pieces_before, _) = self.board.enter(self.previous, (before, None), x, count)
+        new, (pieces, fed) = self.board.enter(self.state.params, given_of(batch), x, count)
+        old, (pieces_before, _) = self.board.enter(self.previous, given_of(before), x, count)
         numbers = jnp.broadcast_to(jnp.arange(2 * count, dtype=jnp.int32) // count, (fed.shape[0], 2 * count))
         after = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
         program = numbered(self.program(head_of(self.loss_fn, split, None)))

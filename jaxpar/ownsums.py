@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpar.batch_rows import batch_rows, microbatch_rows, rows_of
 from jaxpar.crossing import Parts, batch_axes, gather, parts_of, reduce, wide
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.fusion import Fusion, check_groups, in_groups
@@ -49,7 +50,9 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
             here = replace(seen_by(state, rest, key, first + n), step=step)
-            return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
+            rows = microbatch_rows(rows_of(batch), how.accumulate, n, index=lambda: _index(layout, axes))
+            with batch_rows(rows):
+                return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
 
         pieces = pieces_of(batch, how.accumulate, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from jaxpar import texts
+from jaxpar.batch_rows import batch_rows, rows_of
 from jaxpar.boarding import Boarding, Split, row_axes, seq_axes
 from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import LayoutError, ModelError
@@ -25,6 +26,25 @@ from jaxpar.pipeline.layers import AXIS
 from jaxpar.pipeline.program import Before, Program
 from jaxpar.pipeline.stage import Layer
 from jaxpar.staged import Staged
+
+
+class Given(NamedTuple):
+    """What an executor cuts into microbatches: the batch, and of each of its rows [rows] the key to draw from and its place in the whole batch.
+
+    Attributes:
+      keys: ``None`` where layers draw nothing.
+      numbers: int32; ``None`` of a batch that is not cut.
+    """
+
+    batch: Any
+    keys: Any = None
+    numbers: Any = None
+
+
+def given_of(batch: Any, keys: Any = None) -> Given:
+    """A whole batch, to be cut."""
+    rows = rows_of(batch)
+    return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
 
 
 def program_of(layout: Layout, loss_fn: Staged, split: Split, board: Boarding, **others: Any) -> Program:
@@ -46,7 +66,10 @@ def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Arr
 
 def each_before(loss_fn: Staged, split: Split) -> Before:
     """The same of one microbatch at a time, in the ticks."""
-    given = lambda weights, piece: before_of(loss_fn, split, weights, piece[0])
+
+    def given(weights: Any, piece: Given) -> jax.Array:
+        with batch_rows(piece.numbers):
+            return before_of(loss_fn, split, weights, piece.batch)
 
     def back(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
         _, pull = jax.vjp(lambda weights: given(weights, piece), weights)
@@ -59,23 +82,29 @@ def each_before(loss_fn: Staged, split: Split) -> Before:
 
 def layer_of(loss_fn: Staged, split: Split) -> Layer:
     """One layer, of its weights."""
-    return lambda weights, x, side: loss_fn.one(split.block(weights), x, side.given, side.keys)
+
+    def layer(weights: Any, x: jax.Array, side: Beside) -> tuple[jax.Array, dict[str, jax.Array]]:
+        with batch_rows(side.numbers):
+            return loss_fn.one(split.block(weights), x, side.given, side.keys)
+
+    return layer
 
 
 def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any, Sequence[jax.Array]], Beside]:
     """What layers know of a microbatch, of it and of what :func:`side_weights` gave."""
 
-    def side(piece: Any, weights: Sequence[jax.Array]) -> Beside:
-        batch, keys = piece
+    def side(piece: Given, weights: Sequence[jax.Array]) -> Beside:
+        batch, keys, numbers = piece
         read, values = read_by_side(loss_fn, split, batch), iter(weights)
         # What it does not read stays a shape, so that no tick is given it.
         value = lambda keys, shape: next(values) if to_path(keys) in read else shape
         others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
-        given = _called(split, "side", lambda model: loss_fn.side(model, batch), others)
+        with batch_rows(numbers):
+            given = _called(split, "side", lambda model: loss_fn.side(model, batch), others)
         if keys is not None:
             for axis in seq_axes(layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
-        return Beside(given, keys, jnp.zeros((), jnp.float32))
+        return Beside(given, keys, jnp.zeros((), jnp.float32), numbers)
 
     return side
 
@@ -99,10 +128,11 @@ def side_weights(loss_fn: Staged, split: Split, board: Boarding, weights: Any, p
 
 
 def after_of(
-    loss_fn: Staged, split: Split, after: Any, y: jax.Array, piece: Any
+    loss_fn: Staged, split: Split, after: Any, y: jax.Array, piece: Given
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
-    found = _called(split, "after", lambda model: loss_fn.after(model, y, piece[0]), after)
+    with batch_rows(piece.numbers):
+        found = _called(split, "after", lambda model: loss_fn.after(model, y, piece.batch), after)
     loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.batch_rows import batch_rows
 from jaxpar.boarding import Boarding, Split, seq_axes
 from jaxpar.crossing import batch_axes, wide
 from jaxpar.errors import ConfigError, LayoutError, ModelError
@@ -27,12 +28,13 @@ from jaxpar.pieces import (
     check_rows,
     columns,
     each_before,
+    given_of,
     program_of,
     read_by,
     side_weights,
 )
 from jaxpar.pipeline.asked import Asynchronous, Pipeline
-from jaxpar.pipeline.beside import Extras
+from jaxpar.pipeline.beside import Beside, Extras
 from jaxpar.pipeline.chunks import Carry, check_chunks
 from jaxpar.pipeline.executor import run
 from jaxpar.pipeline.layers import AXIS
@@ -59,7 +61,7 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     check_chunks(x, schedule)
 
     board = Boarding.of(layout, split, state, precision, asked)
-    given = batch, loss_fn.rows(batch, key_of(state))
+    given = given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = board.enter(state.params, given, None if in_ticks else x, schedule.microbatches)
     program = program_of(
         layout,
@@ -205,15 +207,19 @@ def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
         return None
 
     def empty(piece: Any) -> Any:
-        call = lambda model: loss_fn.carry(model, piece[0])
+        call = lambda model: loss_fn.carry(model, piece.batch)
         others = jax.tree.map(
             lambda w: jnp.zeros(w.shape, w.dtype), split.others(split.shapes)
         )  # its shape alone is asked for
         read_by(split, "carry", call, others)
         return call(split.model_of(others))
 
+    def carried(w: Any, x: jax.Array, side: Beside, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
+        with batch_rows(side.numbers):
+            return layer(split.block(w), x, side.given, carry, chunk)
+
     return Carry(
-        layer=lambda w, x, side, carry, chunk: layer(split.block(w), x, side.given, carry, chunk),
+        layer=carried,
         empty=empty,
         chunks=chunks,
     )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError, listing
 from jaxpar.inflight import Call, split_over
 from jaxpar.model import to_path
-from jaxpar.pieces import after_of, before_of
+from jaxpar.pieces import Given, after_of, before_of
 from jaxpar.pipeline.layers import AXIS
 from jaxpar.state import moment_names
 
@@ -180,7 +180,7 @@ def groups_of(call: Call, batch: Any) -> Groups:
 
     def read(others: Any, piece: Any) -> None:
         x = before_of(loss_fn, split, others, piece)
-        after_of(loss_fn, split, others, x, (piece, None))
+        after_of(loss_fn, split, others, x, Given(piece))
 
     jax.eval_shape(read, others, piece)
     first, last = split.read["before"], split.read["after"]

@@ -24,7 +24,7 @@ from jaxpar.layout import Layout
 from jaxpar.microbatches import How, means_of, unscaled
 from jaxpar.model import to_path
 from jaxpar.objective import Metrics
-from jaxpar.pieces import listed, read_by_side
+from jaxpar.pieces import Given, given_of, listed, read_by_side
 from jaxpar.pipeline.asked import Asynchronous
 from jaxpar.pipeline.endless import Stashing, beside, rows_of
 from jaxpar.pipeline.layers import AXIS
@@ -76,20 +76,21 @@ class _Run:
         ways = math.prod(call.layout.sizes[axis] for axis in call.board.axes)
         rows = jax.tree.leaves(self.own)[0].shape[0]
         nothing = jnp.zeros((rows, ways, call.window.stages))
-        enter = lambda batch: call.board.enter(call.state.params, (batch, None), nothing, call.window.batch)[1][0][0]
+        enter = lambda batch: call.board.enter(call.state.params, given_of(batch), nothing, call.window.batch)[1][0]
         return beside(enter(self.before), enter(self.own), 1)
 
-    def piece(self, pieces: Any, at: jax.Array) -> Any:
+    def piece(self, pieces: Given, at: jax.Array) -> Given:
         """One microbatch [rows, ...], of all devices."""
         call = self.call
         found = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 1, keepdims=False), pieces)
-        out = jax.tree.map(lambda x: PartitionSpec(*row_axes(call.layout, x)), self.own)
+        out = jax.tree.map(lambda x: PartitionSpec(*row_axes(call.layout, x)), given_of(self.own))
         manual = {*call.board.axes, *(axis for axis, size in call.layout.sizes.items() if size == 1 and axis != AXIS)}
         local = lambda piece: jax.tree.map(lambda x: x[0], piece)
-        if not call.board.axes:
-            return local(found)
-        own = PartitionSpec(call.board.axes)
-        return jax.shard_map(local, in_specs=own, out_specs=out, axis_names=manual, check_vma=False)(found)
+        if call.board.axes:
+            own = PartitionSpec(call.board.axes)
+            local = jax.shard_map(local, in_specs=own, out_specs=out, axis_names=manual, check_vma=False)
+        piece: Given = local(found)
+        return piece
 
     def kept(self, params: Any) -> dict[str, Any]:
         """What backwards want again: the stack of layers, and what comes before it."""
@@ -143,14 +144,14 @@ class _Run:
         """A tick on the newest parameters, the layers that backwards want and what the loss knows of the first group, and what the first stage is given."""
         call = self.call
         split, piece = call.split, self.piece(pieces, at)
-        x, _ = call.before(params, piece)
+        x, _ = call.before(params, piece.batch, piece.numbers)
         lent = self.groups.with_first(params, first) if self.groups.tied else params
-        new, (_, fed) = call.board.enter(lent, (piece, None), x, 1)
-        old, _ = call.board.enter(split.join(layers, split.others(params)), (piece, None), x, 1)
+        new, (_, fed) = call.board.enter(lent, piece, x, 1)
+        old, _ = call.board.enter(split.join(layers, split.others(params)), piece, x, 1)
         program = call.program(_mean(head_of(call.loss_fn, split, None), call.board.axes))
         grows = fed.shape[-1] % call.window.stages == 0
         weights = beside(split.stack(old), split.stack(new), 1)
-        return Stashing(program, weights, split.others(new), (pieces, None), grows), fed
+        return Stashing(program, weights, split.others(new), pieces, grows), fed
 
     def __call__(self, state: InFlight, have: jax.Array, skips: bool) -> tuple[InFlight, Metrics]:
         """The state after the ticks of the window, and metrics."""
@@ -175,7 +176,8 @@ class _Run:
             late = jax.tree.map(lambda g, ring: put(ring, g, slot), groups.of_tied(grads), late)
             grads = groups.with_tied(grads, pick(late, (slot + 1) % count))
             first = pick(versions["before"], (now - delay) % ring)
-            _, back = call.before(groups.with_first(params, first), self.piece(pieces, full.batch + t - delay))
+            piece = self.piece(pieces, full.batch + t - delay)
+            _, back = call.before(groups.with_first(params, first), piece.batch, piece.numbers)
             (grads_before,) = back(x)
             grads = unscaled(state, call.split.add(grads, jax.tree.map(wide, grads_before)), None)
             valid = {"before": row[0, _B_ON] == 1, "layers": row[:, _B_ON] == 1, "after": every[_HEADS] == 1}

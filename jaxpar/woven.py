@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,12 +49,18 @@ class Crossing(Protocol):
 
 
 def woven(
-    branches: Sequence[Branch], how: Crossing, block: Any, xs: Sequence[jax.Array], sides: Sequence[Any]
+    branches: Sequence[Branch],
+    how: Crossing,
+    block: Any,
+    xs: Sequence[jax.Array],
+    sides: Sequence[Any],
+    within: Callable[[int], AbstractContextManager[None]] = lambda at: nullcontext(),
 ) -> tuple[jax.Array, ...]:
     """All branches of all parts, two steps behind each other: beside each step of one that computes, one of the other crosses the mesh.
 
     After each of these pairs both wait for each other, or the compiler would put what crosses side by side again. Where nothing crosses but inside of a
-    branch (context parallelism alone), the second is a branch behind: attention of one stands beside the MLP of the other.
+    branch (context parallelism alone), the second is a branch behind: attention of one stands beside the MLP of the other. What a part's branches do is
+    traced in the context ``within(part)``.
     """
     chains: list[_Chain] = []
     for x, side in zip(xs, sides, strict=True):
@@ -62,7 +69,11 @@ def woven(
     last = chains[0].steps + lag * (len(chains) - 1)
     for step in range(last):
         # The last chain begins with what it sends, while the first computes already.
-        here = [chain for n, chain in enumerate(chains) if chain.take(step - lag * n)]
+        here = []
+        for n, chain in enumerate(chains):
+            with within(n):
+                waits = chain.take(step - lag * n)
+            here += [chain] if waits else []
         _wait_for_each_other(here)
     return tuple(chain.x for chain in chains)
 

@@ -18,7 +18,7 @@ FLOORS = (
     ("figures", "names", "texts"),
     ("accelerators", "config", "devices", "schedules", "staging", "store", "torus"),
     ("links", "mesh", "plain", "rules", "topology"),
-    ("exchange", "host", "int8", "launch", "layout", "precision", "together", "waiting", "zero"),
+    ("batch_rows", "exchange", "host", "int8", "launch", "layout", "precision", "together", "waiting", "zero"),
     (
         "arrays",
         "attn",

@@ -36,7 +36,8 @@ class Options(TypedDict, total=False):
       sinks: a logit [heads] that takes part in every softmax and adds nothing (attention sinks).
       dropout: the share of weights that are dropped; the others grow accordingly. The same ``key`` drops the same ones in
         every layout.
-      key: of the dropout, a jax PRNG key.
+      key: of the dropout, a jax PRNG key, or one for each sequence [batch]. With one key a weight is drawn for by the place of its sequence in the whole
+        batch, its head and its two positions; with a key for each sequence by that key, its head and its positions.
       q_offset: the position of the first query, where that of the first key is 0; a number, or a traced one.
       order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
         out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
@@ -77,6 +78,7 @@ class Beside(NamedTuple):
     key: Any = None
     offset: Any = None
     order: Any = None
+    sequences: Any = None
 
 
 def known(options: Mapping[str, Any]) -> None:
@@ -129,7 +131,7 @@ def read(q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | Non
         _slopes(heads, options.get("alibi")),
         _bias(q, options.get("bias"), tokens or (q.shape[1], k.shape[1])),
         _per_head("sinks", heads, options.get("sinks")),
-        _words(key) if dropout else None,
+        _words(key, q.shape[0]) if dropout else None,
         None if offset is None or isinstance(offset, int) else jnp.asarray(offset, jnp.int32),
     )
     softcap, order = None if softcap is None else float(softcap), options.get("order")
@@ -264,8 +266,14 @@ def _per_head(name: str, heads: int, x: Any) -> Any:
     return x
 
 
-def _words(key: Any) -> jax.Array:
-    """Two 32-bit words of a PRNG key of any kind."""
+def _words(key: Any, batch: int) -> jax.Array:
+    """Two 32-bit words of a PRNG key of any kind, [2]; of a key for each sequence [batch, 2]."""
     data = key if jnp.issubdtype(key.dtype, jnp.unsignedinteger) else jax.random.key_data(key)
-    words = data.reshape(-1, 2)
-    return words[0] if len(words) == 1 else words[0] ^ words[1]
+    *lead, width = data.shape
+    if lead not in ([], [batch]):
+        raise LayoutError(
+            f"attention: key has shape {lead}, but one key, or one for each of {batch} sequences, is wanted. Remedy: "
+            f"key=jax.random.key(...), or jax.random.split(key, {batch})."
+        )
+    words = data.reshape(*lead, width // 2, 2)
+    return words[..., 0, :] if width == 2 else words[..., 0, :] ^ words[..., 1, :]

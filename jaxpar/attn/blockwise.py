@@ -277,8 +277,9 @@ def _extras_of_tile(extras: Extras, q: jax.Array, k: jax.Array, i: Any, j: Any, 
     kv_heads = q.shape[3]
     if extras.slopes is not None:
         extras = extras._replace(slopes=_part(extras.slopes, part, kv_heads))
-    if extras.first is not None:
-        extras = extras._replace(first=(extras.first[0], extras.first[1] + part * kv_heads * q.shape[4]))
+    if extras.numbers is not None:
+        sequences, head = extras.numbers
+        extras = extras._replace(numbers=(sequences, head + part * kv_heads * q.shape[4]))
     if extras.bias is not None:
         extras = extras._replace(bias=_bias_tile(extras.bias, (i, j, part), (q.shape[-2], k.shape[-2], kv_heads)))
     return extras

@@ -114,9 +114,9 @@ def _split(way: Way, far: tuple[jax.Array, ...], segments: Segments, extras: Ext
         if way.relay:
             mine, theirs = (into_zigzag(x, way.ring, 1) for x in (mine, theirs))
         segments = mine, heads.all_tokens(theirs, way.ring)
-    if extras.first is not None and way.heads:
-        sequence, head = extras.first
-        extras = extras._replace(first=(sequence, head + jax.lax.axis_index(way.heads) * q.shape[2]))
+    if extras.numbers is not None and way.heads:
+        sequences, head = extras.numbers
+        extras = extras._replace(numbers=(sequences, head + jax.lax.axis_index(way.heads) * q.shape[2]))
     return Split(way, q.shape[0], q.shape[1], k.shape[1], segments, extras)
 
 

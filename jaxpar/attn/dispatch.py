@@ -18,6 +18,7 @@ from jaxpar.attn.asked import Beside, Impl, Options, check_impl, check_order, re
 from jaxpar.attn.blocks import SAVED
 from jaxpar.attn.choose import Choice, choice, observed
 from jaxpar.attn.costs import Asked, Spread
+from jaxpar.attn.counted import counted, manual_of
 from jaxpar.attn.dense import dense
 from jaxpar.attn.kernels import Found, Kernel, find
 from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
@@ -90,6 +91,7 @@ def attention(
             options["order"] = beside.order
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
+    beside, first_head = _numbered(q, beside, q_dims)
     kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
     asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
     asks = replace(
@@ -103,7 +105,13 @@ def attention(
         observed(call_site, q, k, picked)
     if picked.impl == "dense":
         plain = functools.partial(
-            _dense, rules=rules, offset=offset, options=options, spread=spread, heads_axis=swapped
+            _dense,
+            rules=rules,
+            offset=offset,
+            options=options,
+            spread=spread,
+            heads_axis=swapped,
+            first_head=first_head,
         )
         return checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)[:, :rows]
     if spread.q[2] != spread.kv[2]:
@@ -116,7 +124,7 @@ def attention(
     how = KEYS[picked.impl] if ring else "here"
     way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "merge")
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
-    return hint(_sharded(picked, way, options, spread, (q, k, v), beside), *q_dims)[:, :rows]
+    return hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)[:, :rows]
 
 
 def shares(
@@ -136,7 +144,19 @@ def shares(
     return _share(ring), _share(heads)
 
 
-def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays: Arrays, beside: Beside) -> jax.Array:
+def _numbered(q: jax.Array, beside: Beside, dims: Dims) -> tuple[Beside, Any]:
+    """Where dropout is asked for: with the places of all sequences here in the whole batch; and the number of the first head."""
+    if beside.key is None:
+        return beside, 0
+    remedy = "rules that name them for 'batch' and 'heads'; or jp.attention_local(batch_axis=..., q_heads_axis=...), which is for a shard_map of one's own."
+    rows, heads = manual_of(dims[0]), manual_of(dims[2])
+    sequences, head = counted(q, rows, heads, (), per_sequence=beside.key.ndim == 2, remedy=remedy)
+    return beside._replace(sequences=sequences), head
+
+
+def _sharded(
+    picked: Choice, way: Way, options: Options, spread: Spread, arrays: Arrays, beside: Beside, first_head: Any
+) -> jax.Array:
     """On each device's shards: kernels and rings are opaque to the partitioner."""
     layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
     q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
@@ -158,7 +178,8 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
             None,
         ),
         sinks=some(beside.sinks, spread.q[2] or None),
-        key=some(beside.key),
+        key=some(beside.key, *([rows or None] if beside.key is not None and beside.key.ndim == 2 else [])),
+        sequences=some(beside.sequences, rows or None),
         offset=some(beside.offset),
         order=some(beside.order),
     )
@@ -168,8 +189,7 @@ def _sharded(picked: Choice, way: Way, options: Options, spread: Spread, arrays:
             return _by_kernel(way, (q, k, v), beside.segments, picked.kernel)
         engine: Engine = "tpu" if picked.kernel == "tiles" else "jax"
         here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
-        first = _index(spread.q[0]) * q.shape[0], _index(spread.q[2]) * q.shape[2]
-        return compute(here, q, k, v, beside, first)[0]
+        return compute(here, q, k, v, beside, first_head + _index(spread.q[2]) * q.shape[2])[0]
 
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not free:  # an enclosing shard_map has made every axis manual: these are the shards
@@ -222,6 +242,7 @@ def _dense(
     options: Options,
     spread: Spread,
     heads_axis: tuple[str, ...],
+    first_head: Any,
 ) -> jax.Array:
     plain = rules == Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
     alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
@@ -231,13 +252,13 @@ def _dense(
     ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
     order: Any = "contiguous" if options.get("order") is None else options["order"]
     at = [_at(order, x.shape[1], ways, what) for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))]
-    first = (0, 0) if rules.dropout else None
+    numbers = (beside.sequences, first_head) if rules.dropout else None
     group = (k.shape[2], q.shape[2] // k.shape[2])
     bias, slopes = beside.bias, beside.slopes
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(group)
-    extras = Extras(bias, slopes, beside.prefix, beside.key, first)
+    extras = Extras(bias, slopes, beside.prefix, beside.key, numbers)
     start = offset if beside.offset is None else beside.offset
     o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), beside.segments, extras)
     if beside.sinks is not None:

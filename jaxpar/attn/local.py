@@ -13,6 +13,7 @@ import numpy as np
 from jaxpar.attn import heads as exchange
 from jaxpar.attn.asked import Beside, Options, check_impl, check_order, read, read_keep, read_travel
 from jaxpar.attn.core import attend
+from jaxpar.attn.counted import HEADS, ROWS, counted, manual_axes, manual_of, splitting
 from jaxpar.attn.kernels import find
 from jaxpar.attn.order import check, check_given
 from jaxpar.attn.split import Engine, Keys, Way, side, turns_of
@@ -40,6 +41,8 @@ def attention_local(
     impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "merge"] = "ring",
     axis: str | Sequence[str] = "context",
     heads_axis: str | Sequence[str] = "ulysses",
+    batch_axis: str | Sequence[str] | None = None,
+    q_heads_axis: str | Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> jax.Array:
     """Attention of one device's queries to the keys of all devices along ``axis``, inside of a ``shard_map`` of the caller's.
@@ -50,6 +53,9 @@ def attention_local(
       impl: see :func:`jaxpar.attention`.
       axis: the mesh axes that the sequence is split over, major to minor.
       heads_axis: for ``hybrid``, which of them, the minor ones, exchange sequence for heads.
+      batch_axis, q_heads_axis: the manual axes that split the batch, and the query heads, major to minor: with ``dropout``, sequences and heads are
+        counted over them, so that devices drop the weights that one device would. Not given, they are those of the ambient rules of ``batch`` and
+        ``heads``, and without rules ``replica``, ``data`` and ``expert``, and ``model``.
       options: see :class:`jaxpar.attn.asked.Options`. ``q_offset`` counts from the first token of all; a bias has the rows of the tokens that
         this device computes (with an exchange of heads, of all that take part) and the columns of all keys.
 
@@ -58,7 +64,8 @@ def attention_local(
 
     Raises:
       LayoutError: heads or tokens do not divide, or an axis is not there or not manual here.
-      ConfigError: an option that is none.
+      ConfigError: an option that is none; with ``dropout``, a manual axis of which nothing says what it splits, or other sequences than the rows of the
+        batch that are here.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -95,7 +102,35 @@ def attention_local(
     check_heads(q_BSHD.shape[2], apart, heads)
     share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
     beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
-    return compute(way, q_BSHD, k_BTKD, v_BTKD, beside)[0]
+    first_head: Any = 0
+    if rules.dropout:
+        beside, first_head = _numbered(q_BSHD, beside, axes, batch_axis, q_heads_axis)
+    return compute(way, q_BSHD, k_BTKD, v_BTKD, beside, first_head)[0]
+
+
+def _numbered(
+    q: jax.Array, beside: Beside, seq: tuple[str, ...], batch_axis: str | Sequence[str] | None, q_heads_axis: Any
+) -> tuple[Beside, Any]:
+    """With the places of the sequences here in the whole batch; and the number of the first head."""
+    given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
+    usual = (manual_of("batch", ROWS), manual_of("heads", HEADS))
+    rows, heads = (
+        tuple(axis for axis in splitting(found, q) if axis not in seq) if named is None else named
+        for named, found in zip(given, usual, strict=True)
+    )
+    _check_axes((*rows, *heads))
+    remedy = "batch_axis=... and q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
+    # Where devices along an axis are known to have the same queries, they are to drop the same weights.
+    same = [axis for axis in manual_axes() if not splitting((axis,), q)]
+    sequences, head = counted(
+        q,
+        rows,
+        heads,
+        (*seq, *same),
+        per_sequence=beside.key.ndim == 2,
+        remedy=None if None not in given else remedy,
+    )
+    return beside._replace(sequences=sequences), head
 
 
 def _engine(way: Way, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: Beside, split: bool) -> Engine:
@@ -170,13 +205,13 @@ def check_heads(heads: int, ways: int, axes: Sequence[str]) -> None:
 
 
 def compute(
-    way: Way, q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, first: tuple[Any, Any] = (0, 0)
+    way: Way, q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, first_head: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Result and logarithm of the sums of weights of one device's shards.
 
     Args:
       beside: slopes and bias of the heads that this device computes, after heads are exchanged.
-      first: which sequence and which query head of all are the first here, before heads are exchanged.
+      first_head: the number of the first query head here, before heads are exchanged.
     """
     ways = exchange.ways_of(way.heads)
     kv_heads = k.shape[2] * exchange.repeats(k.shape[2], ways) // ways
@@ -185,8 +220,8 @@ def compute(
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(shape)
-    counted = first if way.rules.dropout else None
-    extras = Extras(bias, slopes, beside.prefix, beside.key, counted, beside.offset, beside.order)
+    numbers = (beside.sequences, first_head) if way.rules.dropout else None
+    extras = Extras(bias, slopes, beside.prefix, beside.key, numbers, beside.offset, beside.order)
     q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
     dtype = q.dtype
     o, lse = attend(way, q, k, v, segments, extras)

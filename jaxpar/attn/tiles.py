@@ -46,8 +46,8 @@ class Extras(NamedTuple):
       bias: added to the scores, [B or 1, K or 1, G or 1, queries, keys].
       slopes: of ALiBi, [K, G]: ``-slope * |q - k|`` is added to the scores.
       prefix: lengths of prefixes [B or 1].
-      key: of the dropout, two 32-bit words.
-      first: which of all sequences and heads are the first here; dropout counts from them.
+      key: of the dropout, two 32-bit words [2], or those of each sequence [B, 2].
+      numbers: the places of the sequences here among all [B], and the number of the first head here: what dropout draws for.
       offset: of the queries' positions, beside what :class:`jaxpar.attn.split.Way` says.
       order: the position of each token of all devices, as they lie [seq]; in the place of an order with a name.
     """
@@ -56,7 +56,7 @@ class Extras(NamedTuple):
     slopes: Any = None
     prefix: Any = None
     key: Any = None
-    first: Any = None
+    numbers: Any = None
     offset: Any = None
     order: Any = None
 
@@ -126,19 +126,21 @@ def kept(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras, shape: tuple[i
     A number is drawn from the key, the sequence, the head and the two positions, and so is the same however the arrays are split.
     """
     batch, kv_heads, group, rows, columns = shape
-    first_sequence, first_head = extras.first
+    sequences, first_head = extras.numbers
     counts = (
         jnp.broadcast_to(at[0].positions[:, None], (rows, columns)),
         jnp.broadcast_to(at[1].positions[None, :], (rows, columns)),
     )
     count = jnp.concatenate([x.astype(jnp.uint32).ravel() for x in counts])
 
-    def draw(sequence: jax.Array, head: jax.Array) -> jax.Array:
-        own = threefry_2x32(extras.key, jnp.stack([sequence, head]).astype(jnp.uint32))
+    def draw(key: jax.Array, sequence: jax.Array, head: jax.Array) -> jax.Array:
+        own = threefry_2x32(key, jnp.stack([sequence, head]).astype(jnp.uint32))
         return threefry_2x32(own, count)[: rows * columns]
 
-    each = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))
-    bits = each(first_sequence + jnp.arange(batch), first_head + jnp.arange(kv_heads * group)).reshape(shape)
+    each = jax.vmap(jax.vmap(draw, (None, None, 0)), (0, 0, None))
+    keys = jnp.broadcast_to(extras.key, (batch, 2))
+    heads = jnp.asarray(first_head, jnp.int32) + jnp.arange(kv_heads * group, dtype=jnp.int32)
+    bits = each(keys, jnp.asarray(sequences, jnp.int32), heads).reshape(shape)
     least = jnp.uint32(min(round(rules.dropout * 2**32), 2**32 - 1))
     return jnp.where(bits >= least, 1.0 / (1.0 - rules.dropout), 0.0)
 

@@ -20,11 +20,13 @@ class Beside(NamedTuple):
       given: the model's own ``side``.
       keys: of its rows, for all layers or for one; ``None`` where nothing is drawn.
       weight: what a layer's own loss counts in what is differentiated. Backwards alone read it.
+      numbers: the places of its rows in the whole batch, int32 [rows]; ``None`` where nobody wants them.
     """
 
     given: Any
     keys: Any
     weight: jax.Array
+    numbers: Any = None
 
 
 def of_number(side: Any, number: Any) -> Any:
