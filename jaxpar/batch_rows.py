@@ -1,11 +1,14 @@
 """Which rows of the whole batch are here: ambient while a loss is traced on a part of them, so that what draws for a row draws the same in every layout.
 
 Whatever cuts a batch (microbatches, axes that are made manual, a pipeline, copies) says so with :func:`batch_rows`. The numbers of rows may be traced,
-so every call makes another key of jit's cache: an inner jit that has closed over the numbers of one trace is not found again by the next.
+so every call makes another key of jit's cache: an inner jit that has closed over the numbers of one trace is not found again by the next. That, and the
+numbers, cost something, and most losses draw for no row. So a trace begins without numbers; the first that asks for them raises :class:`RowsWanted`,
+and :func:`numbering` traces once more with them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,14 +38,47 @@ class BatchRows:
     manual: frozenset[str]
 
 
+class RowsWanted(Exception):
+    """Something draws for rows of a batch that was cut, in a trace without their numbers."""
+
+
+_UNNUMBERED = BatchRows(None, frozenset())
+
+
+def numbering[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+    """``f``, which traces what may draw for rows; it is traced again, with their numbers, if something does."""
+
+    @functools.wraps(f)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return f(*args, **options)
+        except RowsWanted:
+            if contexts.rows_wanted.value:  # the numbers that are missing are of an outer cut
+                raise
+        with contexts.rows_wanted(True):
+            return f(*args, **options)
+
+    return run
+
+
+def rows_wanted() -> bool:
+    """Whether this trace is with numbers."""
+    found: bool = contexts.rows_wanted.value
+    return found
+
+
 @contextmanager
 def batch_rows(numbers: Numbers | None) -> Iterator[None]:
-    """While active, the rows of what is traced are these of the whole batch; ``None`` changes nothing.
+    """While active, the rows of what is traced are these of the whole batch; ``None`` changes nothing. In a trace without numbers they are not looked at.
 
     Args:
       numbers: int32 [rows], of the device's own rows along axes that are manual here, of all along others. Or a function that makes them of nothing
         traced: it also serves a further ``shard_map`` inside, into which jax lets no array of this one.
     """
+    if not rows_wanted():
+        with contexts.batch_rows(_UNNUMBERED):
+            yield
+        return
     if numbers is None:
         yield
         return
@@ -55,8 +91,14 @@ def batch_rows(numbers: Numbers | None) -> Iterator[None]:
 
 
 def current_batch_rows() -> BatchRows | None:
-    """What :func:`batch_rows` was given; ``None`` where the batch was not cut."""
+    """What :func:`batch_rows` was given; ``None`` where the batch was not cut.
+
+    Raises:
+      RowsWanted: it was cut, in a trace without numbers.
+    """
     found: BatchRows | None = contexts.batch_rows.value
+    if found is _UNNUMBERED:
+        raise RowsWanted
     return found
 
 
@@ -81,7 +123,9 @@ def here() -> jax.Array | None:
 
 
 def rows_of(batch: Any) -> int | None:
-    """How many rows a batch has: the first dim of its first array."""
+    """How many rows a batch has: the first dim of its first array. ``None`` in a trace without numbers."""
+    if not rows_wanted():
+        return None
     shapes = [x.shape for x in jax.tree.leaves(batch)]
     return shapes[0][0] if shapes and shapes[0] else None
 

@@ -25,3 +25,6 @@ step_precision = jax.make_user_context(None)
 
 batch_rows = jax.make_user_context(None)
 """The :class:`jaxpar.batch_rows.BatchRows` of the part of a batch that is traced."""
+
+rows_wanted = jax.make_user_context(False)
+"""Whether the trace has the numbers of a batch's rows; see :func:`jaxpar.batch_rows.numbering`."""

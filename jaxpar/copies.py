@@ -14,7 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar import crossing
-from jaxpar.batch_rows import batch_rows, row_numbers
+from jaxpar.batch_rows import batch_rows, numbering, row_numbers, rows_wanted
 from jaxpar.crossing import Parts
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
 from jaxpar.layout import Layout, current_layout, hint
@@ -84,6 +84,7 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "ba
             "its branches, with Branch(carried=...) where tokens see others, or dim='batch'."
         )
 
+    @numbering
     def run(block: Any, x: Rows, side: Any) -> Any:
         layout, cut_before = current_layout(), isinstance(x, tuple)
         how = _How.of(layout, dim, by_hand=not callable(layer))
@@ -112,7 +113,7 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "ba
 
         lies = how.spec_of_rows(by_hand=True)
         spec = (lies,) * count if cut_before else lies
-        numbers = row_numbers(shape[0], ())
+        numbers = row_numbers(shape[0], ()) if rows_wanted() else None
         of_rows = None if numbers is None else PartitionSpec(how.rows or None)
         into = [entry.spec for entry in entries], spec, [how.side_spec(s, shape) for s in sides], of_rows
         ws = [entry.widened(w) for entry, (w, _) in zip(entries, leaves, strict=True)]
@@ -333,9 +334,8 @@ class _How:
 
     def rows_of_parts(self, numbers: Any, count: int) -> Callable[[int], AbstractContextManager[None]]:
         """What says of each part which rows of the batch it has, for what draws for a row; ``numbers`` are those of all parts."""
-        if numbers is None:  # nothing says whose rows these are, which only what draws wants to know
-            return lambda at: nullcontext()
-        parts = jnp.split(numbers, count) if self.dim == "batch" else [numbers] * count
+        cuts = numbers is not None and self.dim == "batch"
+        parts = jnp.split(numbers, count) if cuts else [numbers] * count
         return lambda at: batch_rows(parts[at])
 
     def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:

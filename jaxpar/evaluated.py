@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.batch_rows import numbering
 from jaxpar.boarding import Boarding, Split
 from jaxpar.layout import Layout
 from jaxpar.microbatches import means_of, weighted_sum
@@ -23,6 +24,7 @@ from jaxpar.staged import Staged
 from jaxpar.state import TrainState
 
 
+@numbering
 def evaluated(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, asked: Pipeline
 ) -> Metrics:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar import texts
-from jaxpar.batch_rows import batch_rows, microbatch_rows, rows_of
+from jaxpar.batch_rows import batch_rows, microbatch_rows, numbering, rows_of
 from jaxpar.contract import PRODUCT
 from jaxpar.crossing import asking, batch_axes, gather, parts_of
 from jaxpar.errors import ConfigError, LayoutError
@@ -46,6 +46,7 @@ from jaxpar.state import TrainState
 from jaxpar.waiting import split, waiting
 
 
+@numbering
 def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     with asking(how.precision):

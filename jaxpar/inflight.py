@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxpar.batch_rows import batch_rows
+from jaxpar.batch_rows import batch_rows, numbering
 from jaxpar.boarding import Boarding, Split, row_axes
 from jaxpar.crossing import wide
 from jaxpar.errors import ConfigError
@@ -218,6 +218,7 @@ def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], man
     return [tuple(axis for axis in dim if axis not in manual) or None for dim in resolved.axes]
 
 
+@numbering
 def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
     """A state with room for what will be on its way, and nothing there yet."""
     nothing = jax.tree.map(jnp.zeros_like, state.params)
@@ -233,6 +234,7 @@ def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     return InFlight(**parts, flight=call.placed(flight))
 
 
+@numbering
 def two_versions(
     layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: How, asked: Asynchronous
 ) -> tuple[Found, dict[str, Any]]:

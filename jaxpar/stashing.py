@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxpar.batch_rows import numbering
 from jaxpar.boarding import row_axes
 from jaxpar.crossing import wide
 from jaxpar.errors import ConfigError
@@ -39,6 +40,7 @@ from jaxpar.state import TrainState
 _B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
 
 
+@numbering
 def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
     """A state with room for what will be on its way, nothing there yet, and an optimizer's state for each stage, at its beginning."""
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
@@ -235,6 +237,7 @@ def _mean(head: Head, axes: Axes) -> Head:
     return mean
 
 
+@numbering
 def every_stage(
     layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: How, asked: Asynchronous, *, skips: bool
 ) -> tuple[InFlight, Metrics]:

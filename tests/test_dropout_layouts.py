@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from one_step import check_grads
 
 import jaxpar as jp
+from jaxpar.errors import ConfigError, LayoutError
 
 ROWS, SEQ, EMBED, HEADS, GROUPS, DIM, LAYERS = 8, 8, 4, 4, 2, 2, 2
 QUICK = {"xla_backend_optimization_level": 0}
@@ -159,3 +161,191 @@ def test_one_key_drops_the_same_weights(name: str, one_device: tuple[float, Any]
     loss, grads = stepped(layout, **options)
     assert loss == pytest.approx(one_device[0], rel=1e-5)
     check_grads(grads, one_device[1], 1e-5)
+
+
+def of_rows(block: Any, x: jax.Array, side: Any, keys: jax.Array) -> jax.Array:
+    return layer(block, x, side, key=keys)
+
+
+KEYED = dataclasses.replace(LOSS, layer=of_rows, keys=True, carried_layer=None)
+"""A key for each row, step and layer."""
+
+
+@pytest.mark.parametrize("name", ["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, divergent"])
+def test_keys_of_rows_drop_the_same_weights(name: str) -> None:
+    want, (layout, options) = stepped(on({"data": 1}), KEYED), CASES[name]
+    loss, grads = stepped(layout, **(options | {"loss": KEYED}))
+    assert loss == pytest.approx(want[0], rel=1e-5)
+    check_grads(grads, want[1], 1e-5)
+
+
+def norm_of(grads: Any) -> float:
+    return math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in jax.tree.leaves(grads)))
+
+
+@pytest.mark.parametrize("name", ["pipedream_2bw", "pipedream"])
+def test_an_asynchronous_pipeline_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
+    """At a rate of 0 every call has the same loss, whatever version of the weights it is of."""
+    layout = on({"pipeline": 2, "data": 2})
+    with jax.default_matmul_precision("highest"):
+        state = jp.init(layout, make_model, optax.sgd(0.0))
+        step = jp.AsynchronousStep(layout, LOSS, jp.Asynchronous(name, stages=2, microbatches=2), donate=False)
+        state, _ = step(step.start(state, batch_of()), batch_of())
+        _, metrics = step(state, batch_of())
+    assert float(metrics["loss"]) == pytest.approx(one_device[0], rel=1e-5)
+    if name == "pipedream_2bw":
+        assert float(metrics["grad_norm"]) == pytest.approx(norm_of(one_device[1]), rel=1e-5)
+
+
+def test_one_bit_adam_drops_the_same_weights(one_device: tuple[float, Any]) -> None:
+    loss, grads = stepped(on({"data": 2}), tx=jp.one_bit_adam(0.1, warmup=10))
+    assert loss == pytest.approx(one_device[0], rel=1e-5)
+    check_grads(grads, one_device[1], 1e-5)
+
+
+def test_an_evaluation_drops_the_same_weights(one_device: tuple[float, Any]) -> None:
+    layout = on({"pipeline": 2, "data": 2})
+    with jax.default_matmul_precision("highest"), layout:
+        state = jp.init(layout, make_model, optax.sgd(0.1))
+        found = jp.eval_step(layout, LOSS, pipeline=jp.schedule("1f1b", 2, 2))(state, batch_of())
+    assert float(found["loss"]) == pytest.approx(one_device[0], rel=1e-5)
+
+
+def arrays(seed: int) -> tuple[jax.Array, ...]:
+    q, *kv = jax.random.split(jax.random.key(seed), 3)
+    draw = lambda key, heads: jax.random.normal(key, (ROWS, 16, heads, DIM))
+    return draw(q, HEADS), *(draw(key, GROUPS) for key in kv)
+
+
+# mesh, spec of queries, keys and values, whether a layout is ambient, options
+LOCAL: dict[str, tuple[dict[str, int], P, bool, dict[str, Any]]] = {
+    "data": ({"data": 4}, P("data"), False, {"impl": "flash", "axis": ()}),
+    "data and model, with a layout": ({"data": 2, "model": 2}, P("data", None, "model"), True, {"impl": "flash", "axis": ()}),
+    "ring beside data": ({"data": 2, "context": 2}, P("data", "context"), False, {"impl": "ring"}),
+    "ulysses beside replica": ({"replica": 2, "ulysses": 2}, P("replica", "ulysses"), True, {"impl": "ulysses", "axis": "ulysses"}),
+    "named": (
+        {"expert": 2, "context": 2, "model": 2},
+        P("context", "expert", "model"),
+        True,
+        {"impl": "ring_self_attention", "axis": "expert", "batch_axis": "context", "q_heads_axis": "model"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["kept count of", "unchecked"])
+@pytest.mark.parametrize("name", LOCAL)
+def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> None:
+    sizes, spec, ambient, options = LOCAL[name]
+    layout = on(sizes)
+    want = jax.jit(lambda *x: jp.attention(*x, dropout=0.3, key=KEY, impl="dense"))
+    with on({"data": 1}), jax.default_matmul_precision("highest"):
+        wanted = np.asarray(want(*arrays(1)))
+    local = lambda *x: jp.attention_local(*x, dropout=0.3, key=KEY, **options)
+    with layout if ambient else jax.set_mesh(layout.mesh), jax.default_matmul_precision("highest"):
+        got = jax.jit(jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=check))(*arrays(1))
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
+    """Along an axis that splits nothing; jax keeps count of it, and so the result is the same on all devices."""
+    layout = on({"data": 2, "model": 2})
+    local = lambda *x: jp.attention_local(*x, impl="flash", axis=(), dropout=0.3, key=KEY)
+    with jax.set_mesh(layout.mesh):
+        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(*arrays(1))
+    with on({"data": 1}):
+        want = jp.attention(*arrays(1), dropout=0.3, key=KEY, impl="dense")
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
+
+
+def test_several_sequences_of_a_row_are_counted_with_it() -> None:
+    """Windows of tokens as sequences of their own, those of a row one behind the other."""
+
+    def windows(block: Any, x: jax.Array, side: Any) -> jax.Array:
+        cut = x.reshape(-1, SEQ // 2, EMBED)
+        o = jp.attention(*projected(block, cut), dropout=0.4, key=KEY)
+        return x + jnp.einsum("bshd,hde->bse", o, block["out"]).reshape(x.shape)
+
+    loss = dataclasses.replace(LOSS, layer=windows, carried_layer=None)
+    want = stepped(on({"data": 1}), loss)
+    for layout, options in (zero(1, {"data": 2}, accumulate=2), piped("1f1b", {"pipeline": 2, "data": 2})):
+        got = stepped(layout, loss, **options)
+        assert got[0] == pytest.approx(want[0], rel=1e-5)
+        check_grads(got[1], want[1], 1e-5)
+
+
+def test_an_axis_of_which_nothing_is_known_is_named() -> None:
+    layout = on({"context": 2, "ulysses": 2, "data": 2})
+    local = lambda *x, **more: jp.attention_local(*x, axis="context", dropout=0.3, key=KEY, **more)
+    spec = P(("data", "ulysses"), "context")
+    with jax.set_mesh(layout.mesh):
+        with pytest.raises(ConfigError) as error:
+            jax.eval_shape(jax.shard_map(local, in_specs=spec, out_specs=spec), *arrays(0))
+        assert str(error.value) == (
+            "attention: dropout counts the sequences and heads of all devices, but nothing says what the manual axes 'ulysses' split, so devices along "
+            "them would drop the same weights. Remedy: batch_axis=... and q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
+        )
+        named = functools.partial(local, batch_axis=("data", "ulysses"), q_heads_axis=())
+        jax.eval_shape(jax.shard_map(named, in_specs=spec, out_specs=spec), *arrays(0))
+
+
+def test_sequences_that_are_not_the_rows_are_named() -> None:
+    def halved(block: Any, x: jax.Array, side: Any) -> jax.Array:
+        half = len(x) // 2
+        return x.at[:half].set(layer(block, x[:half], side))
+
+    loss = dataclasses.replace(LOSS, layer=halved, carried_layer=None)
+    with pytest.raises(ConfigError) as error:
+        stepped(on({"data": 2}), loss, accumulate=2)
+    assert str(error.value) == (
+        "attention: dropout draws for each row of the batch, and 2 rows of it are here (a microbatch's, or a device's), but queries [1, 8, 4, 2] are 1 "
+        "sequences, so nothing says which is whose. Remedy: as many sequences as rows, or a multiple, those of a row one behind the other; or a key for each "
+        "sequence, as key=jax.random.split(key, 1)."
+    )
+
+
+def test_a_shard_map_within_one_that_cuts_microbatches_is_named() -> None:
+    def inner(block: Any, x: jax.Array, side: Any) -> jax.Array:
+        local = lambda q, k, v: jp.attention_local(q, k, v, axis="context", order="contiguous", dropout=0.4, key=KEY)
+        spec = P(None, "context")
+        mapped = jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names={"context"}, check_vma=False)
+        return back(block, x, mapped(*projected(block, x)))
+
+    loss, sizes = dataclasses.replace(LOSS, layer=inner, carried_layer=None), {"data": 2, "context": 2}
+    want = stepped(on({"data": 1}), LOSS)
+    for layout, options in (zero(1, sizes), plain(sizes, accumulate=2, reduce="each")):
+        assert stepped(layout, loss, **options)[0] == pytest.approx(want[0], rel=1e-5)
+    with pytest.raises(ConfigError) as error:
+        stepped(on(sizes), loss, accumulate=2)
+    assert str(error.value) == (
+        "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that makes axes manual and cuts the batch "
+        "into microbatches, nothing says which rows are here. Remedy: a key for each sequence, [batch], handed into the shard_map; or reduce='each' (ZeRO "
+        "stage 2 or 3), or accumulate=1."
+    )
+
+
+def test_a_key_of_another_shape_is_named() -> None:
+    with on({"data": 1}), pytest.raises(LayoutError) as error:
+        jp.attention(*arrays(0), dropout=0.1, key=jax.random.split(KEY, 3))
+    assert str(error.value) == (
+        "attention: key has shape [3], but one key, or one for each of 8 sequences, is wanted. Remedy: key=jax.random.key(...), or "
+        "jax.random.split(key, 8)."
+    )
+
+
+def test_a_loss_that_draws_for_no_row_is_traced_once_and_without_numbers() -> None:
+    traced: list[int] = []
+
+    def counting(block: Any, x: jax.Array, side: Any, drops: bool) -> jax.Array:
+        traced.append(1)
+        return layer(block, x, side) if drops else x
+
+    counts = []
+    for drops in (False, True):
+        layout, options = zero(1, {"data": 2})
+        loss = dataclasses.replace(LOSS, layer=functools.partial(counting, drops=drops))
+        traced.clear()
+        with layout:
+            state = jp.abstract_state(layout, make_model, optax.sgd(0.1))
+            jp.train_step(layout, loss, **options).trace(state, batch_of())
+        counts.append(len(traced))
+    assert counts[1] == counts[0] + 1
