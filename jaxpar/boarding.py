@@ -292,8 +292,8 @@ def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) 
         low, more = divmod(total, pieces)
         fits = (*(low + 1,) * more, *(low,) * (pieces - more))
         raise ConfigError(
-            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number for each piece, or a "
-            f"schedule of as many stages and chunks as divide {total}."
+            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number for each piece (YAML: offset: "
+            f"{[n - low for n in fits]}), or a schedule of as many stages and chunks as divide {total}."
         )
     if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
         raise ConfigError(

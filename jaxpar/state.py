@@ -24,7 +24,9 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.host import KIND, hosted, hosted_layers, no_layers
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
+from jaxpar.names import LAYERS
 from jaxpar.optimizers import with_slow_parameters
+from jaxpar.pipeline.layers import AXIS
 from jaxpar.precision import Asked, Precision
 from jaxpar.rules import Dim, Resolved
 from jaxpar.topology import platform_of
@@ -154,7 +156,7 @@ def abstract_state(
     """
     shapes = shape_state(layout, make_model, tx, precision)
     tensors = place(layout, shapes)
-    if problems := problems_of(tensors):
+    if problems := problems_of(layout, tensors):
         raise LayoutError(problems)
     missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
     if missing:
@@ -268,12 +270,37 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
     return [placed[path] for path, _ in leaves]
 
 
-def problems_of(tensors: Sequence[Tensor]) -> list[str]:
-    """What is wrong with any of them, each text once; parameters that nobody annotated are one problem together."""
+def problems_of(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
+    """What is wrong with any of them, each text once.
+
+    Parameters that nobody annotated are one problem together, and so are stacks of layers that the stages of a pipeline do not divide.
+    """
     bare = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
     together = (texts.unannotated(list(bare.items())),) if bare else ()
-    found = [together if tensor.path in bare else tensor.problems for tensor in tensors]
-    return list(dict.fromkeys(text for problems in found for text in problems))
+    stages = layout.sizes.get(AXIS, 1)
+    stacks: dict[Dim, list[str]] = {}
+    for tensor in tensors:
+        if _undivided(tensor, stages):
+            stacks.setdefault(tensor.resolved.dims[0], []).append(f"{tensor.path} {list(tensor.shape)}")
+
+    def one(tensor: Tensor) -> Sequence[str]:
+        if tensor.path in bare:
+            return together
+        if not _undivided(tensor, stages):
+            return tensor.problems
+        layers = tensor.resolved.dims[0]
+        text = texts.undivided_layers(stacks[layers], layers.size or 0, layers.why, layers.rule, stages)
+        return (text, *(other for other in tensor.problems if f": {layers.why} (rule" not in other))
+
+    return list(dict.fromkeys(text for tensor in tensors for text in one(tensor)))
+
+
+def _undivided(tensor: Tensor, stages: int) -> bool:
+    """Whether it is a stack of layers that goes over a pipeline's stages, but not evenly."""
+    if not tensor.problems or stages == 1 or (tensor.names or ())[:1] != (LAYERS,):
+        return False
+    first = tensor.resolved.dims[0]
+    return texts.no_multiple(LAYERS, first.size or 0, {AXIS: stages}) == first.why
 
 
 def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> Tensor:

@@ -314,7 +314,7 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
     """``state`` with every leaf constrained to its place."""
     leaves, treedef = jax.tree.flatten(state)
     tensors = place(layout, state)
-    if problems := problems_of(tensors):
+    if problems := problems_of(layout, tensors):
         raise LayoutError(problems)
     placed = [
         leaf if on_host(leaf) else lay_out(layout.mesh, leaf, to_spec(tensor.resolved))

@@ -148,6 +148,21 @@ def remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
     return f"change the size, the rule or the mesh, or leave such dims whole: indivisible={{{name!r}: 'replicate'}}"
 
 
+def undivided_layers(stacks: Sequence[str], size: int, why: str, rule: str, stages: int) -> str:
+    """Stacks of ``size`` layers that the stages of a pipeline do not divide, as one problem; and the ways to stages of different size."""
+    fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    text = f"{stacks[0]}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}: {why} (rule {rule}). Remedy: a number of stages that divides {size} ({fits})"
+    if size < stages:
+        return f"{text}."
+    low, more = divmod(size, stages)
+    each = (*(low + 1,) * more, *(low,) * (stages - more))
+    return (
+        f"{text}; or stages of different size, with every stack stored whole on each stage: Rules(indivisible={{'layers': 'replicate'}}) and "
+        f"jp.Pipeline(schedule, layers={each}), one number for each piece of the model; in YAML rules: {{indivisible: {{layers: replicate}}}} and "
+        f"parallel: {{pipeline: {{offset: {[n - low for n in each]}}}}}."
+    )
+
+
 def undivided_rows(arrays: Iterable[str], why: str, rule: str) -> str:
     """Arrays of a batch whose rows the axes do not divide, for one reason."""
     return (

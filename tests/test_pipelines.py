@@ -355,8 +355,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
         ConfigError,
         (
-            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number for each piece, or a schedule "
-            "of as many stages and chunks as divide 8."
+            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number for each piece (YAML: offset: "
+            "[1, 1, 0, 0, 0, 0]), or a schedule of as many stages and chunks as divide 8."
         ),
     ),
     "numbers of layers": (
@@ -433,3 +433,35 @@ def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
 def test_what_is_kept_is_one_of_two_things() -> None:
     with pytest.raises(ConfigError, match=r"^pipeline: keeps is 'all', but 'input' or 'residuals' is wanted\.$"):
         jp.Pipeline(ONE_F_ONE_B, keeps="all")  # type: ignore[arg-type]
+
+
+def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
+    """Of parameters and moments together, in ``init`` and in ``explain``; other problems stay."""
+    text = (
+        "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is no multiple of pipeline=3 (rule layers = pipeline). Remedy: a "
+        "number of stages that divides 8 (1, 2, 4, 8); or stages of different size, with every stack stored whole on each stage: "
+        "Rules(indivisible={'layers': 'replicate'}) and jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML rules: "
+        "{indivisible: {layers: replicate}} and parallel: {pipeline: {offset: [1, 1, 0]}}."
+    )
+    rules = RULES.replace(vocab=None)
+    layout = layout_of(rules, {"pipeline": 3})
+    with pytest.raises(LayoutError) as error:
+        jp.init(layout, make_model, optax.adam(0.1))
+    assert error.value.problems == (text,)
+    assert jp.explain(layout, make_model, optax.adam(0.1)).problems == (text,)
+    with pytest.raises(LayoutError) as error:
+        jp.abstract_state(layout_of(RULES, {"pipeline": 3}), make_model, SGD)
+    assert error.value.problems[0] == text and len(error.value.problems) == 3
+    assert "'vocab' has size 16" in error.value.problems[1]
+    few = jp.Layout(jp.MeshSpec(pipeline=9).abstract(9), rules)
+    with pytest.raises(LayoutError) as error:
+        jp.abstract_state(few, make_model, SGD)
+    assert str(error.value).endswith("Remedy: a number of stages that divides 8 (1, 2, 4, 8).")
+
+
+def test_the_remedy_for_layers_that_stages_do_not_divide_works(one_device: tuple[dict[str, float], Any]) -> None:
+    rules = RULES.replace(vocab=None, indivisible={"layers": "replicate"})
+    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=3, microbatches=4), layers=(3, 3, 2))
+    got = run({"pipeline": 3, "data": 2}, pipeline, rules=rules)
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)

@@ -67,7 +67,7 @@ def explain(
     rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
     on_disk, refused = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
-    problems = problems_of([*tensors, *away]) + ([refused] if refused else [])
+    problems = problems_of(layout, [*tensors, *away]) + ([refused] if refused else [])
     missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
     problems += [missing] if missing else []
     for tensor in [*tensors, *away]:
