@@ -20,6 +20,8 @@ from jaxpar.inspect.compare import gradient_gaps
 RULES = jp.Rules(batch=("replica", "data"), embed=None, mlp=None)
 LR = 1e-3
 STEPS = 20
+# Of trajectories in fp64. In fp32 optimizers amplify the last bits of gradients, and how much depends on the processor.
+TOLERANCE = 1e-9
 
 
 def matrices(params: Any) -> Any:
@@ -50,7 +52,7 @@ def sharded(zero: jp.Zero, mlp: Any, devices: int = 8) -> jp.Layout:
 
 
 def run(layout: jp.Layout, mlp: Any, name: str, **options: Any) -> tuple[list[float], list[Any]]:
-    with jax.default_matmul_precision("highest"):
+    with jax.enable_x64(True):
         state = jp.init(layout, mlp.make, OPTIMIZERS[name]())
         lowered = jp.train_step(layout, mlp.loss, keep_grads=True, **options).lower(state, mlp.batch())
         step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # compiles in half the time
@@ -75,9 +77,9 @@ def test_every_stage_with_any_optimizer_equals_one_device(
     zero = jp.Zero(stage, min_bytes=256)
     losses, grads = run(sharded(zero, mlp), mlp, name, **zero.step)
     want_losses, want_grads = on_one_device(name)
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-5, atol=0)
+    np.testing.assert_allclose(losses, want_losses, rtol=TOLERANCE, atol=0)
     for theirs, ours in zip(want_grads, grads, strict=True):
-        assert {path: gap for path, gap in gradient_gaps(theirs, ours).items() if gap > 1e-5} == {}
+        assert max(gradient_gaps(theirs, ours).values()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -88,7 +90,7 @@ def test_groups_that_replicate_across_one_another_equal_one_device(
     layout = sharded(zero, mlp)
     assert (layout.sizes["replica"], layout.sizes["data"]) == (2, 4)
     losses, _ = run(layout, mlp, "adamw", **zero.step)
-    np.testing.assert_allclose(losses, on_one_device("adamw")[0], rtol=1e-5, atol=0)
+    np.testing.assert_allclose(losses, on_one_device("adamw")[0], rtol=TOLERANCE, atol=0)
 
 
 EXPERTS = jp.Rules(batch="data", rows="data", embed=None, mlp=None, experts="expert")
@@ -116,7 +118,7 @@ def routed(zero: jp.Zero, rules: jp.Rules, devices: int) -> tuple[list[float], A
     """Losses of three steps, the last one's gradients, and how the experts' weights lie."""
     mesh = jp.MeshSpec(data=-1, expert=2) if devices > 1 else jp.MeshSpec(data=1)
     layout = jp.Layout(mesh.build(jax.devices()[:devices]), zero.rules(rules))
-    with jax.default_matmul_precision("highest"):
+    with jax.enable_x64(True):
         state = jp.init(layout, experts, optax.adamw(LR))
         step = jp.train_step(layout, mixture, keep_grads=True, **zero.step)
         losses = []
@@ -138,8 +140,8 @@ def test_every_stage_beside_experts_equals_one_device(stage: int, mixed_on_one_d
     for rules in (EXPERTS, EXPERTS.replace(batch=("data", "expert"))) if stage > 1 else (EXPERTS,):
         losses, grads, lies = routed(jp.Zero(stage, min_bytes=256), rules, 8)
         assert len(lies) == 4 and all("expert" in spec and "data" in spec for spec in lies), lies
-        np.testing.assert_allclose(losses, mixed_on_one_device[0], rtol=1e-5, atol=0)
-        assert max(gradient_gaps(mixed_on_one_device[1], grads).values()) < 1e-5
+        np.testing.assert_allclose(losses, mixed_on_one_device[0], rtol=TOLERANCE, atol=0)
+        assert max(gradient_gaps(mixed_on_one_device[1], grads).values()) <= TOLERANCE
 
 
 def square(key: jax.Array) -> dict[str, Any]:
@@ -309,7 +311,7 @@ def train_attention(layout: jp.Layout, impl: Any, **options: Any) -> tuple[list[
         return jnp.mean((jnp.einsum("bshk,hkd->bsd", o, model["out"]) - x[..., ::-1]) ** 2)
 
     x = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
+    with jax.enable_x64(True):
         state = jp.init(layout, attending, optax.sgd(0.1, momentum=0.9))
         lowered = jp.train_step(layout, loss, keep_grads=True, **options).lower(state, x)
         step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
@@ -342,6 +344,6 @@ def test_every_stage_beside_a_split_sequence_equals_one_device(
     layout = jp.Layout(jp.MeshSpec(data=-1, **sizes).build(), zero.rules(SPLIT))
     assert any(layout.spec(("embed", "heads", "head_dim"), (16, 4, 8), role="optimizer"))
     losses, trees = train_attention(layout, impl, **zero.step)
-    np.testing.assert_allclose(losses, attention_on_one_device[0], rtol=2e-6, atol=0)
+    np.testing.assert_allclose(losses, attention_on_one_device[0], rtol=TOLERANCE, atol=0)
     for theirs, ours in zip(attention_on_one_device[1], trees, strict=True):
-        assert {path: gap for path, gap in gradient_gaps(theirs, ours).items() if gap > 2e-6} == {}
+        assert max(gradient_gaps(theirs, ours).values()) <= TOLERANCE
