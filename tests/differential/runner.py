@@ -1,0 +1,152 @@
+"""Runs cases in worker processes, a few at once, so that a process that ends names the case that ended it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import IO, Any
+
+from .cases import Outcome
+
+ROOT = Path(__file__).parents[2]
+EACH = 25
+"""Cases of one process: enough to make up for its start, few enough to bound its memory."""
+PATIENCE = 300.0
+"""Seconds after which a case counts as hung."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case that was run: its number under its seed, its Python, what became of it, and how long that took."""
+
+    index: int
+    case: str
+    outcome: Outcome
+    seconds: float
+
+
+@dataclass
+class Worker:
+    """One process at a time, replaced after ``EACH`` cases and whenever it ends."""
+
+    name: str
+    patience: float = PATIENCE
+    served: int = 0
+    process: subprocess.Popen[str] | None = None
+    answers: SimpleQueue[str] = field(default_factory=SimpleQueue)
+    words: IO[bytes] | None = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request; where the process ends or does not answer, that is the outcome."""
+        if self.process is None or self.served >= EACH:
+            self.close()
+            self._start()
+        process = self.process
+        assert process is not None and process.stdin is not None
+        self.served += 1
+        process.stdin.write(json.dumps({"family": self.name, **request}) + "\n")
+        process.stdin.flush()
+        begun = time.monotonic()
+        try:
+            line = self.answers.get(timeout=self.patience)
+        except Empty:
+            return self._lost(request, "hung", f"no answer within {self.patience:.0f} s", begun)
+        if not line:
+            return self._lost(request, "crashed", f"the process ended: {self._last_words()}", begun)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _start(self) -> None:
+        self.words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.differential.worker"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.words,
+            text=True,
+        )
+        self.served, self.answers = 0, SimpleQueue()
+        Thread(target=_relay, args=(self.process.stdout, self.answers), daemon=True).start()
+
+    def _lost(self, request: dict[str, Any], kind: str, text: str, begun: float) -> dict[str, Any]:
+        self.close(kill=True)
+        told = request.get("case", "")
+        return {"case": told, "seconds": time.monotonic() - begun, "kind": kind, "text": text, "errors": {}}
+
+    def _last_words(self) -> str:
+        """What the process wrote last: XLA says there why it gave up."""
+        assert self.process is not None and self.words is not None
+        code = self.process.wait(timeout=30)
+        self.words.seek(0)
+        lines = self.words.read().decode(errors="replace").strip().splitlines()
+        said = next((line for line in lines if "Check failed" in line or line.startswith("F0")), "")
+        return f"exit {code}; {said or ' | '.join(lines[-3:])}"[:1200]
+
+    def close(self, kill: bool = False) -> None:
+        """Ends the process, at once or when it has read that there is no more."""
+        if self.process is None:
+            return
+        if kill:
+            self.process.kill()
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+        if self.words is not None:
+            self.words.close()
+        self.process = None
+
+
+def _relay(stream: IO[str] | None, answers: SimpleQueue[str]) -> None:
+    """Hands on each line, and an empty one when the process has closed its output."""
+    assert stream is not None
+    for line in stream:
+        answers.put(line)
+    answers.put("")
+
+
+def result_of(index: int, answer: dict[str, Any]) -> Result:
+    return Result(
+        index, answer["case"], Outcome(answer["kind"], answer["text"], answer["errors"]), float(answer["seconds"])
+    )
+
+
+def run(
+    name: str, seed: int, indices: Sequence[int], jobs: int = 2, told: Callable[[Result], None] = lambda result: None
+) -> list[Result]:
+    """The cases of a family, in the order of their numbers.
+
+    Args:
+      told: is called with each result when it is there, from several threads.
+    """
+    groups = [indices[i : i + EACH] for i in range(0, len(indices), EACH)]
+
+    def one(group: Sequence[int]) -> list[Result]:
+        worker = Worker(name)
+        try:
+            return list(_served(worker, seed, group, told))
+        finally:
+            worker.close()
+
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        return [result for results in pool.map(one, groups) for result in results]
+
+
+def _served(worker: Worker, seed: int, group: Sequence[int], told: Callable[[Result], None]) -> Iterator[Result]:
+    for index in group:
+        result = result_of(index, worker.ask({"seed": seed, "index": index}))
+        told(result)
+        yield result

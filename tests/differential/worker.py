@@ -1,0 +1,78 @@
+"""The process that runs cases: one request a line on its input, one answer a line on its output, both JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from .cases import InvalidCase, Outcome, drawn, family, parsed, printed
+
+TEXT = 1200
+"""Characters of an exception that are kept."""
+
+
+def evaluated(name: str, case: Any) -> Outcome:
+    """Runs one case. Exceptions of the library's own types are refusals, and every refusal has to name a remedy."""
+    from jaxpar.errors import JaxparError
+
+    try:
+        outcome: Outcome = family(name).run(case).outcome
+    except InvalidCase as error:
+        return Outcome("invalid", str(error))
+    except JaxparError as error:
+        text = f"{type(error).__name__}: {error}"[:TEXT]
+        return Outcome("refused" if "Remedy" in str(error) else "unremedied", text)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is this case's outcome)
+        return Outcome("raised", f"{type(error).__name__}: {str(error)[:TEXT]} (at {_place(error)})")
+    return outcome
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the library that an exception passed through, else the last line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f"{os.sep}jaxpar{os.sep}" in f.filename] or frames
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
+
+
+def answered(request: dict[str, Any]) -> dict[str, Any]:
+    """Draws or parses the case that is asked for, runs it, and says what became of it."""
+    name = request["family"]
+    if "case" in request:
+        case = parsed(name, request["case"])
+    else:
+        case = drawn(name, request["seed"], request["index"])
+    begun = time.process_time()
+    outcome = evaluated(name, case)
+    return {"case": printed(case), "seconds": time.process_time() - begun, **asdict(outcome)}
+
+
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Answers requests until there are no more."""
+    for line in requests:
+        answers.write(json.dumps(answered(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Prepares the process, keeps its output for answers alone, and serves."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes elsewhere
+    from jaxpar.simulate import simulate_devices
+
+    simulate_devices(8)
+    # Programs run once: making them fast takes longer than running them.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    import warnings
+
+    warnings.simplefilter("ignore")
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
