@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from . import report
 from .cases import FAMILIES, drawn, printed
-from .runner import Result, Worker, result_of, run
+from .runner import Result, Worker, run
 
 
 def arguments() -> argparse.Namespace:
@@ -30,9 +29,8 @@ def one(name: str, seed: int, text: str) -> bool:
     """Runs one case alone and prints what became of it."""
     worker = Worker(name)
     number = text.strip().isdecimal()
-    answer = worker.ask({"seed": seed, "index": int(text)} if number else {"case": text})
+    result = worker.ask(printed(drawn(name, seed, int(text))) if number else text)
     worker.close()
-    result = result_of(int(text) if number else -1, answer)
     errors = ", ".join(f"{label} {error:.1e}" for label, error in result.outcome.errors.items())
     print(f"{result.case}\n{result.outcome.kind} ({result.seconds:.1f} s) {errors} {result.outcome.text}")
     return not result.outcome.failed
@@ -69,8 +67,6 @@ def reduced(name: str, options: argparse.Namespace, failures: list[Result]) -> d
     least: dict[int, str] = {}
     worker = Worker(name)
     for result in failures[: options.shrink]:
-        if not result.case:  # the process ended before it told which case it drew
-            result = replace(result, case=printed(drawn(name, options.seed, result.index)))
         known = next((text for text in least.values() if report.explained(name, result, text, worker)), None)
         if known is not None:
             print(f"\n{name} {result.index}: as {known}, without which it is right")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
@@ -155,9 +154,5 @@ def parsed(name: str, text: str) -> Any:
     call = ast.parse(text.strip(), mode="eval").body
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError(f"--case is {text!r}, but a number or Case(name=value, ...) is expected.")
-    values = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     return family(name).Case(**values)
-
-
-def seeds(count: int, start: int = 0) -> Iterator[int]:
-    yield from range(start, start + count)

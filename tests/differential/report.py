@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from .cases import PASSING, Outcome, changed, parsed, printed
+from .cases import Outcome, changed, parsed, printed
 from .runner import Result, Worker
 from .shrink import shrunk
 
@@ -43,8 +43,7 @@ def smallest(name: str, result: Result, worker: Worker, budget: int = 200) -> tu
 
     def fails(case: object) -> bool:
         text = printed(case)
-        answer = worker.ask({"case": text})
-        outcomes[text] = Outcome(answer["kind"], answer["text"], answer["errors"])
+        outcomes[text] = worker.ask(text).outcome
         return outcomes[text].alike(result.outcome)
 
     found = printed(shrunk(parsed(name, result.case), fails, budget))
@@ -60,8 +59,7 @@ def explained(name: str, result: Result, least: str, worker: Worker) -> bool:
     back = {f.name: f.default for f in fields(case) if f.name in known and not _counts(f.default)}
     if not back or any(getattr(case, field) == default for field, default in back.items()):
         return False
-    answer = worker.ask({"case": printed(replace(case, **back))})
-    return answer["kind"] in PASSING
+    return not worker.ask(printed(replace(case, **back))).outcome.failed
 
 
 def _counts(default: object) -> bool:

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any
 
-from .cases import Outcome
+from .cases import Outcome, drawn, printed
 
 ROOT = Path(__file__).parents[2]
 EACH = 25
@@ -45,25 +45,30 @@ class Worker:
     answers: SimpleQueue[str] = field(default_factory=SimpleQueue)
     words: IO[bytes] | None = None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request; where the process ends or does not answer, that is the outcome."""
+    def ask(self, case: str, index: int = -1) -> Result:
+        """What becomes of a case, given as Python; where the process ends or does not answer, that is the outcome."""
         if self.process is None or self.served >= EACH:
             self.close()
             self._start()
         process = self.process
         assert process is not None and process.stdin is not None
         self.served += 1
-        process.stdin.write(json.dumps({"family": self.name, **request}) + "\n")
+        process.stdin.write(json.dumps({"family": self.name, "case": case}) + "\n")
         process.stdin.flush()
         begun = time.monotonic()
+        lost = lambda kind, text: Result(index, case, Outcome(kind, text), time.monotonic() - begun)
         try:
             line = self.answers.get(timeout=self.patience)
         except Empty:
-            return self._lost(request, "hung", f"no answer within {self.patience:.0f} s", begun)
+            self.close(kill=True)
+            return lost("hung", f"no answer within {self.patience:.0f} s")
         if not line:
-            return self._lost(request, "crashed", f"the process ended: {self._last_words()}", begun)
+            words = self._last_words()
+            self.close(kill=True)
+            return lost("crashed", f"the process ended: {words}")
         answer: dict[str, Any] = json.loads(line)
-        return answer
+        outcome = Outcome(answer["kind"], answer["text"], answer["errors"])
+        return Result(index, case, outcome, float(answer["seconds"]))
 
     def _start(self) -> None:
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
@@ -78,18 +83,13 @@ class Worker:
         self.served, self.answers = 0, SimpleQueue()
         Thread(target=_relay, args=(self.process.stdout, self.answers), daemon=True).start()
 
-    def _lost(self, request: dict[str, Any], kind: str, text: str, begun: float) -> dict[str, Any]:
-        self.close(kill=True)
-        told = request.get("case", "")
-        return {"case": told, "seconds": time.monotonic() - begun, "kind": kind, "text": text, "errors": {}}
-
     def _last_words(self) -> str:
         """What the process wrote last: XLA says there why it gave up."""
         assert self.process is not None and self.words is not None
         code = self.process.wait(timeout=30)
         self.words.seek(0)
         lines = self.words.read().decode(errors="replace").strip().splitlines()
-        said = next((line for line in lines if "Check failed" in line or line.startswith("F0")), "")
+        said = next((line for line in lines if "Check failed" in line or line[:2] in ("F0", "F1")), "")
         return f"exit {code}; {said or ' | '.join(lines[-3:])}"[:1200]
 
     def close(self, kill: bool = False) -> None:
@@ -118,12 +118,6 @@ def _relay(stream: IO[str] | None, answers: SimpleQueue[str]) -> None:
     answers.put("")
 
 
-def result_of(index: int, answer: dict[str, Any]) -> Result:
-    return Result(
-        index, answer["case"], Outcome(answer["kind"], answer["text"], answer["errors"]), float(answer["seconds"])
-    )
-
-
 def run(
     name: str, seed: int, indices: Sequence[int], jobs: int = 2, told: Callable[[Result], None] = lambda result: None
 ) -> list[Result]:
@@ -147,6 +141,6 @@ def run(
 
 def _served(worker: Worker, seed: int, group: Sequence[int], told: Callable[[Result], None]) -> Iterator[Result]:
     for index in group:
-        result = result_of(index, worker.ask({"seed": seed, "index": index}))
+        result = worker.ask(printed(drawn(worker.name, seed, index)), index)
         told(result)
         yield result

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from .cases import InvalidCase, Outcome, drawn, family, parsed, printed
+from .cases import InvalidCase, Outcome, family, parsed
 
 TEXT = 1200
 """Characters of an exception that are kept."""
@@ -41,15 +41,12 @@ def _place(error: BaseException) -> str:
 
 
 def answered(request: dict[str, Any]) -> dict[str, Any]:
-    """Draws or parses the case that is asked for, runs it, and says what became of it."""
+    """Runs the case that is asked for, and says what became of it."""
     name = request["family"]
-    if "case" in request:
-        case = parsed(name, request["case"])
-    else:
-        case = drawn(name, request["seed"], request["index"])
+    case = parsed(name, request["case"])
     begun = time.process_time()
     outcome = evaluated(name, case)
-    return {"case": printed(case), "seconds": time.process_time() - begun, **asdict(outcome)}
+    return {"seconds": time.process_time() - begun, **asdict(outcome)}
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:

@@ -1,0 +1,183 @@
+"""A stack of tiny layers over pipeline stages by every schedule, beside other axes, against a plain loop in fp64 on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import Dice, Differences, InvalidCase
+
+# A gradient is a sum of some 200 products through up to 12 layers: 2^-24 * 170 and 2^-53 * 90,000, relative to the largest entry.
+BOUNDS = {"float32": 1e-5, "float64": 1e-11}
+LABELS = {"float32": "fp32", "float64": "fp64"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline; the defaults are two layers over two stages, one microbatch of one row and one token.
+
+    Attributes:
+      schedule: a name of ``jp.schedule``; ``none`` runs the layers without a pipeline.
+      rows: of each microbatch and device of data.
+      layers: of each piece of the model, in order; uneven ones are passed to ``jp.Pipeline``, and the rules take them, unless ``told`` is False.
+      side: ``batch`` or ``param``, which reads a parameter and has no gradient all the same.
+      weighted: the loss is a mean over tokens that count; ``bare`` divides by their number, which may be 0 in a microbatch.
+      aux: ``weights`` adds a mean of the layers' weights to the loss, ``rows`` one of their activations, ``dict`` a metric too.
+    """
+
+    schedule: str = "1f1b"
+    stages: int = 2
+    microbatches: int = 1
+    chunks: int | None = None
+    sequence_chunks: int = 1
+    fused: bool | None = None
+    keeps: str = "input"
+    reduce: str = "once"
+    lowering: str = "uniform"
+    before: str = "once"
+    layers: tuple[int, ...] = (1, 1)
+    told: bool = True
+    recompute: tuple[int, ...] = ()
+    data: int = 1
+    model: int = 1
+    zero: int = 0
+    rows: int = 1
+    seq: int = 1
+    width: int = 1
+    words: int = 2
+    tied: bool = False
+    weighted: bool = False
+    bare: bool = False
+    aux: str | None = None
+    keys: bool = False
+    side: str | None = None
+    remat: bool = False
+    dtype: str = "float32"
+    seed: int = 0
+
+    @property
+    def depth(self) -> int:
+        return sum(self.layers)
+
+    @property
+    def batch(self) -> int:
+        return self.rows * self.data * self.microbatches
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"pipeline": self.stages, "data": self.data, "model": self.model}
+
+
+PLAIN = ("gpipe", "1f1b", "zb_uniform", "zb_h1", "zb_h2")
+CHUNKED = ("interleaved", "depth_first", "breadth_first")
+
+
+def draw(dice: Dice) -> Case:
+    """A pipeline that fits its mesh; now and then layers that do not divide are given without their numbers."""
+    schedule = dice.one(*PLAIN, *CHUNKED, "seq1f1b", "seq1f1b", "zb_v", "dualpipe_v", "1f1b", "none")
+    stages = 1 if schedule == "none" or dice.chance(0.05) else dice.one(2, 2, 3, 4)
+    room = 8 // stages
+    data = dice.one(*[n for n in (1, 1, 2, 3) if n <= room])
+    values: dict[str, Any] = {"schedule": schedule, "stages": stages, "data": data}
+    values["model"] = dice.one(*[n for n in (1, 1, 2) if n <= room // data])
+    values |= _microbatches(dice, schedule, stages)
+    pieces = stages * (values["chunks"] or (2 if schedule in ("zb_v", "dualpipe_v") else 1))
+    each = dice.whole(1, max(1, 8 // pieces))
+    layers = (each,) * pieces
+    if dice.chance(0.4):
+        layers = tuple(dice.whole(1, max(2, 8 // pieces)) for _ in range(pieces))
+    values |= {"layers": layers, "told": dice.chance(0.95)}
+    values |= _how(dice, values, min(sum(layers[i::stages]) for i in range(stages)))
+    values |= {"rows": dice.one(1, 1, 2), "words": values["model"] * stages * dice.whole(1, 3)}
+    values["seq"] = values["sequence_chunks"] * dice.whole(1, 3)
+    values["width"] = values["model"] * stages * data * dice.one(1, 2)
+    values |= {"tied": dice.chance(0.4), "weighted": dice.chance(0.4), "keys": dice.chance(0.25)}
+    values["bare"] = values["weighted"] and values["sequence_chunks"] == 1 and dice.chance(0.15)
+    # Of a layer's own loss a weighted mean of microbatches is another number than that of the batch: only weights are the same in both.
+    values["aux"] = dice.maybe(0.35, "weights") if values["weighted"] else dice.maybe(0.35, "weights", "rows", "dict")
+    if values["sequence_chunks"] > 1:
+        values |= {"keys": False, "aux": None}
+    values |= {"side": dice.maybe(0.4, *["batch"] * 5, "param"), "remat": dice.chance(0.2)}
+    return Case(**values, dtype=dice.one("float32", "float32", "float64"), seed=dice.whole(0, 999))
+
+
+def _microbatches(dice: Dice, schedule: str, stages: int) -> dict[str, Any]:
+    """Sizes that the schedule takes."""
+    values: dict[str, Any] = {"microbatches": dice.whole(1, 5), "chunks": None, "sequence_chunks": 1}
+    if schedule in CHUNKED:
+        values |= {"microbatches": stages * dice.whole(1, 2), "chunks": dice.whole(1, 2)}
+    if schedule == "breadth_first":
+        values["microbatches"] = stages + dice.whole(0, 2)
+    if schedule == "dualpipe_v":
+        values["microbatches"] = 2 * stages + dice.whole(0, 1)
+    if schedule == "seq1f1b":
+        values["sequence_chunks"] = dice.whole(1, 3)
+    if schedule == "none":
+        values["microbatches"] = 1
+    return values
+
+
+def _how(dice: Dice, so_far: dict[str, Any], least: int) -> dict[str, Any]:
+    """What is kept, when gradients are reduced, and the ZeRO stage."""
+    values: dict[str, Any] = {"keeps": dice.one("input", "residuals"), "before": dice.one("once", "once", "each")}
+    values["zero"] = dice.one(0, 0, 0, 1, 2, 3) if so_far["data"] > 1 else 0
+    if so_far["schedule"] == "none":
+        return {"zero": values["zero"]}
+    if so_far["schedule"] in ("zb_h1", "zb_h2", "zb_v", "1f1b", "gpipe"):
+        values["fused"] = dice.maybe(0.3, False)
+        if so_far["model"] == 1 and dice.chance(0.3):
+            values["lowering"] = "divergent"
+    if "lowering" not in values and not values["zero"]:
+        # Chunk by chunk where a stage stays with one; a v does not.
+        values["reduce"] = dice.one("once", "once", "each", *(["chunk"] if so_far["schedule"] in CHUNKED else []))
+    if values.get("lowering") == "divergent" and values["zero"] == 2:
+        values["zero"] = 1
+    if values["keeps"] == "residuals" and so_far["sequence_chunks"] == 1 and dice.chance(0.25):
+        values["recompute"] = tuple(dice.whole(0, min(2, least)) for _ in range(so_far["stages"]))
+    return values
+
+
+def run(case: Case) -> Differences:
+    """Metrics and gradients of one step."""
+    import jax
+
+    if min(case.rows, case.seq, case.width, case.words, case.microbatches, *case.layers) < 1:
+        raise InvalidCase("a size is below 1")
+    if case.aux in ("rows", "dict") and case.weighted:
+        raise InvalidCase("a loss of activations is not averaged as the loss is")
+    if (case.keys or case.aux) and case.sequence_chunks > 1:
+        raise InvalidCase("a carried layer takes no keys and adds no loss")
+    if case.seq % case.sequence_chunks:
+        raise InvalidCase("the sequence does not divide")
+    with jax.enable_x64(True):
+        from .pipeline_models import reference
+
+        want = reference(case)
+    with jax.enable_x64(case.dtype == "float64"):
+        return _compared(case, want)
+
+
+def _compared(case: Case, want: Any) -> Differences:
+    from jaxpar.errors import LayoutError
+
+    from .pipeline_models import found
+    from .stepping import check_trees
+
+    differences = Differences()
+    try:
+        metrics, gradients = found(case)
+    except LayoutError as error:
+        if case.depth % case.stages and not case.told:  # one cause is one problem, and uneven stages are a remedy
+            right = len(error.problems) == 1 and "layers=" in str(error)
+            differences.claim(
+                right, f"{len(error.problems)} problems for layers that do not divide: {error.problems[0]}"
+            )
+        if differences.wrong:
+            return differences
+        raise
+    bound, label = BOUNDS[case.dtype], LABELS[case.dtype]
+    for name, value in want[0].items():
+        differences.claim(name in metrics, f"there is no metric {name}")
+        differences.check(name, metrics.get(name, 0), value, bound, 1e-3, label)
+    check_trees(differences, "gradient of ", gradients, want[1], bound, label)
+    return differences
