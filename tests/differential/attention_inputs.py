@@ -25,7 +25,7 @@ def where_rule(q: Any, k: Any) -> Any:
 def standard_slopes(heads: int) -> Array:
     """The slopes of Press et al. 2021, section 3 and its code, by recursion."""
 
-    def slopes(n: int) -> list[float]:
+    def slopes(n: int) -> list[Any]:
         if n & (n - 1) == 0:
             return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
         below = 1 << (n.bit_length() - 1)
