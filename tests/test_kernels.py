@@ -86,7 +86,12 @@ def by_tiles(engine: Engine, keys: Keys, x: tuple[jax.Array, ...], options: dict
         (
             "here",
             arrays(140, 300, (64, 24), jnp.bfloat16),
-            {"q_offset": 160, "prefix": np.array([0, 9]), "mask": jp.Mask(window=(30, 50), chunk=250), "scale": 0.3},
+            {
+                "q_offset": 160,
+                "prefix": np.array([0, 9]),
+                "mask": jp.Mask(causal=False, window=(30, 50), chunk=250),
+                "scale": 0.3,
+            },
             2e-2,
         ),
     ],
@@ -100,7 +105,7 @@ def test_the_kernel_of_tiles_equals_plain_jax(keys: Keys, x: Any, options: Any, 
 
 
 def test_splash_takes_masks_and_documents() -> None:
-    x, mask = arrays(130, 130, (16, 16)), jp.Mask(window=(70, 20), chunk=100)
+    x, mask = arrays(130, 130, (16, 16)), jp.Mask(causal=False, window=(70, 20), chunk=100)
     options: Any = {"mask": mask, "softcap": 0.9, "scale": 0.2, "segment_ids": documents(130)}
     rules, beside, _ = read(*x, options)
     got = both(lambda *x: splash(*x, rules, beside.segments, interpret=True), *x)
@@ -124,10 +129,10 @@ def test_the_gpu_kernel_takes_documents_and_all_tokens(causal: bool, given: str)
     "mask",
     [
         jp.Mask(causal=True),
-        jp.Mask(),
-        jp.Mask(window=(3, 9)),
+        jp.Mask(causal=False),
+        jp.Mask(causal=False, window=(3, 9)),
         jp.Mask(causal=True, window=5, prefix=11),
-        jp.Mask(chunk=12),
+        jp.Mask(causal=False, chunk=12),
     ],
 )
 def test_a_lazy_mask_says_of_blocks_what_all_of_their_scores_say(mask: jp.Mask) -> None:
@@ -187,7 +192,13 @@ WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
     ("platform", "x", "options", "split", "found"),
     [
         ("tpu", SMALL, {}, False, "splash"),
-        ("tpu", SMALL, {"mask": jp.Mask(window=9, prefix=3), "softcap": 3.0, "scale": 0.1}, False, "splash"),
+        (
+            "tpu",
+            SMALL,
+            {"mask": jp.Mask(causal=False, window=9, prefix=3), "softcap": 3.0, "scale": 0.1},
+            False,
+            "splash",
+        ),
         ("tpu", SMALL, {}, True, "tiles"),
         ("tpu", SMALL, {"q_offset": 5}, False, "tiles"),
         ("tpu", SMALL, {"prefix": np.array([4])}, False, "tiles"),

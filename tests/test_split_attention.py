@@ -60,12 +60,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two-sided, bias of all heads, documents": (
         2,
         {
-            "mask": jp.Mask(window=(3, 5)),
+            "mask": jp.Mask(causal=False, window=(3, 5)),
             "bias": random(BATCH, 1, SEQ, SEQ),
             "segment_ids": documents(),
         },
     ),
-    "a function, chunks": (2, {"mask": jp.Mask(chunk=8, where=lambda q, k: (q - k) % 3 != 1)}),
+    "a function, chunks": (2, {"mask": jp.Mask(causal=False, chunk=8, where=lambda q, k: (q - k) % 3 != 1)}),
     "full": (2, {"causal": False}),
 }
 

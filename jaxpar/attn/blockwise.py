@@ -16,7 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.attn import tiles
-from jaxpar.attn.tiles import FAR, PAD, Extras, Gradients, Rows, Rules, Sums, Tokens, accumulator, varies_over
+from jaxpar.attn.tiles import (
+    FAR,
+    PAD,
+    PAD_SEGMENT,
+    Extras,
+    Gradients,
+    Rows,
+    Rules,
+    Sums,
+    Tokens,
+    accumulator,
+    varies_over,
+)
 
 type Expected = tuple[int, int] | None
 """How many tiles a device visits in the mean, whole and in part; ``None`` where arrays decide."""
@@ -48,7 +60,7 @@ def whole(x: jax.Array, length: int, axis: int) -> jax.Array:
 
 def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
     """Positions [n, Q] and segments [n, B, Q]."""
-    segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, PAD)
+    segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, PAD_SEGMENT)
     return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
 
 

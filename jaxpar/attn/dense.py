@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attn.split import Segments
-from jaxpar.attn.tiles import Extras, Rules, Tokens, accumulator, kept
+from jaxpar.attn.tiles import FAR, Extras, Rules, Tokens, accumulator, distances, kept
 
 
 def dense(
@@ -33,7 +33,8 @@ def dense(
         s = rules.softcap * jnp.tanh(s / rules.softcap)
     x, y = positions[0][:, None], positions[1][None, :]
     if extras.slopes is not None:
-        s = s - extras.slopes.astype(dtype)[:, :, None, None] * jnp.abs(x - y).astype(dtype)
+        apart = distances((Tokens(positions[0]), Tokens(positions[1])))
+        s = s - extras.slopes.astype(dtype)[:, :, None, None] * apart.astype(dtype)
     if extras.bias is not None:
         s = s + extras.bias.astype(dtype)
     prefix = None if extras.prefix is None else extras.prefix[:, None, None]
@@ -43,6 +44,8 @@ def dense(
         a, b = segments[0][:, :, None], segments[1][:, None, :]
         visible = visible & (a == b) & (a >= 0)
     visible = visible[:, None, None]
+    if extras.bias is not None or extras.slopes is not None:
+        visible = visible & ~(s <= FAR)  # as tiles.hidden
     empty = ~jnp.any(visible, -1)
     # A row that sees nothing is given a number to look at, and its result is taken away: no NaN on the way, nor on the way back.
     s = jnp.where(visible, s, jnp.where(empty[..., None], 0, -jnp.inf))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attn.blocks import FILL, pad, stated_flops, up, visited
-from jaxpar.attn.tiles import PAD, Rules
+from jaxpar.attn.tiles import PAD_SEGMENT, Rules
 
 LEAST = 16
 """The least size of a dim that the tensor cores multiply."""
@@ -69,7 +69,7 @@ def mha(
     if ids is None and not causal and whole > seq:  # what fills up a sequence must not be seen
         ids = jnp.zeros((batch, seq), jnp.int32)
     if ids is not None:
-        ids = jnp.pad(jnp.maximum(ids, PAD).astype(jnp.int32), ((0, 0), (0, whole - seq)), constant_values=FILL)
+        ids = jnp.pad(jnp.maximum(ids, PAD_SEGMENT).astype(jnp.int32), ((0, 0), (0, whole - seq)), constant_values=FILL)
     scores = [visited(whole, b) if causal else whole * whole for b in (block, backward)]
     with jax.named_scope(stated_flops(batch, heads, wide, *scores)):
         o = library.mha(

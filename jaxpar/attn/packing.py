@@ -53,7 +53,7 @@ def balanced_order(
     >>> balanced_order(np.repeat([0, 1], [4, 4]), 2, chunks=2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    ids = np.atleast_2d(np.asarray(segment_ids)).astype(np.int64)
+    ids = np.atleast_2d(np.asarray(segment_ids))
     seq = ids.shape[-1]
     if impl not in ("ring", "gather"):
         raise ConfigError(f"balanced_order: impl is {impl!r}, but 'ring' or 'gather' is wanted.")

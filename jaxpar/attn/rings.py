@@ -123,8 +123,9 @@ def rows_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums
         s, _ = tiles.scores(rules, q[0, 0], keys[0, 0], places[n], extras[n])
         rows.append(jnp.where(tiles.seen(rules, places[n], extras[n]), s, FAR))
         keys = coming
-    greatest = functools.reduce(jnp.maximum, [jnp.max(row, -1) for row in rows])
-    rows = [jnp.where(row == FAR, 0, jnp.exp(row - greatest[..., None])) for row in rows]
+    # At least FAR: a row without keys may have nothing but -inf, and would be NaN.
+    greatest = functools.reduce(jnp.maximum, [jnp.maximum(jnp.max(row, -1), FAR) for row in rows])
+    rows = [jnp.where(row <= FAR, 0, jnp.exp(row - greatest[..., None])) for row in rows]
     sums = nothing(q[0, 0], v)._replace(
         greatest=greatest, weights=functools.reduce(jnp.add, [jnp.sum(row, -1) for row in rows])
     )

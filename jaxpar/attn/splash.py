@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as library
 from jaxpar.attn.blocks import FILL, LANES, SAVED, pad, stated_flops, up
 from jaxpar.attn.blockwise import in_blocks
 from jaxpar.attn.masks import Mask
-from jaxpar.attn.tiles import PAD, Rules
+from jaxpar.attn.tiles import PAD_SEGMENT, Rules
 
 BLOCK = 512
 """Rows of queries and of keys that the kernel holds at a time; 2,048 overflow a v5e's vector memory."""
@@ -67,7 +67,7 @@ def splash(
     )
     ids = None
     if segments is not None:
-        fill = lambda x: jnp.pad(jnp.maximum(x, PAD), ((0, 0), (0, padded - seq)), constant_values=FILL)
+        fill = lambda x: jnp.pad(jnp.maximum(x, PAD_SEGMENT), ((0, 0), (0, padded - seq)), constant_values=FILL)
         ids = library.SegmentIds(*(fill(x) for x in segments))
 
     scaled = (q_BSHD * rules.scale).astype(q_BSHD.dtype)

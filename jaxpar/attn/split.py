@@ -14,7 +14,7 @@ from jaxpar.attn.blocks import LANES, up
 from jaxpar.attn.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.order import Order, into_zigzag, permutation, positions
-from jaxpar.attn.tiles import PAD, Extras, Rules, Tokens
+from jaxpar.attn.tiles import PAD, PAD_SEGMENT, Extras, Rules, Tokens
 
 type Keys = Literal["here", "gather", "ring", "rows"]
 type Engine = Literal["jax", "tpu", "interpret"]
@@ -118,7 +118,7 @@ class Split:
         if distance is None:
             every = permutation(way.order, length, way.ways) if self.extras.order is None else self.extras.order
             at = self._filled(every, 0, PAD)
-            segments = None if segments is None else self._filled(segments, 1, PAD)
+            segments = None if segments is None else self._filled(segments, 1, PAD_SEGMENT)
         else:
             source = (self.index - distance) % way.ways
             at = self._positions(self.k_length, source)
@@ -246,7 +246,7 @@ def turns_of(mask: Mask, order: Any, ways: int, block: int, offset: int) -> tupl
     >>> turns_of(Mask(causal=True, window=2), np.arange(8), 4, 2, 0)
     (0, 1)
     """
-    at = in_blocks(np.asarray(order).reshape(ways, -1), block, 1, PAD)
+    at = in_blocks(np.asarray(order, np.int64).reshape(ways, -1), block, 1, PAD)
     low, high = np.where(at == PAD, at.max(), at).min(2).T, at.max(2).T
     each = lambda x: (x[:, None, :, None] + offset, x[None, :, None, :])
     (q_low, k_low), (q_high, k_high) = each(low), each(high)

@@ -18,8 +18,10 @@ from jaxpar.attn.masks import Mask
 
 FAR = -1e30
 """What an unseen key scores: far below any score, and still a number."""
-PAD = -1
-"""The position of a token that only fills a block. Segments below 0 are padding too."""
+PAD = -(2**31)
+"""The position of a token that only fills up a block: the one int32 that no token's position may be. Positions below 0 are legal."""
+PAD_SEGMENT = -1
+"""The segment of such a token. All segments below 0 are padding."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,18 @@ def scores(
         s = s - placed(extras.slopes.astype(s.dtype)[None, :, :, None, None] * distances(at).astype(s.dtype))
     if extras.bias is not None:
         s = s + placed(extras.bias.astype(s.dtype))
-    return s, capped
+    return s if extras.bias is None and extras.slopes is None else hidden(s), capped
+
+
+def hidden(s: jax.Array) -> jax.Array:
+    """Scores, of which those that a bias or a slope brings to :data:`FAR` or below are -inf: their keys are not seen. NaN stays."""
+    return jnp.where(s <= FAR, -jnp.inf, s)
 
 
 def distances(at: tuple[Tokens, Tokens]) -> jax.Array:
-    """How far apart query and key stand, [Q, L]."""
-    return abs(at[0].positions[:, None] - at[1].positions[None, :])
+    """How far apart query and key stand, [Q, L]; unsigned, because the distance of two int32 may be no int32."""
+    q, k = jnp.asarray(at[0].positions)[:, None], jnp.asarray(at[1].positions)[None, :]
+    return (jnp.maximum(q, k) - jnp.minimum(q, k)).astype(jnp.uint32)
 
 
 def seen(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras) -> jax.Array:
@@ -113,11 +121,19 @@ def seen(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras) -> jax.Array:
     q, k = at
     prefix = None if extras.prefix is None else extras.prefix[:, None, None]
     x, y = q.positions[None, :, None], k.positions[None, None, :]
-    visible = (x != PAD) & (y != PAD) & rules.mask.visible(x, y, prefix)
+    visible = (x != PAD) & (y != PAD) & rules.mask.visible(*real(rules.mask, x, y), prefix)
     if q.segments is not None:
         a, b = q.segments[:, :, None], k.segments[:, None, :]
         visible = visible & (a == b) & (a >= 0)
     return visible[:, None, None]
+
+
+def real(mask: Mask, q: Any, k: Any) -> tuple[Any, Any]:
+    """Positions of a tile as a mask is called with them: a caller's function never meets :data:`PAD`, but a position of the same tile."""
+    if mask.where is None:
+        return q, k
+    # Every block has a token: only the last one is filled up.
+    return jnp.where(q == PAD, jnp.max(q), q), jnp.where(k == PAD, jnp.max(k), k)
 
 
 def kept(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras, shape: tuple[int, ...]) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxpar.attn.blockwise import in_blocks
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.order import Order, check, permutation
 from jaxpar.attn.split import side
-from jaxpar.attn.tiles import PAD
+from jaxpar.attn.tiles import PAD, PAD_SEGMENT
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 
 Impl = Literal["ring", "ring_self_attention", "gather", "ulysses", "hybrid"]
@@ -197,9 +197,10 @@ def grid_of(mask: Mask, seq: int, ways: int, order: Any, *, block: int, segment_
 
 def grid(mask: Mask, at: Ints, block: int, segment_ids: Ints | None = None) -> Grid:
     """The tiles of queries and keys that stand at ``at`` [ways, length], in blocks of so many tokens; ``segment_ids`` by position."""
-    cut = lambda x: np.moveaxis(in_blocks(x, block, 1, PAD), 0, 1).reshape(-1, block)
-    positions = cut(at)
-    segments = np.where(positions == PAD, PAD, 0) if segment_ids is None else cut(segment_ids[at])
+    cut = lambda x, fill: np.moveaxis(in_blocks(x, block, 1, fill), 0, 1).reshape(-1, block)
+    positions = cut(at, PAD)
+    own = np.zeros(at.size, np.int64) if segment_ids is None else numbered(segment_ids)
+    segments = cut(own[at], PAD_SEGMENT)
     there = positions != PAD
     low, high = np.where(there, positions, at.size).min(1), positions.max(1)
     bounds = mask.bounds((low[:, None], high[:, None]), (low[None], high[None]))
@@ -222,7 +223,7 @@ def grid(mask: Mask, at: Ints, block: int, segment_ids: Ints | None = None) -> G
 def told(mask: Mask) -> str:
     """A mask in words.
 
-    >>> told(Mask(causal=True, window=128)), told(Mask())
+    >>> told(Mask(window=128)), told(Mask(causal=False))
     ('causal, window 128', 'everything')
     """
     words = ["causal"] if mask.causal else []
@@ -234,23 +235,28 @@ def told(mask: Mask) -> str:
 def _look(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
     """Fills in ``visible`` of the tiles ``some``: a function of positions says only by its values what it hides."""
     for i, j in np.argwhere(some):
-        seen = np.asarray(mask.visible(positions[i][:, None], positions[j][None]))
+        # A function meets positions of tokens only: what fills up a block has the last one's, and no segment.
+        q, k = (np.where(x == PAD, x.max(), x) for x in (positions[i], positions[j]))
+        seen = np.asarray(mask.visible(q[:, None], k[None]))
         same = (segments[i][:, None] == segments[j][None]) & (segments[i] >= 0)[:, None]
         visible[i, j] = np.count_nonzero(seen & same)
 
 
 def _count(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
     """Fills in ``visible`` of the tiles ``some``, query by query: what a query sees are whole ranges of positions."""
-    length = positions.max() + 1
-    before, behind = mask.sides
+    length = int(positions.max()) + 1
+    # A size beyond all positions limits nothing, whatever number it is.
+    within_reach = lambda size: None if size is None else min(size, length)
+    before, behind = map(within_reach, mask.sides)
+    prefix, chunk = within_reach(mask.prefix), within_reach(mask.chunk)
     for j in np.flatnonzero(some.any(0)):
         rows = np.flatnonzero(some[:, j])
         q, own = positions[rows], segments[rows]
         # Keys by segment and then by position: what a query sees of its own segment stands together.
         keys = np.sort((segments[j] * length + positions[j])[segments[j] >= 0])
         least, most = np.zeros_like(q), np.full_like(q, length - 1)
-        if mask.chunk is not None:
-            least, most = q // mask.chunk * mask.chunk, (q // mask.chunk + 1) * mask.chunk - 1
+        if chunk is not None:
+            least, most = q // chunk * chunk, (q // chunk + 1) * chunk - 1
 
         def within(low: Any, high: Any, keys: Any = keys, own: Any = own, ends: Any = (least, most)) -> Any:
             low, high = np.maximum(low, ends[0]), np.minimum(np.minimum(high, ends[1]), length - 1)
@@ -260,8 +266,8 @@ def _count(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints
         low = np.zeros_like(q) if before is None else q - before
         high = np.full_like(q, length - 1) if behind is None else q + behind
         seen = within(low, high)
-        if mask.prefix is not None:
-            seen = seen + within(0, mask.prefix - 1) - within(low, np.minimum(high, mask.prefix - 1))
+        if prefix is not None:
+            seen = seen + within(0, prefix - 1) - within(low, np.minimum(high, prefix - 1))
         visible[rows, j] = seen.sum(1)
 
 
@@ -286,4 +292,17 @@ def _segments(segment_ids: Any, seq: int) -> Ints | None:
         raise LayoutError(
             f"balance: segment_ids are {ids.dtype}{list(ids.shape)}, but integers [{seq}], one for each token of one sequence, are wanted."
         )
-    return ids.astype(np.int64)
+    return ids
+
+
+def numbered(segment_ids: Any) -> Ints:
+    """Segment ids of any integer dtype, numbered from 0 by size; padding is -1. The same segments, in numbers that products do not overflow.
+
+    >>> numbered(np.array([7, -3, 2**62, 7])).tolist()
+    [0, -1, 1, 0]
+    """
+    ids = np.asarray(segment_ids)
+    there = ids >= 0
+    found = np.full(ids.shape, PAD_SEGMENT, np.int64)
+    found[there] = np.unique(ids[there], return_inverse=True)[1]
+    return found
