@@ -9,7 +9,9 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxpar.attn.integers import clipped, exact_ids, exact_offset, exact_positions, kind_of
 from jaxpar.attn.masks import Mask, Rule, mask_of
 from jaxpar.attn.split import Segments
 from jaxpar.attn.tiles import Rules
@@ -24,21 +26,25 @@ class Options(TypedDict, total=False):
     """What :func:`jaxpar.attention` and :func:`jaxpar.attention_local` take beside queries, keys and values.
 
     Attributes:
-      causal: a query sees the keys up to its own position; if neither this nor ``mask`` is given, it does.
-      mask: a :class:`jaxpar.Mask`, or a function of two positions.
+      causal: a query sees the keys up to its own position. It does, unless ``False`` stands here or in the :class:`jaxpar.Mask`.
+      mask: a :class:`jaxpar.Mask`, or a function of two positions, which is causal too unless ``causal=False`` stands beside it.
       segment_ids: integers [batch, seq], or a pair of them for queries and keys: a token sees those of its own segment. A
-        negative number is padding: it sees nothing and is seen by nobody, its result and gradients are 0.
-      prefix: how many keys every query sees whatever the mask says of them: a number, or one for each sequence [batch].
+        negative number is padding. Padding never influences anything, also not if its queries, keys, values or the gradient of its result are
+        NaN: no token sees it, and its result and gradients are 0. Ids are int32; of others, those that are known here must fit, and traced int64
+        are compared as they are.
+      prefix: how many keys every query sees whatever the mask says of them: an integer, or one for each sequence [batch]. Of any size.
       scale: of the scores; 1 / sqrt(head_dim) if not given.
       softcap: ``softcap * tanh(score / softcap)`` in the place of the score (Gemma 2), before biases.
       alibi: slopes [heads] of ``-slope * |q - k|``, or ``True`` for those of Press et al. 2021 (arXiv:2108.12409).
-      bias: added to the scores, [batch or 1, heads or 1, queries, keys].
+      bias: added to the scores, [batch or 1, heads or 1, queries, keys]. A key whose score it brings to -1e30 or below (-inf, or the least
+        number of fp32 or bf16; that of fp16 is greater) is hidden. A row without keys is 0, and so are its gradients.
       sinks: a logit [heads] that takes part in every softmax and adds nothing (attention sinks).
       dropout: the share of weights that are dropped; the others grow accordingly. The same ``key`` drops the same ones in
         every layout.
       key: of the dropout, a jax PRNG key, or one for each sequence [batch]. With one key a weight is drawn for by the place of its sequence in the whole
         batch, its head and its two positions; with a key for each sequence by that key, its head and its positions.
-      q_offset: the position of the first query, where that of the first key is 0; a number, or a traced one.
+      q_offset: the position of the first query, where that of the first key is 0; an integer of any sign, which may be traced. All positions
+        are int32, above its least number; of a traced offset that is not checked.
       order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
         out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
         what :func:`jaxpar.balanced_order` gives; it may be traced.
@@ -91,11 +97,14 @@ def known(options: Mapping[str, Any]) -> None:
             )
 
 
-def read(q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | None = None) -> tuple[Rules, Beside, int]:
+def read(
+    q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | None = None, queries: int | None = None
+) -> tuple[Rules, Beside, int]:
     """What is to be computed, the arrays beside, and the first query's position where it is a plain number.
 
     Args:
       tokens: rows and columns of a bias, where they are not those of ``q`` and ``k``.
+      queries: those of all devices, where they are more than ``q`` has.
 
     Raises:
       ConfigError, LayoutError: what is asked for does not fit; see :func:`jaxpar.attention`.
@@ -104,7 +113,7 @@ def read(q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | Non
     _check_shapes(q, k, v)
     heads = q.shape[2]
     mask = mask_of(options.get("causal"), options.get("mask"))
-    offset, prefix = options.get("q_offset"), options.get("prefix")
+    offset, prefix = exact_offset(options.get("q_offset"), queries or q.shape[1]), options.get("prefix")
     if offset is None and q.shape[1] != k.shape[1] and mask.sides != (None, None):
         raise LayoutError(
             f"attention: {q.shape[1]} queries and {k.shape[1]} keys under a mask that compares their positions, but nothing says where the "
@@ -132,11 +141,11 @@ def read(q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | Non
         _bias(q, options.get("bias"), tokens or (q.shape[1], k.shape[1])),
         _per_head("sinks", heads, options.get("sinks")),
         _words(key, q.shape[0]) if dropout else None,
-        None if offset is None or isinstance(offset, int) else jnp.asarray(offset, jnp.int32),
+        None if isinstance(offset, int) else offset,
     )
     softcap, order = None if softcap is None else float(softcap), options.get("order")
     if order is not None and not isinstance(order, str):
-        beside = beside._replace(order=_positions(order))
+        beside = beside._replace(order=exact_positions("order", order))
     return Rules(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
 
 
@@ -186,30 +195,24 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
     if ids is None:
         return None
     pair = ids if isinstance(ids, tuple) else (ids, ids)
+    pair = tuple(x if hasattr(x, "dtype") else np.asarray(x) for x in pair)
     for name, x, tokens in zip(("queries", "keys"), pair, (q, k), strict=True):
-        if jnp.shape(x) != tokens.shape[:2] or not jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer):
+        if jnp.shape(x) != tokens.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
             raise LayoutError(
-                f"attention: segment_ids of the {name} are {jnp.asarray(x).dtype}{list(jnp.shape(x))}, but integers "
-                f"{list(tokens.shape[:2])}, one for each token, are wanted."
+                f"attention: segment_ids of the {name} are {kind_of(x)}, but integers {list(tokens.shape[:2])}, one for each token, are wanted."
             )
     if not isinstance(ids, tuple):  # one array, so that a kernel that wants one for both can tell
-        both = jnp.asarray(ids, jnp.int32)
+        both = exact_ids("segment_ids", pair[0])
         return both, both
-    a, b = (jnp.asarray(x, jnp.int32) for x in pair)
+    a, b = (exact_ids(f"segment_ids of the {name}", x) for name, x in zip(("queries", "keys"), pair, strict=True))
     return a, b
 
 
-def _positions(order: Any) -> jax.Array:
-    places = jnp.asarray(order)
-    if places.ndim != 1 or not jnp.issubdtype(places.dtype, jnp.integer):
-        raise LayoutError(
-            f"attention: order is {places.dtype}{list(places.shape)}, but a name, or the position of each token, integers [seq], is wanted."
-        )
-    return places.astype(jnp.int32)
-
-
 def _prefix(q: Any, prefix: Any) -> jax.Array:
-    lengths = jnp.atleast_1d(jnp.asarray(prefix, jnp.int32))
+    given = prefix if hasattr(prefix, "dtype") else np.asarray(prefix)
+    if given.dtype != object and not jnp.issubdtype(given.dtype, jnp.integer):
+        raise LayoutError(f"attention: prefix is {kind_of(given)}, but integers are required.")
+    lengths = jnp.atleast_1d(clipped(given))
     if lengths.shape not in ((1,), (q.shape[0],)):
         raise LayoutError(
             f"attention: prefix has shape {list(lengths.shape)}, but a number, or one for each of {q.shape[0]} sequences, is wanted."

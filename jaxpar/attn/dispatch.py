@@ -25,6 +25,7 @@ from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
 from jaxpar.attn.order import check_given, permutation
+from jaxpar.attn.padding import Arrays, result_without_padding, without_padding
 from jaxpar.attn.split import Engine, Segments, Way
 from jaxpar.attn.tiles import Extras, Rules
 from jaxpar.layout import call_site, current_layout, hint, lay_out
@@ -38,7 +39,6 @@ WHOLE = ("splash", "mha")
 """Kernels that want the sequence whole."""
 
 type Dims = Sequence[str | None]
-type Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attention(
@@ -53,10 +53,10 @@ def attention(
     pad: bool = False,
     **options: Unpack[Options],
 ) -> jax.Array:
-    """Softmax attention under the ambient layout; causal, and scaled by 1 / sqrt(head_dim), if nothing else is said.
+    """Softmax attention under the ambient layout: causal unless ``causal=False`` is given, scaled by 1 / sqrt(head_dim) unless ``scale`` is.
 
     Every implementation takes every mask and every option, any number of key heads that divides the queries', and gives the same
-    result: docs/attention.md has the table.
+    result: docs/attention.md has the table. Padding never influences anything; a row without keys is 0, and so are its gradients.
 
     Args:
       q_BSHD: queries [batch, seq, heads, head_dim].
@@ -85,6 +85,7 @@ def attention(
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
+    given = beside.segments is not None
     if pad:
         arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
         if beside.order is not None:
@@ -92,6 +93,9 @@ def attention(
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
     beside, first_head = _numbered(q, beside, q_dims)
+    # What ``pad`` has added alone is 0 already.
+    segments = _as_tokens_lie(beside.segments, spread) if given else None
+    q, k, v = without_padding((q, k, v), segments)
     kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
     asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
     asks = replace(
@@ -113,7 +117,8 @@ def attention(
             heads_axis=swapped,
             first_head=first_head,
         )
-        return checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)[:, :rows]
+        o = checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)
+        return result_without_padding(o, segments)[:, :rows]
     if spread.q[2] != spread.kv[2]:
         # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
@@ -124,7 +129,8 @@ def attention(
     how = KEYS[picked.impl] if ring else "here"
     way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "merge")
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
-    return hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)[:, :rows]
+    o = hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)
+    return result_without_padding(o, segments)[:, :rows]
 
 
 def shares(
@@ -218,6 +224,17 @@ def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> 
 
         o = splash(q, k, v, way.rules, whole)
     return exchange.together(o, way.heads)
+
+
+def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
+    """Segments [batch, seq] laid out as queries and keys are: under Explicit axes a choice between arrays requires one layout."""
+    mesh, context = current_layout().mesh, jax.sharding.get_abstract_mesh()
+    if segments is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return segments
+    specs = (PartitionSpec(*(axes or None for axes in split[:2])) for split in (spread.q, spread.kv))
+    where: Any = context if context.manual_axes else mesh
+    a, b = (lay_out(where, x, spec) for x, spec in zip(segments, specs, strict=True))
+    return a, b
 
 
 def _laid_out(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:

@@ -40,6 +40,8 @@ def find(
         return none(f"kernels run on TPU and GPU, but the mesh is of {platform} devices")
     if q.dtype.itemsize > 4:
         return none(f"the kernel computes in float32, but the queries are {q.dtype.name}")
+    if beside.segments is not None and any(x.dtype.itemsize > 4 for x in beside.segments):
+        return none("the kernel compares segment_ids in int32, but they are traced int64")
     if platform == "gpu":
         return none("on GPU the kernel wants the sequence whole") if split else _on_gpu(q, k, v, rules, beside, offset)
     several = (

@@ -16,6 +16,7 @@ from jaxpar.attn.core import attend
 from jaxpar.attn.counted import HEADS, ROWS, counted, manual_axes, manual_of, splitting
 from jaxpar.attn.kernels import find
 from jaxpar.attn.order import check, check_given
+from jaxpar.attn.padding import result_without_padding, without_padding
 from jaxpar.attn.split import Engine, Keys, Way, side, turns_of
 from jaxpar.attn.tiles import Extras, varies_over
 from jaxpar.errors import ConfigError, LayoutError, listing
@@ -46,6 +47,8 @@ def attention_local(
     **options: Unpack[Options],
 ) -> jax.Array:
     """Attention of one device's queries to the keys of all devices along ``axis``, inside of a ``shard_map`` of the caller's.
+
+    Causal unless ``causal=False`` is given. Padding never influences anything; a row without keys is 0, and so are its gradients.
 
     Args:
       q_BSHD: [batch, tokens, heads, head_dim] of this device; with ``merge`` all queries, the same on every device.
@@ -90,8 +93,10 @@ def attention_local(
     keep = read_keep(impl, options)
     apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
     tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
-    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens)
-    way = Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=impl == "merge")
+    whole = impl == "merge"
+    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if whole else around))
+    q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), beside.segments)
+    way = Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=whole)
     if way.keys != "rows" and not way.whole:
         lengths = (
             q_BSHD.shape[1] * apart,
@@ -105,7 +110,8 @@ def attention_local(
     first_head: Any = 0
     if rules.dropout:
         beside, first_head = _numbered(q_BSHD, beside, axes, batch_axis, q_heads_axis)
-    return compute(way, q_BSHD, k_BTKD, v_BTKD, beside, first_head)[0]
+    o, _ = compute(way, q_BSHD, k_BTKD, v_BTKD, beside, first_head)
+    return result_without_padding(o, beside.segments)
 
 
 def _numbered(

@@ -162,16 +162,20 @@ def _attended(q_B1HD: jax.Array, keys: Part, values: Part, last_B: jax.Array, ri
     s = s if k_scales is None else s * k_scales
     seen = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
     s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    # A slot that is not seen has any numbers: a weight of 0 times a NaN would be NaN.
+    v_BKTD = jnp.where(seen[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))
+    v_scales = None if v_scales is None else jnp.where(seen[:, None, None], v_scales, 0)
     greatest = jnp.max(s, -1, keepdims=True)
-    # Of all devices: one of them sees slot 0, so it is finite, and no weight is NaN.
     greatest = jax.lax.pmax(greatest, ring) if ring else greatest
+    # A row that sees no slot has -inf for its greatest score, and is 0.
+    greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)
     p = jnp.exp(s - greatest)
     total = jnp.sum(p, -1, keepdims=True)
     p = p if v_scales is None else p * v_scales
     o = jnp.einsum("bkgt,bktd->bkgd", p.astype(v_BKTD.dtype), v_BKTD, preferred_element_type=wide)
     if ring:
         o, total = jax.lax.psum((o, total), ring)
-    return (o / total).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
+    return (o / jnp.where(total == 0, 1, total)).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
 
 
 def _apart(x: Part, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
