@@ -94,8 +94,13 @@ def by_tiles(engine: Engine, keys: Keys, x: tuple[jax.Array, ...], options: dict
             },
             2e-2,
         ),
+        ("here", arrays(140, 200, (8, 8)), {"q_offset": -70, "mask": jp.Mask(prefix=9, window=2**31)}, 2e-6),
     ],
-    ids=["a ring, documents, soft cap", "bfloat16, fewer queries, prefixes, a two-sided window in chunks"],
+    ids=[
+        "a ring, documents, soft cap",
+        "bfloat16, fewer queries, prefixes, a two-sided window in chunks",
+        "queries before the keys",
+    ],
 )
 def test_the_kernel_of_tiles_equals_plain_jax(keys: Keys, x: Any, options: Any, bound: float) -> None:
     got, want = by_tiles("interpret", keys, x, options | {"block": 128}), by_tiles("jax", "here", x, options)

@@ -106,12 +106,12 @@ def test_a_row_without_keys_is_zero(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
 def test_a_row_without_keys_is_zero_beside_sinks_and_masks(impl: str) -> None:
-    """A mask hides what the bias leaves; a sink alone takes all of the weight."""
+    """A mask hides what the bias leaves; a sink alone takes all of the weight, and one of -inf is none."""
     rng = np.random.default_rng(5)
     x, gradient = arrays(rng, SEQ, SEQ)
     bias = np.zeros((2, 1, SEQ, SEQ), np.float32)
     bias[:, :, 4, :5] = -np.inf
-    run = compiled(impl, block=5, sinks=np.full(4, 0.5, np.float32))
+    run = compiled(impl, block=5, sinks=np.array([0.5, 0, -np.inf, 1], np.float32))
     o, dq, *_, db = run(x, gradient, bias=bias)
     assert (o[:, 4] == 0).all() and (dq[:, 4] == 0).all() and (db[:, :, 4] == 0).all()
     assert np.isfinite(o).all() and np.isfinite(db).all() and (o[:, 5] != 0).all()

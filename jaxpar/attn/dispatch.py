@@ -21,7 +21,7 @@ from jaxpar.attn.costs import Asked, Spread
 from jaxpar.attn.counted import counted, manual_of
 from jaxpar.attn.dense import dense
 from jaxpar.attn.kernels import Found, Kernel, find
-from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles
+from jaxpar.attn.local import KEYS, check_heads, compute, ordered, roles, with_sinks
 from jaxpar.attn.masks import Mask
 from jaxpar.attn.mha import mha
 from jaxpar.attn.order import check_given, permutation
@@ -77,7 +77,7 @@ def attention(
       [batch, seq, heads, head_dim], laid out as the queries.
 
     Raises:
-      LayoutError: sizes, dims or heads do not fit the layout or each other.
+      LayoutError: sizes, dims or heads do not fit the layout or each other, or a position or a segment id is beyond int32.
       ConfigError: an option that is none, or out of its range.
     """
     check_impl(impl)
@@ -279,7 +279,7 @@ def _dense(
     start = offset if beside.offset is None else beside.offset
     o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), beside.segments, extras)
     if beside.sinks is not None:
-        o = (o * jax.nn.sigmoid(lse - beside.sinks.astype(lse.dtype))[..., None]).astype(o.dtype)
+        o = with_sinks(o, lse, beside.sinks)
     return o
 
 

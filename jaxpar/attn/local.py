@@ -235,10 +235,14 @@ def compute(
         o, lse = merged(o, lse, way.ring)
         o = o.astype(dtype)
     if beside.sinks is not None:
-        sinks = beside.sinks.astype(lse.dtype)
-        o = (o * jax.nn.sigmoid(lse - sinks)[..., None]).astype(o.dtype)
-        lse = jnp.logaddexp(lse, sinks)
+        o, lse = with_sinks(o, lse, beside.sinks), jnp.logaddexp(lse, beside.sinks.astype(lse.dtype))
     return o, lse
+
+
+def with_sinks(o_BSHD: jax.Array, lse_BSH: jax.Array, sinks_H: jax.Array) -> jax.Array:
+    """The result with a logit of each head in its softmax. A row without keys stays 0, also beside a sink of -inf: its -inf is not looked at."""
+    lse = jnp.where(jnp.isneginf(lse_BSH), 0, lse_BSH)
+    return (o_BSHD * jax.nn.sigmoid(lse - sinks_H.astype(lse.dtype))[..., None]).astype(o_BSHD.dtype)
 
 
 def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
