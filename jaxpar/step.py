@@ -57,7 +57,8 @@ def train_step(
         The rule of ``batch`` shards dim 0 of every array of ``batch``, its rows, also of an array that was not put (:func:`jaxpar.put`), as one of
         NumPy's. Scalars, and arrays of one row beside arrays of more, are replicated. On Explicit axes every array keeps its own sharding.
       accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
-        or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over).
+        or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over). One of weight 0 adds nothing, also
+        where its loss is NaN.
       gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
       reduce: ``once`` makes each device sum the gradients of its own rows, and reduces at the end: the loss is then the mean of
         the devices' (weighted, as above), and a ``key`` differs from device to device. ``each`` leaves the reduction to the
