@@ -7,7 +7,7 @@ for each instruction set (SSE4_2, AVX, AVX2, AVX512), in one process, then print
         -o enable_assertion_pass_hook=true --margins avx2.jsonl
     uv run python tests/margins.py avx2.jsonl sse4_2.jsonl --within 3
 
-The plugin sees ``numpy.testing.assert_allclose``, ``assert_array_less`` and ``assert_array_equal``, ``numpy.allclose`` and ``isclose``,
+The plugin sees ``numpy.testing.assert_allclose``, ``assert_array_less`` and ``assert_array_equal``, ``numpy.array_equal``, ``allclose`` and ``isclose``,
 ``pytest.approx``, chex's asserts (numpy's underneath), ``jaxpar.testing.assert_matches_single_device``, and every assert that passes and
 reads ``a < b``, ``a <= b``, ``a > b``, ``a >= b`` or ``a == b`` between numbers, computed or not. It sees no comparison inside
 ``all(...)`` or ``(...).all()``: write those as a maximum. Two integers are never counted.
@@ -197,6 +197,7 @@ def pytest_configure() -> None:
     wrap(np.testing, "assert_allclose", on_allclose)
     wrap(np.testing, "assert_array_less", on_less)
     wrap(np.testing, "assert_array_equal", on_equal)
+    wrap(np, "array_equal", on_equal)
     wrap(np, "allclose", on_close)
     wrap(np, "isclose", on_close)
     wrap(type(pytest.approx(1.0)), "__eq__", on_approx)

@@ -13,6 +13,9 @@ import pytest
 import jaxpar as jp
 
 SGD = optax.sgd(0.1)
+BOUND = 6e-6
+"""Of gradients of one step in fp32. An entry is a sum over some n = 100 tokens, and two orders of such a sum differ by up to n * eps / 2 = 6e-6
+of the sum of magnitudes. Seen are up to 1.3e-6, and three times more or less on other instruction sets."""
 LLAMA_RULES = jp.Rules(
     batch="data",
     seq=("context", "ulysses"),
@@ -66,8 +69,8 @@ def check_grads(got: Any, want: Any, bound: float) -> None:
         assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
 
 
-def check_same(got: Any, want: Any, bound: float = 2e-6) -> None:
+def check_same(got: Any, want: Any) -> None:
     """Metrics and gradients."""
     for name, value in want[0].items():
-        assert got[0][name] == pytest.approx(value, rel=bound, abs=bound), name
-    check_grads(got[1], want[1], bound)
+        assert got[0][name] == pytest.approx(value, rel=2e-6, abs=2e-6), name
+    check_grads(got[1], want[1], BOUND)

@@ -47,7 +47,8 @@ def test_no_number_is_off_by_more_than_half_a_step(summed: list[int]) -> None:
     assert kept.values.dtype == jnp.int8 and kept.shape == x.shape
     assert kept.scales.shape == tuple(size for dim, size in enumerate(x.shape) if dim not in [d % 3 for d in summed])
     most = np.abs(x).max(tuple(summed), keepdims=True)
-    assert (np.abs(kept.astype(jnp.float32) - x) <= most / 253).all()
+    # Half a step is most / 254; the rest is room for the rounding of quotient and product.
+    assert (np.abs(kept.astype(jnp.float32) - x) / np.where(most == 0, 1, most / 253)).max() <= 1
     assert np.abs(kept.values).max() == 127
     assert not np.isfinite(jp.Int8.of(x.at[0, 0, 0].set(jnp.inf), summed).astype(jnp.float32)).all()
 

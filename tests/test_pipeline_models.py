@@ -131,7 +131,7 @@ def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
     config, layout = replace(CONFIG, context=jp.Context(impl=impl)), layout_of(LLAMA_RULES, sizes)
     loss, pipeline = staged_next_token_loss(config), jp.Pipeline(schedule, keeps="residuals", before=before)
     got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), pipeline=pipeline)
-    check_same(got, llama_alone(), 3e-6)
+    check_same(got, llama_alone())
     # Between the devices that a stage has its sequence split over, in its layers.
     axis = "context" if impl == "ring" else "ulysses"
     crossing = [c for c in jp.audit(got[2], mesh=layout.mesh).select(kind) if "own_layers/" in c.op_name]

@@ -19,7 +19,6 @@ import jaxpar as jp
 from jaxpar import crossing, quantise
 from jaxpar.crossing import asking
 from jaxpar.errors import ConfigError
-from jaxpar.inspect.compare import gradient_gaps
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
 
@@ -58,7 +57,9 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_block(
     assert packed.scales.shape == (rows, n // size)
     most = np.abs(x.reshape(rows, -1, size)).max(-1, keepdims=True) / 254
     off = np.abs(np.asarray(quantise.unpack(packed)) - x).reshape(rows, -1, size)
-    assert (off <= most * (1 + 1e-5)).all()
+    # The quotient (up to 127 steps) and the product are rounded, and a quotient may be a product with a reciprocal: each rounding is up to
+    # 127 eps of half a step, and so is the scale's.
+    assert (off / np.where(most == 0, 1, most)).max() <= 1 + 4 * 127 * np.finfo(np.float32).eps
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -164,15 +165,21 @@ def exact() -> Any:
     return step_of(WAYS["stage 0"][0], 1, None)[0]
 
 
+def apart(got: Any, want: Any) -> list[float]:
+    """The norm of each tensor's difference, relative to the tensor's: unlike its largest entry, one rounding does not move it."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_can_send_int8(way: str, exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossing, "SMALL", 1024)  # this model's largest weights are below 64 KiB
     rules, options = WAYS[way]
     asked = {"reduce": "int8"} if way == "stage 0" else INT8
     found, text = step_of(rules, 8, asked, **options)
-    gaps = gradient_gaps(exact["grads"], found["grads"])
+    gaps = apart(found["grads"], exact["grads"])
     assert abs(found["loss"] - exact["loss"]) < 2e-3
-    assert 1e-6 < max(gaps.values()) < 0.04
+    assert 1e-6 < max(gaps) < 0.04
     sent = re.findall(r"= \(?(\w+)\[[\d,]+\]\S* .*?(all-gather|all-to-all|all-reduce|reduce-scatter)\(", text)
     assert ("s8", "all-to-all") in sent
     assert way == "stage 0" or ("s8", "all-gather") in sent
@@ -181,7 +188,7 @@ def test_every_stage_can_send_int8(way: str, exact: Any, monkeypatch: pytest.Mon
 def test_a_step_with_matmuls_in_fp8_is_near_one_without(exact: Any) -> None:
     found, _ = step_of(SHARDED, 8, {"matmul": "fp8"})
     assert 1e-6 < abs(found["loss"] - exact["loss"]) < 1e-2
-    assert 1e-3 < max(gradient_gaps(exact["grads"], found["grads"]).values()) < 0.3
+    assert 1e-3 < max(apart(found["grads"], exact["grads"])) < 0.3
 
 
 @pytest.mark.parametrize("mesh", MESHES)

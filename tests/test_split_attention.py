@@ -210,7 +210,7 @@ def test_the_error_of_16_bits_does_not_grow_with_the_devices(impl: str, sizes: d
     """Sums in fp32 from the first hop to the last: eight devices are as exact as one."""
     error, one = in_16_bits
     eight = error(layout(**sizes), impl)
-    assert all(1e-4 < b <= 1.05 * a for a, b in zip(one, eight, strict=True)), (one, eight)
+    assert min(eight) > 1e-4 and np.divide(eight, one).max() <= 1.05, (one, eight)
 
 
 def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:

@@ -133,7 +133,9 @@ def gradients(precision: Any, devices: int, zero: jp.Zero) -> Any:
 def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
     want = gradients(None, 1, ZEROS[0])
     for precision in ("bf16", {"gather": "bf16"}):
-        assert 1e-5 < max(gradient_gaps(want, gradients(precision, 8, ZEROS[3])).values()) < 2e-2
+        # The norm of the difference: unlike its largest entry, the rounding of one number to 16 bits does not move it.
+        pairs = zip(*map(jax.tree.leaves, (gradients(precision, 8, ZEROS[3]), want)), strict=True)
+        assert 1e-5 < max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs) < 2e-2
     assert max(gradient_gaps(want, gradients({"reduce": "fp32"}, 8, ZEROS[2])).values()) < 1e-5
 
 
