@@ -1,30 +1,28 @@
 """How close each test is to its numeric bounds: a pytest plugin, and a command that prints a table of what it recorded.
 
-Rounding depends on the processor, so a comparison that stays close below its bound on one machine fails on another. Run the plugin once
-for each instruction set (SSE4_2, AVX, AVX2, AVX512), in one process, then print the tests within a factor of 3 of a bound in any run::
+Rounding depends on the processor, so an error just below its bound on one machine is above it on another. Run the tests with and without
+fused multiply-adds (AVX2, SSE4_2) and YNNPACK's sums (docs/facts.md says why these), then list what is within a factor of 3 of a bound::
 
-    XLA_FLAGS=--xla_cpu_max_isa=AVX2 uv run python -m pytest tests -n 0 -p tests.margins \\
-        -o enable_assertion_pass_hook=true --margins avx2.jsonl
-    uv run python tests/margins.py avx2.jsonl sse4_2.jsonl --within 3
+    uv run python -m pytest tests -p tests.margins -o enable_assertion_pass_hook=true --margins here.jsonl
+    XLA_FLAGS="--xla_cpu_max_isa=SSE4_2 --xla_cpu_experimental_ynn_fusion_type=" uv run python -m pytest tests \\
+        -p tests.margins -o enable_assertion_pass_hook=true --margins other.jsonl
+    uv run python tests/margins.py here.jsonl other.jsonl --within 3
 
-The plugin sees ``numpy.testing.assert_allclose``, ``assert_array_less`` and ``assert_array_equal``, ``numpy.array_equal``, ``allclose`` and ``isclose``,
-``pytest.approx``, chex's asserts (numpy's underneath), ``jaxpar.testing.assert_matches_single_device``, and every assert that passes and
-reads ``a < b``, ``a <= b``, ``a > b``, ``a >= b`` or ``a == b`` between numbers, computed or not. It sees no comparison inside
-``all(...)`` or ``(...).all()``: write those as a maximum. Two integers are never counted.
-
-A test's ratio is the largest of its ``error / bound``: 1 is at the bound. ``exact`` counts its comparisons of fractions that must be
-equal bit for bit; those have no ratio, but may depend on the processor too.
+A test's ratio is the largest of its ``error / bound``. One that is equal in all runs is of bytes rather than of rounding: ``--changing``
+leaves those out. ``exact`` counts comparisons of fractions that must be equal bit for bit. The plugin sees numpy's asserts (and chex's, made
+of them), ``allclose``, ``pytest.approx``, ``jaxpar.testing.assert_matches_single_device``, and asserts of the form ``a < b``, ``<=``, ``>``,
+``>=`` or ``==`` between numbers that are not both integers; but none inside ``all(...)`` or ``(...).all()``: write those as a maximum.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import json
 import math
 import operator
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -36,14 +34,7 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).parent
-OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-}
+ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @dataclass
@@ -85,25 +76,42 @@ def fractions(*values: Any) -> list[np.ndarray] | None:
     if any("key<" in str(getattr(value, "dtype", "")) for value in values):
         return None
     arrays = [np.asarray(value) for value in values]
-    if not any(x.dtype.kind == "c" or "float" in x.dtype.name for x in arrays):
-        return None
-    return [x if x.dtype.kind == "c" else x.astype(np.float64) for x in arrays]
+    real = any(x.dtype.kind == "c" or "float" in x.dtype.name for x in arrays)
+    return [x if x.dtype.kind == "c" else x.astype(np.float64) for x in arrays] if real else None
 
 
-def note_close(actual: Any, desired: Any, rtol: float, atol: float, *, only_passed: bool = False) -> None:
-    """The element with the largest ``|a - b| / (atol + rtol |b|)``."""
-    if (arrays := fractions(actual, desired)) is None or not arrays[0].size or not arrays[1].size:
-        return
+def note_worst(error: Any, bound: Any, most: float = math.inf) -> None:
+    """The element with the largest ratio, unless that is above ``most``."""
+    error, bound = np.broadcast_arrays(error, bound)
     with np.errstate(all="ignore"):
-        error, bound = np.broadcast_arrays(np.abs(arrays[0] - arrays[1]), atol + rtol * np.abs(arrays[1]))
         ratio = np.where((error == 0) | ~np.isfinite(error), 0, error / bound)
-    if not (only_passed and ratio.max() > 1):
-        at = int(ratio.argmax())
-        current.note(float(error.flat[at]), float(bound.flat[at]))
+    if ratio.size and ratio.max() <= most:
+        current.note(float(error.flat[ratio.argmax()]), float(bound.flat[ratio.argmax()]))
+
+
+def near(a: Any, b: Any, rtol: float, atol: float, most: float = math.inf) -> None:
+    if arrays := fractions(a, b):
+        with np.errstate(all="ignore"):
+            note_worst(np.abs(arrays[0] - arrays[1]), atol + rtol * np.abs(arrays[1]), most)
+
+
+def less(x: Any, y: Any, *_: Any, **__: Any) -> None:
+    if arrays := fractions(x, y):
+        note_worst(arrays[0], arrays[1])
+
+
+def equal(actual: Any, desired: Any, *_: Any, **__: Any) -> None:
+    if arrays := fractions(actual, desired):
+        current.exact += any(bool((x % 1 != 0).any()) for x in arrays if x.dtype.kind == "f")
+
+
+def approx(expected: Any, actual: Any) -> None:
+    if all(isinstance(x, int | float | np.number) for x in (actual, expected.expected)):
+        near(float(actual), float(expected.expected), 0, float(expected.tolerance), most=1)
 
 
 def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
-    """Call ``before`` with the arguments of ``owner.name`` each time that it is called."""
+    """Call ``before`` with the arguments of ``owner.name`` each time that a test calls it."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -115,103 +123,62 @@ def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
     setattr(owner, name, replaced)
 
 
-def on_allclose(actual: Any, desired: Any, rtol: float = 1e-7, atol: float = 0, *_: Any, **__: Any) -> None:
-    note_close(actual, desired, rtol, atol)
-
-
-def on_close(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, *_: Any, **__: Any) -> None:
-    note_close(a, b, rtol, atol, only_passed=True)  # a test may claim that two arrays differ
-
-
-def on_less(x: Any, y: Any, *_: Any, **__: Any) -> None:
-    if (arrays := fractions(x, y)) is not None:
-        with np.errstate(all="ignore"):
-            error, bound = np.broadcast_arrays(*arrays)
-            at = int(np.nan_to_num(error / bound).argmax())
-        current.note(float(error.flat[at]), float(bound.flat[at]))
-
-
-def on_equal(actual: Any, desired: Any, *_: Any, **__: Any) -> None:
-    if (arrays := fractions(actual, desired)) is not None:
-        current.exact += any(bool((x % 1 != 0).any()) for x in arrays if x.dtype.kind == "f")
-
-
-def on_approx(approx: Any, actual: Any) -> None:
-    if isinstance(actual, int | float | np.number) and isinstance(approx.expected, int | float | np.number):
-        note_close(float(actual), float(approx.expected), 0, float(approx.tolerance), only_passed=True)
-
-
 def number(node: ast.AST) -> float:
     """What an explanation's text says of one side: a number, ``np.float32(…)``, ``Array(…)``, or arithmetic of those."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return node.value
-    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("np.float", "Array", "array")):
-        value = number(node.args[0])
-        return float(value)
-    if isinstance(node, ast.BinOp | ast.UnaryOp):
-        parts = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
-        return OPERATORS[type(node.op)](*map(number, parts))
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.Call(func=func, args=[first, *_]) if ast.unparse(func).startswith(("np.float", "Array", "array")):
+            return float(number(first))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -number(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            return ARITHMETIC[type(op)](number(left), number(right))
     raise ValueError("not a number")
 
 
-def note_explained(node: ast.AST) -> None:
-    if isinstance(node, ast.BoolOp):
-        for value in node.values:
-            note_explained(value)
-    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
-        return
-    try:
-        left, right = float(a) if isinstance(a := number(node.left), float) else a, number(node.comparators[0])
-    except (ValueError, KeyError, ArithmeticError):
-        return
-    if isinstance(left, int) and isinstance(right, int):
-        return
-    match node.ops[0]:
-        case ast.Lt() | ast.LtE() if right > 0:
-            current.note(abs(left), right)
-        case ast.Gt() | ast.GtE() if left > 0:
-            current.note(abs(right), left)
-        case ast.Eq():
-            current.exact += left % 1 != 0
-
-
 def pytest_assertion_pass(expl: str) -> None:
-    text = re.sub(r"^assert ", "", expl.split("\n", 1)[0])
-    if len(text) < 500:
-        try:
-            note_explained(ast.parse(text.strip(), mode="eval").body)
-        except SyntaxError:
-            return
+    """An assert that passed, with values in the place of expressions."""
+    try:
+        tree = ast.parse(expl.split("\n", 1)[0].strip(), mode="eval").body
+    except SyntaxError:
+        return
+    for node in tree.values if isinstance(tree, ast.BoolOp) else [tree]:
+        with contextlib.suppress(ValueError, KeyError, ArithmeticError):  # no numbers
+            if isinstance(node, ast.Compare) and len(node.ops) == 1:
+                left, right = number(node.left), number(node.comparators[0])
+                if isinstance(left, int) and isinstance(right, int):
+                    continue
+                if isinstance(node.ops[0], ast.Gt | ast.GtE):
+                    left, right = right, left
+                if not isinstance(node.ops[0], ast.Eq | ast.NotEq) and right > 0:
+                    current.note(max(left, 0.0), right)
+                current.exact += isinstance(node.ops[0], ast.Eq) and left % 1 != 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--margins", default="margins.jsonl", help="file to append one JSON line a test to (tests/margins.py)"
-    )
+    parser.addoption("--margins", default="margins.jsonl", help="append a JSON line a test to this (tests/margins.py)")
 
 
 def pytest_configure() -> None:
     # Python reads no bytecode that was written without the hook, and pytest rewrites asserts in the tests' helpers too.
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(TESTS.parent / ".pytest_cache" / "margins")
     pytest.register_assert_rewrite(*(f.stem for f in TESTS.glob("*.py") if f.stem not in ("conftest", "margins")))
-    wrap(np.testing, "assert_allclose", on_allclose)
-    wrap(np.testing, "assert_array_less", on_less)
-    wrap(np.testing, "assert_array_equal", on_equal)
-    wrap(np, "array_equal", on_equal)
-    wrap(np, "allclose", on_close)
-    wrap(np, "isclose", on_close)
-    wrap(type(pytest.approx(1.0)), "__eq__", on_approx)
+    wrap(np.testing, "assert_allclose", lambda a, b, rtol=1e-7, atol=0, *_, **__: near(a, b, rtol, atol))
+    for name in ("allclose", "isclose"):  # a test may claim that two arrays differ
+        wrap(np, name, lambda a, b, rtol=1e-5, atol=1e-8, *_, **__: near(a, b, rtol, atol, most=1))
+    wrap(np.testing, "assert_array_less", less)
+    wrap(np.testing, "assert_array_equal", equal)
+    wrap(np, "array_equal", equal)
+    wrap(type(pytest.approx(1.0)), "__eq__", approx)
+    from jaxpar.inspect.compare import Verdict  # only now: conftest.py has set up the devices before jax is imported
 
-
-def pytest_sessionstart() -> None:
-    from jaxpar.inspect.compare import Verdict  # only now: conftest.py sets up the devices before jax is imported
-
-    def noted(self: Verdict) -> bool:
+    def passed(self: Verdict) -> bool:
         if self.first is None:
             current.note(max(self.loss, self.gradients), self.bound)
         return self.first is None
 
-    Verdict.passed = property(noted)  # type: ignore[assignment, method-assign]
+    Verdict.passed = property(passed)  # type: ignore[assignment, method-assign]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -237,16 +204,16 @@ def main() -> None:
     parser.add_argument("--changing", action="store_true", help="leave out ratios that are equal in all runs")
     options = parser.parse_args()
     runs = [{line["test"]: line for line in map(json.loads, file.read_text().splitlines())} for file in options.files]
-    worst = {test: max(run[test]["ratio"] for run in runs if test in run) for run in runs for test in run}
+    rows = []
+    for test in {test for run in runs for test in run}:
+        worst = max((run[test] for run in runs if test in run), key=lambda one: one["ratio"])
+        texts = [f"{run[test]['ratio']:.3f}" + "x" * (not run[test]["passed"]) if test in run else "-" for run in runs]
+        close = worst["ratio"] * options.within >= 1 and (len({*texts} - {"-"}) > 1 or not options.changing)
+        if close or "x" in "".join(texts):
+            rows.append((worst["ratio"], [*texts, worst["where"], test]))
     print(*(file.stem for file in options.files), "where", "test", sep="\t")
-    for test in sorted(worst, key=lambda test: -worst[test]):
-        found = [run.get(test) for run in runs]
-        ratios = [f"{one['ratio']:.3f}" + "x" * (not one["passed"]) if one else "-" for one in found]
-        if worst[test] * options.within < 1 and "x" not in "".join(ratios):
-            continue
-        if not options.changing or len(set(ratios) - {"-"}) > 1 or "x" in "".join(ratios):
-            where = max((one for one in found if one), key=lambda one: one["ratio"])["where"]
-            print(*ratios, where, test, sep="\t")
+    for _, row in sorted(rows, reverse=True):
+        print(*row, sep="\t")
 
 
 if __name__ == "__main__":
