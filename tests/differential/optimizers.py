@@ -65,8 +65,10 @@ def draw(dice: Dice) -> Case:
         return Case(**values | {"chain": chain, "loss": "curved", "clip_norm": None})
     names = SMOOTH if kind == "smooth" else PLAIN
     chain = tuple(dice.one(*names) for _ in range(dice.whole(1, 4)))
-    if () in shapes:  # sm3 by itself takes no scalars
-        chain = tuple(name for name in chain if name != "sm3") or ("adam",)
+    if () in shapes:  # of scalars sm3 by itself raises, and distance by itself makes arrays of one number
+        chain = tuple(name for name in chain if name not in ("sm3", "distance")) or ("adam",)
+    if kind == "plain":  # a power of two of rows: with another number means are rounded
+        values["microbatches"] = dice.one(1, 1, 2, 4)
     values |= {"chain": chain, "wrapper": dice.maybe(0.35, *WRAPPERS)}
     return Case(**values, loss="curved" if kind == "smooth" else "linear")
 

@@ -1,0 +1,183 @@
+"""A model of the family in a train step of the library, and in plain jax."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar as jp
+
+from . import model_linen, model_nnx
+from .cases import Differences
+from .model_parts import ATTENTION_KEY, DROPPED, batch_of, library, plain
+from .stepping import check_trees, layout_of, state_with, step_key, wide
+
+TX = optax.sgd(0.1)
+
+
+class Found(NamedTuple):
+    """Of a step: metrics, gradients and carried variables, on the host."""
+
+    metrics: dict[str, Any]
+    grads: Any
+    rest: Any
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.metrics["loss"]))
+
+
+def layout_for(case: Any) -> jp.Layout:
+    zero = jp.Zero(case.zero, min_bytes=0)
+    split = {"params": {"embed": "data"}} if case.sharded else {}
+    rules = jp.Rules(
+        batch="data",
+        seq="context",
+        embed=None,
+        mlp="model",
+        heads="model",
+        kv_heads="model",
+        head_dim=None,
+        vocab="model",
+        layers=None,
+        **split,
+    )
+    return layout_of(zero.rules(rules), case.sizes)
+
+
+def make_model(case: Any) -> Any:
+    """The function that the library is given."""
+    if case.flavour == "nnx":
+        return lambda key: model_nnx.Model(case, nnx.Rngs(key))
+    example = {name: x[:1] for name, x in batch_of(case).items()}
+    return lambda key: model_linen.Model(case, plain(case, None, None)).init(key, example)
+
+
+def loss_fn(case: Any) -> Any:
+    """The loss as the library is given it."""
+
+    def compute(model: Any, batch: Any, key: Any = None) -> Any:
+        tools = library(case, key)
+        updates = ()
+        if case.flavour == "nnx":
+            loss, weight = model(batch, tools)
+        else:
+            (loss, weight), new = model_linen.Model(case, tools).apply(model, batch, mutable=["batch_stats"])
+            updates = (new,) if new else ()
+        return (loss, {} if weight is None else {"weight": weight}, *updates)
+
+    return compute if case.dropout else lambda model, batch: compute(model, batch)
+
+
+def drawn(case: Any, shapes: Any) -> tuple[Any, Any]:
+    """Parameters and carried variables of these shapes, from the case's seed."""
+    rng = np.random.default_rng(case.seed)
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if "scale" in name:
+            return (1 + 0.2 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+        # What goes in, and less for heads: scores and gradients of about 1 are well conditioned.
+        fan = 4 if leaf.ndim < 2 else 1 if "embedding" in name else leaf.size // leaf.shape[-1]
+        return (rng.normal(size=leaf.shape) / max(1, fan) ** 0.5).astype(leaf.dtype)
+
+    rest = lambda path, leaf: np.full(leaf.shape, "var" in jax.tree_util.keystr(path), leaf.dtype)
+    return jax.tree_util.tree_map_with_path(one, shapes.params), jax.tree_util.tree_map_with_path(rest, shapes.rest)
+
+
+def precision_of(case: Any) -> Any:
+    if case.precision == "fp16":
+        return {"compute": "fp16", "scale": {"initial": float(case.scale)}}
+    return case.precision
+
+
+def found(case: Any, differences: Differences) -> Found:
+    """One step of the library, from given parameters; and whether a second one finds it compiled."""
+    layout, precision, batch = layout_for(case), precision_of(case), batch_of(case)
+    zero = jp.Zero(case.zero, min_bytes=0)
+    first = "jaxpar.attn.dispatch" not in sys.modules
+    with layout:
+        shapes = jp.abstract_state(layout, make_model(case), TX, precision)
+        params, rest = drawn(case, shapes)
+        state = state_with(shapes, params, rest=rest, seed=case.seed)
+        if state.scale is not None:
+            start = jp.Precision.of(precision).scale
+            assert start is not None
+            state = replace(state, scale=jax.device_get(start.start()))
+        options = {"accumulate": case.microbatches, "precision": precision, **zero.step}
+        step = jp.train_step(layout, loss_fn(case), keep_grads=True, donate=False, **options)
+        new, metrics = step(state, batch)
+        if first and "attention" in case.body:
+            step(state, batch)
+            differences.claim(step._cache_size() == 1, "a second call with the same shapes compiles the step again")
+    metrics = dict(metrics)
+    grads = jax.device_get(metrics.pop("grads"))
+    return Found(jax.device_get(metrics), grads, _host(new.rest))
+
+
+def _host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def reference(case: Any, keep: Any) -> Found:
+    """Loss, gradients and statistics of the whole batch, in fp64 and without the library."""
+    tools = plain(case, step_key(case.seed) if case.dropout else None, keep)
+    shapes = jp.abstract_state(layout_for(case), make_model(case), TX)
+    params, rest = (wide(tree) for tree in drawn(case, shapes))
+    batch = wide(batch_of(case))
+
+    def loss(params: Any) -> Any:
+        model = shapes.static.kind.merge(params, jax.tree.map(jnp.asarray, rest))
+        if case.flavour == "nnx":
+            value, _ = model(batch, tools)
+            carried = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+            return value, carried
+        (value, _), new = model_linen.Model(case, tools).apply(model, batch, mutable=["batch_stats"])
+        return value, new
+
+    (value, carried), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return Found({"loss": np.asarray(value)}, jax.device_get(grads), _host(carried))
+
+
+def compare(
+    case: Any, found: Found, want: Found, differences: Differences, bound: float, label: str, skipped: float
+) -> None:
+    """A step that is skipped has no gradients to compare; whether it may be skipped is checked."""
+    if case.precision == "fp16" and bool(found.metrics.get("skipped", False)):
+        largest = max(float(np.abs(g).max(initial=0)) for g in jax.tree.leaves(want.grads))
+        small = case.scale * max(largest, 1.0) < skipped
+        differences.claim(not small, f"a step with gradients of {largest:.1e} and a scale of {case.scale} is skipped")
+        return
+    differences.check("loss", found.metrics["loss"], want.metrics["loss"], bound, 1e-2, label)
+    check_trees(differences, "gradient of ", found.grads, want.grads, bound, label)
+    if jax.tree.leaves(want.rest):
+        check_trees(differences, "statistic ", jax.tree.leaves(found.rest), jax.tree.leaves(want.rest), bound, label)
+
+
+def kept(case: Any) -> Any:
+    """What attention's dropout multiplies weights with on one device, [batch, heads, seq, seq]."""
+    shape = (case.batch, case.seq, case.heads, 1)
+    q, v = jnp.zeros(shape), jnp.broadcast_to(jnp.eye(case.seq)[None, :, None], (*shape[:3], case.seq))
+    options: dict[str, Any] = {"impl": "dense", "mask": jp.Mask(causal=False), "dropout": DROPPED}
+    with layout_of(jp.Rules(batch=None, seq=None, heads=None, kv_heads=None, head_dim=None), {"data": 1}):
+        o = jax.jit(lambda: jp.attention(q, q, v, key=jax.random.key(ATTENTION_KEY), **options))()
+    return np.where(np.moveaxis(np.asarray(o), 1, 2) > 0, 1 / (1 - DROPPED), 0.0)
+
+
+def check_initial(case: Any, differences: Differences) -> None:
+    """Initial parameters are those of one device, bit by bit."""
+    layout = layout_for(case)
+    one, several = (_host(jp.init(where, make_model(case), TX).params) for where in (layout.on_one_device(), layout))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(several), strict=True):
+        different = int((a != b).sum())
+        text = (
+            f"{different} of {a.size} entries of the initial {jax.tree_util.keystr(path)} are not those of one device"
+        )
+        differences.claim(not different, text)

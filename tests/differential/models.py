@@ -1,0 +1,144 @@
+"""Small Flax models under random layouts, ZeRO stages, microbatches and precisions, against plain jax in fp64 on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import Dice, Differences, InvalidCase
+
+# Up to some 15 layers of operations between a parameter and the loss, sums of up to 4,096 terms: 2^-24 * 170. In 16 bits each layer rounds
+# weights, activations and their gradients; half as many roundings of one sign as layers, 2^-9 * 50 and 2^-11 * 50.
+BOUNDS = {None: 1e-5, "bf16": 1e-1, "fp16": 2.5e-2}
+SKIPPED = 65504 / 16
+"""A scaled gradient below this leaves fp16 room for what is summed on its way: such a step is not skipped."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its step; the defaults are one dense layer of one number.
+
+    Attributes:
+      flavour: ``nnx`` or ``linen``.
+      body: names of layers, in order; ``stack`` is a scan over two blocks of dense layers with stacked parameters.
+      tokens: tokens are looked up in a table and the loss is over a vocabulary; else rows of numbers and their mean square.
+      loss: of tokens, ``plain`` computes cross entropy by hand, ``cross_entropy`` and ``linear`` are the library's.
+      mean: ``all``; ``masked`` divides by the number of what counts, at least 1; ``bare`` by that number, which may be 0 in a part.
+      dropout: with the step's key; attention_dropout: with a key of its own, in ``attention``.
+      init: ``drawn`` compares initial parameters too; ``centred`` and ``softmax`` are drawn and reduced over a dim.
+      scale: the loss's, of fp16.
+    """
+
+    flavour: str = "nnx"
+    body: tuple[str, ...] = ("dense",)
+    tokens: bool = False
+    tied: bool = False
+    loss: str = "plain"
+    mean: str = "all"
+    rows: int = 1
+    seq: int = 1
+    embed: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    vocab: int = 2
+    dropout: bool = False
+    attention_dropout: bool = False
+    data: int = 1
+    context: int = 1
+    model: int = 1
+    sharded: bool = False
+    zero: int = 0
+    microbatches: int = 1
+    precision: str | None = None
+    scale: int = 16
+    init: str | None = None
+    uneven: int = 0
+    seed: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.rows * self.data * self.microbatches + self.uneven
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"data": self.data, "context": self.context, "model": self.model}
+
+    @property
+    def own_keys(self) -> bool:
+        """Whether devices and microbatches draw from keys of their own, so that results differ by design (docs/zero.md)."""
+        return self.dropout and (self.zero == 1 or self.microbatches > 1)
+
+
+def draw(dice: Dice) -> Case:
+    """A model that its layout takes; now and then a batch that does not divide."""
+    data, context, model = dice.one(
+        *[(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (2, 1, 2), (4, 1, 2), (1, 1, 2), (1, 2, 1), (2, 2, 2)]
+    )
+    values: dict[str, Any] = {"data": data, "context": context, "model": model, "flavour": dice.one("nnx", "linen")}
+    values |= {"zero": dice.one(0, 0, 1, 1, 2, 3) if data > 1 else 0, "microbatches": dice.one(1, 1, 1, 2, 3)}
+    values |= {"sharded": values["zero"] == 0 and dice.chance(0.4), "tokens": dice.chance(0.6)}
+    # Of two features a norm leaves signs alone, whose gradients are rounding: embed is 4 or more.
+    # A loss that is a mean in each part is that of the whole batch; statistics of a part are not.
+    parts = values["zero"] == 1 or values["microbatches"] > 1
+    names = ["dense", "dense", "norm", "attention", "attention", "stack"]
+    names += [] if context > 1 else ["flax attention", "conv"]
+    names += [] if parts or context > 1 else ["batch norm"]
+    values["body"] = tuple(dice.one(*names) for _ in range(dice.whole(1, 4)))
+    values |= {"kv_heads": model * dice.one(1, 1, 2), "embed": dice.one(4, 8) * (-(-model * data // 4))}
+    values |= {"heads": values["kv_heads"] * dice.one(1, 2), "rows": dice.one(1, 2)}
+    values |= {"seq": 2 * context * dice.whole(1, 3), "vocab": 2 * model * data * dice.whole(1, 5)}
+    values |= {"dropout": dice.chance(0.2), "attention_dropout": "attention" in values["body"] and dice.chance(0.4)}
+    values |= {"mean": dice.one("all", "all", "masked", "masked", "bare"), "seed": dice.whole(0, 999)}
+    values |= {"init": dice.maybe(0.2, "drawn", "centred", "softmax")}
+    if values["tokens"]:
+        values |= {"tied": dice.chance(0.3), "loss": dice.one("plain", "cross_entropy", "linear", "linear")}
+    if dice.chance(0.3):
+        values |= _narrow(dice, values)
+    if values["zero"] != 1 and values["microbatches"] == 1 and data > 1 and dice.chance(0.04):
+        values["uneven"] = 1
+    return Case(**values)
+
+
+def _narrow(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
+    """Sixteen bits; half of these with many words and tokens, whose gradients are small."""
+    values: dict[str, Any] = {"precision": dice.one("bf16", "fp16"), "scale": 2 ** dice.one(0, 4, 8, 12, 16)}
+    values["body"] = so_far["body"][:2]  # depth adds roundings, and shows nothing that two layers do not
+    if so_far["tokens"] and dice.chance(0.5):
+        values |= {"vocab": 16 * 2 ** dice.whole(3, 7), "seq": 16 * 2 ** dice.whole(0, 4), "rows": 2}
+        values |= {"body": ("dense",), "attention_dropout": False}
+    return values
+
+
+def run(case: Case) -> Differences:
+    """Initial parameters where asked, then loss, gradients and statistics of one step, and whether it compiled once."""
+    if (
+        min(case.rows, case.seq, case.embed, case.heads, case.vocab, case.microbatches) < 1
+        or case.heads % case.kv_heads
+    ):
+        raise InvalidCase("sizes that no model has")
+    if case.attention_dropout and "attention" not in case.body:
+        raise InvalidCase("there is no attention")
+    if "batch norm" in case.body and (case.zero == 1 or case.microbatches > 1):
+        raise InvalidCase("statistics of parts are not those of the batch")
+    if not case.tokens and (case.tied or case.loss != "plain"):
+        raise InvalidCase("there is no vocabulary")
+    import jax
+
+    from . import model_steps
+
+    differences = Differences()
+    label = case.precision or "fp32"
+    if case.init is not None:
+        model_steps.check_initial(case, differences)
+    found = model_steps.found(case, differences)
+    differences.claim(
+        case.batch % case.data == 0, f"{case.batch} rows over {case.data} devices are accepted, and each computes all"
+    )
+    if case.own_keys:
+        differences.claim(bool(found.finite), f"the loss is {found.metrics['loss']}")
+        return differences
+    keep = model_steps.kept(case) if case.attention_dropout else None
+    with jax.enable_x64(True):
+        want = model_steps.reference(case, keep)
+    model_steps.compare(case, found, want, differences, BOUNDS[case.precision], label, SKIPPED)
+    return differences
