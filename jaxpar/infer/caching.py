@@ -131,7 +131,8 @@ def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array
     if groups == 1:
         return jax.lax.dynamic_index_in_dim(x_LBKT, layer, 0, keepdims=False)
     x_LRGKT = x_LBKT.reshape(x_LBKT.shape[0], -1, groups, *x_LBKT.shape[2:])
-    start = (layer, 0, number, *(0,) * (x_LBKT.ndim - 2))
+    # All of one dtype, which plain numbers are not under jax_enable_x64.
+    start = [jnp.asarray(n, jnp.int32) for n in (layer, 0, number, *(0,) * (x_LBKT.ndim - 2))]
     sizes = (1, x_LRGKT.shape[1], 1, *x_LBKT.shape[2:])
     return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
 

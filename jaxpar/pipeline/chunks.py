@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
 from jaxpar.pipeline.beside import Extras
-from jaxpar.pipeline.stage import Add, Buffers, Chunk, read, write
+from jaxpar.pipeline.stage import Add, Buffers, Chunk, indices, read, write
 from jaxpar.schedules.schedule import Schedule
 
 type CarriedLayer = Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]]
@@ -230,7 +230,7 @@ class Carried(Chunk):
 
     def _put(self, pool: jax.Array, part: jax.Array, slot: Slots, i: jax.Array) -> jax.Array:
         """``pool`` [slots, layers, rows, seq, ...] with a chunk's own part of a layer in it."""
-        where: list[Any] = [slot.carry, i, 0, slot.chunk * part.shape[1], *(0,) * (part.ndim - 2)]
+        where = indices(slot.carry, i, 0, slot.chunk * part.shape[1], *(0,) * (part.ndim - 2))
         return jax.lax.dynamic_update_slice(pool, part[None, None], where)
 
 

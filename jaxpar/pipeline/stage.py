@@ -195,7 +195,7 @@ def held[T](x: T, run: jax.Array) -> T:
 
 def write(buffer: jax.Array, x: jax.Array, slot: Any, i: Any) -> jax.Array:
     """``buffer`` [slots, layers, ...] with ``x`` of a layer in a slot."""
-    where = _indices(slot, i, x.ndim)
+    where = indices(slot, i, *(0,) * x.ndim)
     return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], where, allow_negative_indices=False)
 
 
@@ -204,12 +204,12 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
     slot, i = (slot[i], 0) if jnp.ndim(slot) else (slot, i)
 
     def one(buffer: jax.Array) -> jax.Array:
-        where = _indices(slot, i, buffer.ndim - 2)
+        where = indices(slot, i, *(0,) * (buffer.ndim - 2))
         return jax.lax.dynamic_slice(buffer, where, (1, 1, *buffer.shape[2:]), allow_negative_indices=False)[0, 0]
 
     return [one(buffer) for buffer in buffers]
 
 
-def _indices(slot: Any, i: Any, more: int) -> list[jax.Array]:
-    """All of one dtype, which plain numbers are not under ``jax_enable_x64``."""
-    return [jnp.asarray(n, jnp.int32) for n in (slot, i, *(0,) * more)]
+def indices(*numbers: Any) -> list[jax.Array]:
+    """All int32, as a slice's indices have to be of one dtype; plain numbers are int64 under ``jax_enable_x64``."""
+    return [jnp.asarray(n, jnp.int32) for n in numbers]
