@@ -66,7 +66,6 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
     assert model.generate(params, PROMPTS, most=MOST) == reference.made
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
     """Two processes of two devices each, a pipeline's stage in each; each is given all tokens, and what is wrong in one is raised by both."""
     address, told = f"127.0.0.1:{free_port()}", [tmp_path / f"{rank}.json" for rank in range(2)]

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 CHAOS = Path(__file__).parents[1] / "benchmarks" / "chaos.py"
 
 
-@pytest.mark.slow
 def test_twenty_kills_while_starting_stepping_and_saving() -> None:
     command = [sys.executable, str(CHAOS), "--plain", "--kills", "20", "--steps", "60", "--corruptions", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

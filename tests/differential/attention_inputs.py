@@ -45,7 +45,7 @@ def arrays_of(case: Any) -> dict[str, Array]:
         "v": normal(case.rows, case.keys, case.kv_heads, case.value_dim),
         "grad": normal(case.rows, case.queries, heads, case.value_dim),
         "sinks": normal(heads),
-        "slopes": (0.5 * rng.random(heads)).astype(dtype),
+        "slopes": np.asarray(0.5 * rng.random(heads), dtype),
         "order": rng.permutation(case.keys),
     }
     shape = (case.rows if case.bias_batch else 1, heads if case.bias_heads else 1, case.queries, case.keys)

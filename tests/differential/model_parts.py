@@ -45,8 +45,8 @@ def library(case: Any, key: Any = None) -> Tools:
     """The library's functions."""
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        options = {"dropout": DROPPED, "key": jax.random.key(ATTENTION_KEY)} if case.attention_dropout else {}
-        return jp.attention(q, k, v, **options)
+        options: dict[str, Any] = {"dropout": DROPPED, "key": jax.random.key(ATTENTION_KEY)}
+        return jp.attention(q, k, v, **(options if case.attention_dropout else {}))
 
     def loss(x: Any, head: Any, targets: Any, counted: Any) -> Any:
         from jaxpar.models.losses import cross_entropy, linear_cross_entropy

@@ -78,7 +78,6 @@ def tpu_python(folder: Path) -> str:
     return python
 
 
-@pytest.mark.slow
 def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
     cache: Path,
     tmp_path: Path,
@@ -146,7 +145,6 @@ def _from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert files["hlo"].read_text().startswith("HloModule") and files["html"].read_text().count("<table>") > 5
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(GPU_PYTHON not in os.environ, reason=f"{GPU_PYTHON} names no interpreter: jax[cuda13] is gigabytes")
 def test_a_step_is_compiled_for_gpus_that_are_not_here(cache: Path) -> None:
     base = jp.Layout.from_yaml(FSDP, devices=8)

@@ -94,7 +94,6 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
         restored(folder / "1", model.params, print)
 
 
-@pytest.mark.slow
 def test_two_processes_restore_their_own_bytes_and_one_streams(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
