@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from one_step import check_grads
 
@@ -244,6 +245,35 @@ def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> 
     with layout if ambient else jax.set_mesh(layout.mesh), jax.default_matmul_precision("highest"):
         got = jax.jit(jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=check))(*arrays(1))
     np.testing.assert_allclose(np.asarray(got), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+class Attention(nnx.Module):
+    """One whose heads are those of one device where branches are woven."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        draw = lambda shape, *dims: nnx.Param(rngs.normal(shape) / 3, logical_dims=dims)
+        self.q = draw((EMBED, HEADS, DIM), "embed", "heads", "head_dim")
+        self.kv = draw((EMBED, HEADS, 2 * DIM), "embed", "heads", None)
+        self.out = draw((HEADS, DIM, EMBED), "heads", "head_dim", "embed")
+
+    def first(self, h: jax.Array, side: Any) -> jax.Array:
+        q, kv = (jnp.einsum("bse,ehd->bshd", h, w[...]) for w in (self.q, self.kv))
+        dims = ("batch", "seq", "heads", "head_dim")
+        return jp.attention(q, *jnp.split(kv, 2, -1), dropout=0.4, key=KEY, q_dims=dims, kv_dims=dims)
+
+    def second(self, o: jax.Array) -> jax.Array:
+        return jnp.einsum("bshd,hde->bse", o, self.out[...])
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"model": 4}], ids=str)
+def test_woven_branches_drop_the_same_weights(sizes: dict[str, int]) -> None:
+    block, x = Attention(nnx.Rngs(0)), jnp.asarray(batch_of()["x"])
+    branch = jp.Branch(before=lambda block, x: x, first=Attention.first, second=Attention.second)
+    with on({"data": 1}), jax.default_matmul_precision("highest"):
+        want = np.asarray(jax.jit(lambda x: x + block.second(block.first(x, None)))(x))
+    with on(sizes), jax.default_matmul_precision("highest"):
+        got = np.asarray(jax.jit(lambda x: jp.in_copies([branch])(block, x, None))(x))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
