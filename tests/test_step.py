@@ -262,8 +262,9 @@ def test_an_optimizer_that_changes_a_shape_is_refused(mlp: Any) -> None:
     with pytest.raises(ModelError) as error:
         jp.train_step(mlp.layout(), mlp.loss)(jp.init(mlp.layout(), mlp.make, tx), mlp.batch())
     assert str(error.value) == (
-        "the optimizer turned params/block/bias from float32[24] into float32[2, 24], but a step keeps the shape and dtype "
-        "of all it trains and carries."
+        "the optimizer's updates do not have the shapes of their parameters (params/block/bias [24]: an update [2, 24]; params/block/down [24, 16]: an "
+        "update [2, 24, 16]; params/block/up [16, 24]: an update [2, 16, 24]; params/square [16, 16]: an update [2, 16, 16] and 1 more). Remedy: an "
+        "optimizer that returns an update for every entry of its parameters."
     )
 
 
