@@ -138,7 +138,7 @@ def number(node: ast.AST) -> float:
 
 
 def pytest_assertion_pass(expl: str) -> None:
-    """An assert that passed, with values in the place of expressions."""
+    """An assert that passed, with values instead of expressions."""
     try:
         tree = ast.parse(expl.split("\n", 1)[0].strip(), mode="eval").body
     except SyntaxError:
