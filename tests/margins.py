@@ -1,10 +1,10 @@
 """How close each test is to its numeric bounds: a pytest plugin, and a command that prints a table of what it recorded.
 
 Rounding depends on the processor, so an error just below its bound on one machine is above it on another. Run the tests with and without
-fused multiply-adds (AVX2, SSE4_2) and YNNPACK's sums (docs/facts.md says why these), then list what is within a factor of 3 of a bound::
+fused multiply-adds (AVX2, AVX) and YNNPACK's sums (docs/facts.md says why these), then list what is within a factor of 3 of a bound::
 
     uv run python -m pytest tests -p tests.margins -o enable_assertion_pass_hook=true --margins here.jsonl
-    XLA_FLAGS="--xla_cpu_max_isa=SSE4_2 --xla_cpu_experimental_ynn_fusion_type=" uv run python -m pytest tests \\
+    XLA_FLAGS="--xla_cpu_max_isa=AVX --xla_cpu_experimental_ynn_fusion_type=" uv run python -m pytest tests \\
         -p tests.margins -o enable_assertion_pass_hook=true --margins other.jsonl
     uv run python tests/margins.py here.jsonl other.jsonl --within 3
 
