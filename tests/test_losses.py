@@ -79,6 +79,19 @@ def test_fractional_weights_are_divided_by_their_sum(loss: Any) -> None:
         assert float(loss(*factors, targets, jnp.zeros(targets.shape))) == 0.0
 
 
+def test_fp64_has_gradients_of_all_its_arguments() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x, head = jnp.asarray(rng.normal(size=(8, 2, EMBED))), jnp.asarray(rng.normal(size=(EMBED, 50)))
+        targets, mask = rng.integers(0, 50, (8, 2)), jnp.asarray(rng.uniform(size=(8, 2)))
+        expected = jax.grad(lambda x, head, mask: cross_entropy(x @ head, targets, mask), (0, 1, 2))(x, head, mask)
+        with layout_of(RULES, {"data": 4, "model": 2}):
+            loss = lambda x, head, mask: linear_cross_entropy(x, head, targets, mask)
+            found = jax.jit(jax.grad(loss, (0, 1, 2)))(x, head, mask)
+        assert [g.dtype for g in found] == [jnp.float64] * 3
+        assert_near(jax.device_get(found), jax.device_get(expected), 1e-12)
+
+
 WAYS = {
     "plain": ({}, {"data": 8}),
     "ZeRO 1, 2 microbatches": (jp.Zero(1, min_bytes=0).step | {"accumulate": 2}, {"data": 8}),

@@ -63,7 +63,8 @@ def linear_cross_entropy(
     Raises:
       NoLayoutError: outside ``with layout:``.
     """
-    weight_BS = jnp.ones(targets_BS.shape, jnp.float32) if mask_BS is None else mask_BS.astype(jnp.float32)
+    dtype = jnp.promote_types(x_BSE.dtype, jnp.float32)
+    weight_BS = jnp.ones(targets_BS.shape, dtype) if mask_BS is None else mask_BS.astype(dtype)
     total = jnp.sum(weight_BS)
     total = jnp.where(total > 0, total, 1)
     if mask_BS is None or x_BSE.dtype != jnp.float16:
