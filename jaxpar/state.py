@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +19,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar import onebit, texts
-from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.host import KIND, hosted, hosted_layers, no_layers
 from jaxpar.layout import Layout, observing, to_spec, tracing_under
-from jaxpar.model import Kind, MakeModel, Names, Path, read, show, to_path
+from jaxpar.model import Kind, MakeModel, Names, Path, show, to_path
+from jaxpar.model.building import build
 from jaxpar.names import LAYERS
 from jaxpar.optimizers import with_slow_parameters
 from jaxpar.pipeline.layers import AXIS
@@ -102,7 +103,9 @@ def init(
 ) -> TrainState:
     """Build model and optimizer state in place: one jit with ``out_shardings``, so no array is ever whole on one device.
 
-    Parameters are bitwise equal in every layout.
+    Parameters are bitwise equal in every layout: float sums of an initializer, as in ``w - w.mean(0)``, are evaluated in a fixed order
+    (:mod:`jaxpar.fixed_order`). A few other operations have no fixed order, as matmuls; :func:`jaxpar.explain` names the parameters
+    that depend on them.
 
     Args:
       layout: where things go. Its mesh holds devices.
@@ -129,7 +132,7 @@ def init_program(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
 ) -> jax.stages.Wrapped:
     """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
-    abstract = abstract_state(layout, make_model, tx, precision)
+    abstract, causes = _abstract(layout, make_model, tx, precision)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     treedef = jax.tree.structure(abstract)
 
@@ -140,9 +143,12 @@ def init_program(
 
     # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
     # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
-    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    return jax.jit(build, out_shardings=shardings, compiler_options=options)
+    options: dict[str, Any] = {}
+    if layout.mesh.devices.flat[0].platform == "cpu":
+        options["xla_backend_optimization_level"] = 0
+        if any(names & FIXED for names in causes.values()):
+            options |= ONE_CODE
+    return jax.jit(build, out_shardings=shardings, compiler_options=options or None)
 
 
 def abstract_state(
@@ -154,7 +160,14 @@ def abstract_state(
       LayoutError: listing every tensor that the rules cannot place.
       ConfigError: parameters are to wait in the host's memory, but none is a stack of layers.
     """
-    shapes = shape_state(layout, make_model, tx, precision)
+    return _abstract(layout, make_model, tx, precision)[0]
+
+
+def _abstract(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked
+) -> tuple[TrainState, dict[str, Causes]]:
+    """:func:`abstract_state`, and the order-dependent primitives of each parameter that has any."""
+    shapes, causes = shape_state_and_causes(layout, make_model, tx, precision)
     tensors = place(layout, shapes)
     if problems := problems_of(layout, tensors):
         raise LayoutError(problems)
@@ -164,13 +177,13 @@ def abstract_state(
     simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
     if simulated and any(tensor.host for tensor in tensors):
         text = "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     leaves, treedef = jax.tree.flatten(shapes)
     placed = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(layout, tensor))
         for leaf, tensor in zip(leaves, tensors, strict=True)
     ]
-    return jax.tree.unflatten(treedef, placed)
+    return jax.tree.unflatten(treedef, placed), causes
 
 
 def _sharding(layout: Layout, tensor: Tensor) -> NamedSharding:
@@ -182,26 +195,39 @@ def shape_state(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
 ) -> TrainState:
     """The state as ``ShapeDtypeStruct`` leaves without shardings."""
-    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision))
-    return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
+    return shape_state_and_causes(layout, make_model, tx, precision)[0]
+
+
+def shape_state_and_causes(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> tuple[TrainState, dict[str, Causes]]:
+    """The state as shapes, and by path the order-dependent primitives on the way to each parameter (:mod:`jaxpar.fixed_order`)."""
+    found: dict[str, Causes] = {}
+    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision), causes=found)
+    return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0))), found
 
 
 def _build(
-    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Precision, key: jax.Array
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    precision: Precision,
+    key: jax.Array,
+    causes: dict[str, Causes] | None = None,
 ) -> TrainState:
     model_key, step_key = jax.random.split(key)
     # Flax would take the names in its metadata for mesh axes, Linen when it sees a mesh and NNX always: the jit around this
     # places what comes out. A Linen init runs the model on an example, often with a batch of one, which need not fit.
     no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), observing(_ignore):
-        model = _call(make_model, model_key)
-        parts = read(model)
-        _check_trainable(parts.params)
+        parts, found = build(make_model, model_key)
         one_bit = isinstance(tx, onebit.OneBit)
         if one_bit:
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:
             tx, opt_state = with_slow_parameters(tx, parts.params)
+    if causes is not None:
+        causes |= found
     static = Static(parts.kind, tx, parts.dims)
     scale = None if precision.scale is None else precision.scale.start()
     return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static, scale)
@@ -209,34 +235,6 @@ def _build(
 
 def _ignore(*_: Any) -> None:
     """An observer that lets every problem pass. One function for all calls: it is part of jit's cache key."""
-
-
-def _call(make_model: MakeModel, key: jax.Array) -> Any:
-    linen = sys.modules.get("flax.linen")
-    if (
-        not callable(make_model)
-        or isinstance(make_model, nnx.Module)
-        or (linen and isinstance(make_model, linen.Module))
-    ):
-        raise ModelError(
-            f"make_model is a {type(make_model).__name__}, but a function of a PRNG key is wanted, so that the model can be "
-            f"built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
-        )
-    return make_model(key)
-
-
-def _check_trainable(params: Any) -> None:
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        path = show(("params", *to_path(keys)))
-        try:
-            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-        except TypeError:
-            raise ModelError(f"{path} is a {type(leaf).__name__}, but an array is wanted.") from None
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ModelError(
-                f"{path} has dtype {dtype}, which has no gradient. Remedy: keep it out of the parameters (another "
-                f"nnx.Variable type, another Linen collection, or a closure)."
-            )
 
 
 def place(layout: Layout, state: TrainState) -> list[Tensor]:

@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
 # Lower floors first; a module imports only from its own floor or from lower ones.
 FLOORS = (
     ("contexts", "errors", "simulate", "versions"),
-    ("figures", "names", "texts"),
+    ("figures", "fixed_order", "names", "texts"),
     ("accelerators", "config", "devices", "schedules", "staging", "store", "torus"),
     ("links", "mesh", "plain", "rules", "topology"),
     ("batch_rows", "exchange", "host", "int8", "launch", "layout", "precision", "together", "waiting", "zero"),

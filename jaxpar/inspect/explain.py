@@ -16,7 +16,9 @@ import optax
 from jaxpar.attn.choose import Choice, choosing
 from jaxpar.disk import AHEAD
 from jaxpar.errors import LayoutError
+from jaxpar.fixed_order import FIXED
 from jaxpar.host import no_layers
+from jaxpar.inspect import notes as say
 from jaxpar.inspect.memory import Memory, estimate
 from jaxpar.inspect.report import Report, Row, device_bytes, show_bytes
 from jaxpar.layout import Layout, observing, tracing_under
@@ -25,7 +27,7 @@ from jaxpar.objective import loss_of
 from jaxpar.precision import INT8, Precision
 from jaxpar.rules import Over, Resolved
 from jaxpar.staged import Staged
-from jaxpar.state import Tensor, TrainState, place, problems_of, shape_state
+from jaxpar.state import Tensor, TrainState, place, problems_of, shape_state_and_causes
 from jaxpar.stored import disk_of, groups_of, refusal, stored_tensors
 
 
@@ -61,12 +63,14 @@ def explain(
     >>> report.total("params").device_bytes
     4096
     """
-    state = shape_state(layout, make_model, tx, (step or {}).get("precision"))
+    state, causes = shape_state_and_causes(layout, make_model, tx, (step or {}).get("precision"))
+    unordered = {path: sorted(names - FIXED) for path, names in causes.items() if names - FIXED}
     tensors, away = place(layout, state), stored_tensors(layout, state)
     used: set[tuple[str, str]] = set()
     rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
     on_disk, refused = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
+    rows = [say.with_reason(row, unordered.get(row.path, ())) for row in rows]
     problems = problems_of(layout, [*tensors, *away]) + ([refused] if refused else [])
     missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
     problems += [missing] if missing else []
@@ -99,7 +103,8 @@ def explain(
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
     packed = Precision.of((step or {}).get("precision")).reduce == INT8
-    notes += _narrow(rows, memory.narrow, packed) if memory is not None else ()
+    notes += say.narrow(rows, memory.narrow, packed) if memory is not None else ()
+    notes += say.unequal(unordered)
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
 
 
@@ -187,26 +192,6 @@ def _row(layout: Layout, tensor: Tensor, part: str, *, disk: str = "") -> Row:
         why=tuple(why),
         problems=resolved.problems,
     )
-
-
-def _narrow(rows: Sequence[Row], paths: Sequence[str], packed: bool) -> tuple[str, ...]:
-    """What is said of gradients that are summed in 16 bits, or that are not ``packed`` as was asked for."""
-    if not paths:
-        return ()
-    named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    size = show_bytes(sum(row.bytes for row in rows if row.path in set(paths)))
-    some = f"{len(paths)} parameters" if len(paths) > 1 else "one parameter"
-    text = (
-        f"16-bit sums: the gradients of {some} ({size}) are summed over devices in the 16 bits that the model computes in: {named}. "
-        f"Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sums all "
-        f"gradients in fp32."
-    )
-    if packed:
-        text = (
-            f"not in int8: {some} ({size}) and what is summed of their gradients cross in the dtype of the compute, as they do not go through "
-            f"jp.project: {named}. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
-        )
-    return (text,)
 
 
 def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) -> str:

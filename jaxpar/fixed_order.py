@@ -1,0 +1,292 @@
+"""Values that do not depend on the layout: float sums in a fixed order.
+
+XLA chooses the order of a float sum by how the summed dim is sharded, and the order changes the last bits. ``w - w.mean(0)``
+therefore has other bits in another layout. :func:`in_fixed_order` traces a function and evaluates the trace with each such sum
+written as a binary tree of elementwise adds, which XLA does not reorder.
+
+The tree follows from the size of the dim alone. A dim of size ``2**k * m``, ``m`` odd, is ``2**k`` blocks of ``m`` elements: first each
+block is summed, then neighbouring blocks in pairs, ``k`` times. A shard of ``2**j`` equal shards holds whole blocks, so devices
+exchange only one partial sum for each shard, and no device holds the whole array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+Causes = frozenset[str]
+"""Names of the primitives, on the way to a value, whose float result depends on the order of their operands."""
+
+FIXED = frozenset(("reduce_sum", "reduce_prod", "cumsum", "cumprod"))
+"""The order-dependent primitives that are evaluated in a fixed order."""
+
+ONE_CODE = {"xla_cpu_use_new_xtile_lowering": False, "xla_cpu_enable_platform_dependent_math": False}
+"""Options of XLA:CPU for a program with sums in a fixed order, beside ``xla_backend_optimization_level`` 0. With the defaults XLA has two
+codes for ``exp``, ``log`` and ``rsqrt`` that differ in the last bit. It chooses by the size of a shard and its order in memory, which an
+exchange may change."""
+
+_OTHERS = frozenset(
+    ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "cumlogsumexp", "scatter-add")
+    + (
+        "scatter_add",
+        "scatter-sub",
+        "scatter_sub",
+        "scatter-mul",
+        "scatter_mul",
+        "scatter-apply",
+        "reduce",
+        "reduce_window",
+    )
+    + ("reduce_window_sum", "select_and_scatter", "select_and_scatter_add", "select_and_gather_add", "triangular_solve")
+    + ("fft", "psum", "psum_invariant", "psum_scatter", "reduce_scatter", "ffi_call", "pallas_call")
+)
+_CALLS = frozenset(
+    (
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "eval_jaxpr",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+    )
+)
+_LOOPS = frozenset(("scan", "while", "cond"))
+_MOVES = frozenset(
+    (
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "dynamic_slice",
+        "concatenate",
+        "pad",
+        "rev",
+    )
+    + (
+        "gather",
+        "select_n",
+        "copy",
+        "stack",
+        "unstack",
+        "split",
+        "stop_gradient",
+        "neg",
+        "max",
+        "min",
+        "sort",
+        "optimization_barrier",
+    )
+)
+"""Primitives that round nothing."""
+
+
+def in_fixed_order[T, U](f: Callable[..., tuple[T, U]], *args: Any) -> tuple[tuple[T, U], list[Causes]]:
+    """``f(*args)``, a pair of pytrees of which the first must not depend on the layout.
+
+    Where no primitive of :data:`FIXED` leads to the first pytree, the operations are exactly those of ``f``. ``f`` is traced once.
+
+    Returns:
+      The pair, and for each leaf of the first pytree the order-dependent primitives on the way to it. Those of :data:`FIXED` have been
+      evaluated in a fixed order.
+    """
+    traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    flat, count = jax.tree.leaves(args), len(jax.tree.leaves(shapes[0]))
+    found = causes(traced.jaxpr, [frozenset()] * len(flat))[:count]
+    if any(names & FIXED for names in found):
+        leaves = _evaluate(traced.jaxpr, traced.consts, flat)
+    else:
+        leaves = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *flat)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), found
+
+
+def causes(jaxpr: Jaxpr, given: Sequence[Causes]) -> list[Causes]:
+    """For each result of ``jaxpr`` its causes, those of the operands being ``given``."""
+    known: dict[Any, Causes] = dict(zip(jaxpr.invars, given, strict=True))
+    get = lambda atom: frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _causes_of(eqn, [get(atom) for atom in eqn.invars]), strict=True))
+    return [get(atom) for atom in jaxpr.outvars]
+
+
+def _causes_of(eqn: JaxprEqn, given: list[Causes]) -> list[Causes]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        return causes(_opened(_programs(eqn)[0]), given)
+    if name == "cond":
+        outs = [causes(branch.jaxpr, given[1:]) for branch in params["branches"]]
+        return [given[0].union(*found) for found in zip(*outs, strict=True)]
+    if name == "while":
+        skipped, consts = params["cond_nconsts"], params["body_nconsts"]
+        inside = given[skipped:]
+        carried = _fixpoint(params["body_jaxpr"].jaxpr, inside, consts, len(inside) - consts)
+        (stops,) = causes(params["cond_jaxpr"].jaxpr, [*given[:skipped], *carried])
+        return [found | stops for found in carried]
+    if name == "scan":
+        body = params["jaxpr"].jaxpr
+        carries = sum(_rank(out) == _rank(var) for out, var in zip(body.outvars, eqn.outvars, strict=True))
+        stacked = sum(_rank(var) != _rank(inner) for var, inner in zip(eqn.invars, body.invars, strict=True))
+        consts = len(given) - carries - stacked
+        carried = _fixpoint(body, given, consts, carries)
+        return [*carried, *causes(body, [*given[:consts], *carried, *given[consts + carries :]])[carries:]]
+    through: Causes = frozenset().union(*given)
+    for program in _programs(eqn):
+        through = through.union(*_all_causes(_opened(program)))
+    return [through | _own_cause(eqn, var) for var in eqn.outvars]
+
+
+def _fixpoint(body: Jaxpr, given: Sequence[Causes], consts: int, carries: int) -> list[Causes]:
+    """The causes of what a loop carries, after any number of rounds."""
+    carried = list(given[consts : consts + carries])
+    while True:
+        after = causes(body, [*given[:consts], *carried, *given[consts + carries :]])[:carries]
+        merged = [old | new for old, new in zip(carried, after, strict=True)]
+        if merged == carried:
+            return carried
+        carried = merged
+
+
+def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
+    """The primitive's name, if its float result depends on an order."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in FIXED | _OTHERS or not _is_float(out.aval):
+        return frozenset()
+    shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+    terms = 3
+    if name.startswith("reduce_") and "axes" in params:
+        terms = math.prod(shape[axis] for axis in params["axes"])
+    elif name.startswith("cum"):
+        terms = shape[params["axis"]]
+    elif name == "dot_general":
+        terms = 3 if math.prod(shape[dim] for dim in params["dimension_numbers"][0][0]) > 1 else 1
+    elif params.get("unique_indices"):
+        terms = 1
+    return frozenset((name,)) if terms > 2 else frozenset()  # a + b is b + a
+
+
+def _all_causes(jaxpr: Jaxpr) -> Iterable[Causes]:
+    """The causes of everything that ``jaxpr`` computes."""
+    for eqn in jaxpr.eqns:
+        yield from (_own_cause(eqn, var) for var in eqn.outvars)
+        for program in _programs(eqn):
+            yield from _all_causes(_opened(program))
+
+
+def _programs(eqn: JaxprEqn) -> list[Any]:
+    """The programs among an operation's parameters."""
+    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
+
+
+def _opened(program: Any) -> Jaxpr:
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+def _rank(atom: Any) -> int:
+    return len(atom.aval.shape)
+
+
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """``jaxpr`` of ``args`` with float sums in a fixed order.
+
+    A barrier stands behind each operation that rounds. Without it a compiler fuses a product with the sum that reads it, which rounds
+    once instead of twice, and which operations it fuses depends on the layout.
+    """
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+    for eqn in _needed(jaxpr):
+        with eqn.ctx.manager:
+            made = _apply(eqn, [get(atom) for atom in eqn.invars])
+        rounds = eqn.primitive.name not in _MOVES
+        for var, value in zip(eqn.outvars, made, strict=True):
+            values[var] = jax.lax.optimization_barrier(value) if rounds and _is_float(var.aval) else value
+    return [get(atom) for atom in jaxpr.outvars]
+
+
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The operations that results depend on: Linen's ``init`` also runs the model."""
+    wanted, kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or wanted.intersection(eqn.outvars):
+            wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in FIXED and _own_cause(eqn, eqn.outvars[0]):
+        return [_fixed(name, params, args[0])]
+    programs = _programs(eqn)
+    if any(names & FIXED for program in programs for names in _all_causes(_opened(program))):
+        if name in _CALLS:
+            program = programs[0]
+            return _evaluate(_opened(program), getattr(program, "consts", ()), args)
+        if name in _LOOPS:
+            rewritten = {key: _rewritten(value) for key, value in params.items()}
+            return eqn.primitive.bind(*args, **rewritten)
+    made = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _rewritten(value: Any) -> Any:
+    """A parameter of a loop; programs in a fixed order."""
+    if isinstance(value, tuple) and value and all(isinstance(program, ClosedJaxpr) for program in value):
+        return tuple(map(_rewritten, value))
+    if not isinstance(value, ClosedJaxpr):
+        return value
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in value.in_avals]
+    return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, args))(*shapes)
+
+
+def _fixed(name: str, params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """One primitive of :data:`FIXED` in a fixed order; 16-bit floats are summed in fp32."""
+    f = jnp.add if name in ("reduce_sum", "cumsum") else jnp.multiply
+    y = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    if name.startswith("cum"):
+        y = jax.lax.associative_scan(f, y, reverse=params["reverse"], axis=params["axis"])
+    for axis in sorted(params.get("axes", ()), reverse=True):
+        y = combine(f, y, axis)
+    return y.astype(x.dtype)
+
+
+def combine(f: Callable[[Any, Any], jax.Array], x: jax.Array, axis: int) -> jax.Array:
+    """``x`` reduced over ``axis`` by ``f`` in the order that the module's docstring says; ``axis`` is dropped.
+
+    >>> combine(jnp.add, jnp.arange(12.0).reshape(6, 2), 0)
+    Array([30., 36.], dtype=float32)
+    """
+    size = x.shape[axis]
+    if not size:
+        return jnp.full(x.shape[:axis] + x.shape[axis + 1 :], 0 if f is jnp.add else 1, x.dtype)
+    blocks = size & -size
+    x = jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, size // blocks, *x.shape[axis + 1 :]), axis + 1, 0)
+    whole = 1 << (len(x).bit_length() - 1)
+    if whole < len(x):  # the elements beyond a power of 2 go onto the first ones
+        more = len(x) - whole
+        x = jnp.concatenate([_rounded(f(x[:more], x[whole:])), x[more:whole]])
+    while len(x) > 1:
+        x = _rounded(f(x[: len(x) // 2], x[len(x) // 2 :]))
+    x = jnp.moveaxis(x[0], axis, 0)
+    while len(x) > 1:
+        pairs = x.reshape(len(x) // 2, 2, *x.shape[1:])
+        x = _rounded(f(pairs[:, 0], pairs[:, 1]))
+    return x[0]
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """``x`` behind a barrier: fused, many levels of a tree would be one expression with a term for each element."""
+    return jax.lax.optimization_barrier(x)
