@@ -18,8 +18,11 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.fixed_order import combine, in_fixed_order
+from jaxpar.linen import axes as linen_axes
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.vit import ViTConfig, make_vit
+from jaxpar.nnx import axes as nnx_axes
+from jaxpar.nnx import stacked
 from jaxpar.state import init_program
 
 SGD = optax.sgd(0.1)
@@ -58,12 +61,12 @@ def made(name: str, key: jax.Array, shape: tuple[int, ...], dims: tuple[int, ...
         "std": lambda: (w - w.mean(dims, keepdims=True)) / w.std(dims, keepdims=True),
         "normalised": lambda: w / jnp.sqrt((w * w).sum(dims, keepdims=True)),
         "logsumexp": lambda: w - jax.nn.logsumexp(w, axis=dims, keepdims=True),
-        "product": lambda: w * (1 + w).prod(dims, keepdims=True),
+        "product": lambda: w * (1 + w.astype(jnp.float32)).prod(dims, keepdims=True),
         "cumulated": lambda: jnp.cumsum(w, last) + jnp.cumprod(1 + w / 4, last),
         "dirichlet": lambda: jax.random.dirichlet(key, jnp.ones(shape[-1], dtype), shape[:-1]),
         "looped": lambda: jax.lax.scan(lambda c, x: (c + x.sum(), x - x.mean() + c), 0.0, w.astype(jnp.float32))[1],
         "while": lambda: jax.lax.while_loop(lambda x: abs(x).sum() > 9, lambda x: (x - x.mean()) * 0.7, w),
-        "branch": lambda: jax.lax.cond(w.sum() > 0, lambda x: x - x.mean(), lambda x: x / x.sum(), w),
+        "branch": lambda: jax.lax.cond(w.sum() > 0, lambda x: x - x.mean(), lambda x: x / abs(x).sum(), w),
         "jitted": lambda: jax.jit(jax.checkpoint(lambda x: x - x.mean(dims, keepdims=True)))(w),
         "orthogonal": lambda: nn.initializers.orthogonal()(key, flat),
         "variance": lambda: nn.initializers.variance_scaling(1.0, "fan_avg", "normal")(key, flat),
@@ -130,7 +133,7 @@ def test_random_initializers_are_equal_in_every_layout_and_close_to_plain_jax(se
     for path, want in jax.jit(plain)(key).items():
         if path in fits:
             # Sums of up to 9,216 terms in another order differ by rounding.
-            bound = 1e-2 if want.dtype == jnp.bfloat16 else 4e-6
+            bound = 2e-2 if want.dtype == jnp.bfloat16 else 4e-6
             scale = np.abs(np.asarray(want, np.float64)).max()
             np.testing.assert_allclose(
                 np.float64(got[path]), np.float64(want), rtol=0, atol=bound * scale, err_msg=path
@@ -149,12 +152,12 @@ class Normalised(nnx.Module):
             w = nnx.initializers.lecun_normal()(key, shape, dtype)
             return (w - w.mean(0)) / jnp.linalg.norm(w, axis=0)
 
-        self.dense = nnx.Linear(48, 24, kernel_init=jp.nnx.axes(kernel)("a", "b"), use_bias=False, rngs=rngs)
+        self.dense = nnx.Linear(48, 24, kernel_init=nnx_axes(kernel)("a", "b"), use_bias=False, rngs=rngs)
 
 
 def stacked_nnx(key: jax.Array) -> nnx.Module:
     @nnx.split_rngs(splits=3)
-    @nnx.vmap(transform_metadata=jp.nnx.stacked())
+    @nnx.vmap(transform_metadata=stacked())
     def layers(rngs: nnx.Rngs) -> Normalised:
         return Normalised(rngs)
 
@@ -170,7 +173,7 @@ class Centred(nn.Module):
         def kernel(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jax.nn.standardize(jax.random.normal(key, shape, dtype), axis=0)
 
-        make = jp.linen.axes(kernel)("a", "b")
+        make = linen_axes(kernel)("a", "b")
         return nn.LayerNorm(use_bias=False, use_scale=False)(nn.Dense(48, kernel_init=make, use_bias=False)(x))
 
 

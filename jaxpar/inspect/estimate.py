@@ -26,6 +26,7 @@ _SOLID = frozenset(
 _KERNELS = frozenset(("pallas_call", "custom_call", "ffi_call", "scan", "while", "sort"))
 _IN_PLACE = frozenset(("dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add", "local"))
 _LOOPS = ("scan", "while")
+_SUMS = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,28 @@ class Walk:
             for (v, op), one in zip(made, slices, strict=True)
         )
 
-    def behind_results(self) -> frozenset[Value]:
-        """The arrays that the placed results are made of: of a train step, the gradients."""
-        return self.behind(self.placed)
+    def mark_gradients(self, made: Iterable[Value] = ()) -> None:
+        """Mark the arrays that the placed results and ``made`` consist of, which are the gradients of a train step.
 
-    def behind(self, values: Iterable[Value]) -> frozenset[Value]:
-        """The arrays that values are made of."""
-        return frozenset(part for v in values for part in self._parts(v) if part.shape)
+        So are a device's own gradients, before they are summed over devices, and what a loop over microbatches sums them up in.
+        """
+        for value in (*self.placed, *made):
+            self._mark(value)
+        for op in reversed(self.ops):
+            if op.name in _SUMS:
+                for value, total in zip(op.reads, op.makes, strict=False):
+                    if total.gradient:
+                        self._mark(value)
+            if op.name in _LOOPS:
+                body = Walk(op.bodies[-1], carries=_carried(op))
+                summed = [i for i, v in enumerate(op.makes[: op.carries]) if v.gradient]
+                for i in summed:
+                    body.program.inputs[op.consts + i].gradient = True
+                body.mark_gradients([body.program.results[i] for i in summed])
+
+    def _mark(self, value: Value) -> None:
+        for part in self._parts(value):
+            part.gradient = bool(part.shape)
 
     def copies_of_inputs(self) -> frozenset[Value]:
         """Arrays that are made of inputs alone, without work: parameters in another dtype."""
@@ -208,6 +224,8 @@ def _carried(op: Op) -> slice | None:
 
 
 def _solid(op: Op) -> bool:
+    if not op.followed:
+        return True
     if op.name == "sharding_constraint":
         return op.reads[0].spec is not None and op.reads[0].spec != op.makes[0].spec
     return op.name in _SOLID

@@ -104,6 +104,7 @@ def explain(
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
     packed = Precision.of((step or {}).get("precision")).reduce == INT8
     notes += say.narrow(rows, memory.narrow, packed) if memory is not None else ()
+    notes += say.assumed(memory.assumed) if memory is not None else ()
     notes += say.unequal(unordered)
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
 

@@ -52,16 +52,20 @@ class Memory:
 
     Attributes:
       target: the device that the step was traced for, as ``TPU v5 lite``; ``cpu`` where the mesh names none.
-      parts: part → bytes on one device, of :data:`PARTS`; where something could not be estimated, only what is known.
-      unknown: what keeps the rest from being estimated: operations by name, or why the step cannot be traced.
+      parts: part → bytes on one device, of :data:`PARTS`; where the step could not be traced, only what is known.
+      unknown: why the step cannot be traced, or what else keeps the rest from being estimated.
       narrow: parameters whose gradients that same step sums over devices in 16 bits, though nobody has asked for that; where int8 is asked
         for, those that are not summed so.
+      gradients: bytes on one device of the gradients of all parameters. ``parts["gradients"]`` has those that are alive at the peak.
+      assumed: operations whose sharding the estimate cannot follow. It takes their results as replicated, so the total is an upper bound.
     """
 
     target: str
     parts: dict[str, int]
     unknown: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
+    gradients: int = 0
+    assumed: tuple[str, ...] = ()
 
     @property
     def total(self) -> int | None:
@@ -69,16 +73,20 @@ class Memory:
         return None if self.unknown else sum(self.parts.values())
 
     def cells(self, show: Callable[[int], str]) -> list[tuple[str, str]]:
-        """Parts and total as words, for a table; what is not estimated is named.
+        """Parts and total as words, for a table, and what is not estimated.
 
-        >>> Memory("cpu", {"parameters": 8}, ("fft",)).cells(str)
-        [('parameters', '8'), ('not estimated', 'fft')]
+        >>> Memory("cpu", {"parameters": 8}, ("the layout has problems",)).cells(str)
+        [('parameters', '8'), ('not estimated', 'the layout has problems')]
+        >>> Memory("cpu", {"parameters": 8, "gradients": 0, "working": 9}, gradients=8).cells(str)[1:]
+        [('gradients alive at the peak (of 8)', '0'), ('working', '9'), ('total', '17')]
         """
         named = {KEPT: f"{KEPT} (by regather)"}
+        if self.parts.get("gradients", 0) < self.gradients:
+            named["gradients"] = f"gradients alive at the peak (of {show(self.gradients)})"
         known = [(named.get(part, part), show(size)) for part, size in self.parts.items() if size or part != KEPT]
         if self.unknown:
             return [*known, ("not estimated", ", ".join(self.unknown))]
-        return [*known, ("total", show(self.total or 0))]
+        return [*known, ("total, at most" if self.assumed else "total", show(self.total or 0))]
 
 
 def estimate(
@@ -123,10 +131,9 @@ def estimate(
         known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
     made = gradients if step is gradient_step else ()
     walk = Walk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
-    moment = walk.peak()
-    if reader.unknown:
-        return Memory(target, known, tuple(sorted(reader.unknown)), narrow)
-    return Memory(target, known | _sorted(moment, walk, made), (), narrow)
+    walk.mark_gradients(made)
+    parts = known | _sorted(walk.peak(), walk)
+    return Memory(target, parts, (), narrow, sum(value.bytes for value in gradients), reader.assumed())
 
 
 def _narrow(
@@ -142,17 +149,17 @@ def _narrow(
     return tuple(t.path for t in found if not packed or 2 * math.prod(t.shape) >= SMALL)
 
 
-def _sorted(moment: Moment, walk: Walk, made: Sequence[Value]) -> dict[str, int]:
-    """What is held at the peak, by part; ``made`` are gradients beside those that become a part of the state."""
+def _sorted(moment: Moment, walk: Walk) -> dict[str, int]:
+    """What is held at the peak, by part."""
     parts = dict.fromkeys(PARTS[3:], 0)
-    gradients, copies = walk.behind_results() | walk.behind(made), walk.copies_of_inputs()
+    copies = walk.copies_of_inputs()
     for held in moment.held:
         if held.gathered:
             part = KEPT
+        elif held.value.gradient:
+            part = "gradients"
         elif held.depth:
             part = "working"
-        elif held.value in gradients:
-            part = "gradients"
         elif held.value in copies:
             part = "weight copies"
         else:

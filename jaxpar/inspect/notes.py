@@ -29,6 +29,17 @@ def narrow(rows: Sequence[Row], paths: Sequence[str], packed: bool) -> tuple[str
     return (text,)
 
 
+def assumed(operations: Sequence[str]) -> tuple[str, ...]:
+    """A note on the operations whose sharding the memory estimate cannot follow."""
+    if not operations:
+        return ()
+    text = (
+        f"memory estimate: an upper bound. It takes large results of {listing(operations)} as replicated, because it has no rule for how they "
+        f"are sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
+    )
+    return (text,)
+
+
 def with_reason(row: Row, operations: Sequence[str]) -> Row:
     """A parameter's row; ``operations`` keep its initial value from being equal in every layout."""
     if not operations:

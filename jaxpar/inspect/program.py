@@ -43,7 +43,8 @@ class Value:
     """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant).
 
     ``open`` says so of a constant that came out of a ``shard_map``: but for the axes that are manual there, anything would do.
-    ``gathered`` says that it bears the name of gathered weights.
+    ``gathered`` says that it bears the name of gathered weights, ``gradient`` that it becomes a gradient of the parameters.
+    ``assumed`` is the operation that makes it, where its spec could not be followed and is taken as replicated.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +53,8 @@ class Value:
     sizes: Mapping[str, int]
     open: bool = False
     gathered: bool = False
+    gradient: bool = False
+    assumed: str = ""
 
     @property
     def bytes(self) -> int:
@@ -62,7 +65,10 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """One operation. ``reads`` and ``makes`` are its operands and results; loops and branches have ``bodies``."""
+    """One operation. ``reads`` and ``makes`` are its operands and results; loops and branches have ``bodies``.
+
+    ``followed`` is false where no rule says how its large results are sharded.
+    """
 
     name: str
     reads: list[Value]
@@ -70,6 +76,7 @@ class Op:
     bodies: list[Program] = field(default_factory=list)
     consts: int = 0
     carries: int = 0
+    followed: bool = True
 
 
 @dataclass(eq=False, slots=True)
@@ -84,13 +91,16 @@ class Program:
 class Reader:
     """Reads jaxprs into programs.
 
-    Attributes:
-      unknown: names of operations through which the division of a large value could not be followed.
+    A large result of an operation that has no rule is taken as replicated, unless a ``sharding_constraint`` says how it is sharded.
     """
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
-        self.unknown: set[str] = set()
+        self._assumed: list[Value] = []
+
+    def assumed(self) -> tuple[str, ...]:
+        """The operations whose large results are taken as replicated."""
+        return tuple(sorted({value.assumed for value in self._assumed if value.assumed}))
 
     def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> Program:
         """The program of a jaxpr whose arguments are divided as ``specs`` say, those at the places ``opened`` but for what they leave open."""
@@ -129,25 +139,38 @@ class Reader:
             return self._scan(eqn, reads, ops)
         if name in ("while", "cond"):
             return self._branches(eqn, reads, ops)
-        if name not in _OWN_CODE and any(
-            hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in params.values()
-        ):
-            self.unknown.add(name)  # it runs a program that nobody has looked into
+        inner = None if name in _OWN_CODE else _called(eqn)
+        if inner is not None:
+            return self._open(inner, reads, ops)
         makes = [self._value(var.aval, None) for var in eqn.outvars]
-        try:
-            specs = spread_of(name, params, reads, makes, self.sizes)
-        except UnknownSpread:
-            large = max((v.bytes for v in (*reads, *makes)), default=0) > SMALL
-            if large and any(any(v.spec or ()) for v in reads):
-                self.unknown.add(name)
-            specs = [None] * len(makes)
-        for value, spec in zip(makes, specs, strict=True):
-            value.spec = spec
+        followed = self._spread(eqn, reads, makes)
         if name in _NAMED:
             for value in (*reads, *makes):
                 value.gathered |= params.get("name") == GATHERED or reads[0].gathered
-        ops.append(Op(name, reads, makes))
+        ops.append(Op(name, reads, makes, followed=followed))
         return makes
+
+    def _spread(self, eqn: Any, reads: list[Value], makes: list[Value]) -> bool:
+        """Set the specs of an operation's results; whether a rule has them."""
+        name, followed = eqn.primitive.name, True
+        try:
+            specs = spread_of(name, eqn.params, reads, makes, self.sizes)
+            for value, spec in zip(makes, specs, strict=True):
+                if spec is not None and len(spec) != len(value.shape):
+                    raise UnknownSpread(name)
+        except (UnknownSpread, LookupError, TypeError, ValueError):  # no rule, or one for other parameters than these
+            specs = [None] * len(makes)
+            large = [value for value in makes if value.bytes > SMALL]
+            if large and any(any(v.spec or ()) for v in reads):
+                followed, specs = False, [((),) * len(value.shape) for value in makes]
+                self._assumed += large
+                for value in large:
+                    value.assumed = name
+        for value, spec in zip(makes, specs, strict=True):
+            value.spec = spec
+        if name == "sharding_constraint" and reads[0].assumed:
+            reads[0].spec, reads[0].assumed = makes[0].spec, ""
+        return followed
 
     def _shard_map(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
         """The inside of a ``shard_map`` has the shapes of one device; only other axes divide its values further."""
@@ -178,6 +201,7 @@ class Reader:
         specs = [v.spec for v in reads[: consts + carries]]
         specs += [None if v.spec is None else v.spec[1:] for v in reads[consts + carries :]]
         opened = [i for i in range(consts, consts + carries) if reads[i].open]
+        before = len(self._assumed)
         body = self.read(inner, specs, opened)
         for _ in range(2):
             # What is carried lies as the body leaves it, where nothing says how it comes in.
@@ -190,6 +214,7 @@ class Reader:
                 break
             specs[consts : consts + carries] = merged
             opened = [i for i in opened if left[i - consts].open]
+            del self._assumed[before:]
             body = self.read(inner, specs, opened)
         for value, spec in zip(reads[consts : consts + carries], specs[consts:], strict=False):
             if value.open:  # a compiler makes it as the loop wants it
@@ -232,7 +257,7 @@ class Reader:
             return makes
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         inside = reads[skip:]
-        specs = [v.spec for v in inside]
+        specs, before = [v.spec for v in inside], len(self._assumed)
         body = self.read(params["body_jaxpr"].jaxpr, specs)
         for _ in range(2):
             # As of a scan: sums that begin with zeros lie as the body leaves them.
@@ -242,10 +267,19 @@ class Reader:
             if found == specs[consts:]:
                 break
             specs[consts:] = found
+            del self._assumed[before:]
             body = self.read(params["body_jaxpr"].jaxpr, specs)
         makes = [self._value(var.aval, spec) for var, spec in zip(eqn.outvars, specs[consts:], strict=True)]
         ops.append(Op("while", inside, makes, [body], consts, len(makes)))
         return makes
+
+
+def _called(eqn: Any) -> Any:
+    """The program that an operation calls on its operands, if it calls one."""
+    found = [value for value in eqn.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
+    inner = getattr(found[0], "jaxpr", found[0]) if len(found) == 1 else None
+    counts = None if inner is None else (len(inner.invars), len(inner.outvars))
+    return inner if counts == (len(eqn.invars), len(eqn.outvars)) else None
 
 
 def _scan_counts(eqn: Any, inner: Any) -> tuple[int, int]:

@@ -144,6 +144,16 @@ def _reduce(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
     return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i not in params["axes"])
 
 
+def _stack(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    """The operands' dims, and a new one that nothing divides."""
+    spec = merge([x.spec for x in reads], len(out.shape) - 1) or ((),) * (len(out.shape) - 1)
+    return (*spec[: params["axis"]], (), *spec[params["axis"] :])
+
+
+def _unstack(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
+    return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i != params["axis"])
+
+
 def _same_dims(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
     """Dims that keep their size keep their axes: slices, pads, concatenations, updates."""
     same = [x for x in reads if len(x.shape) == len(out.shape)]
@@ -249,6 +259,8 @@ _RULES: dict[str, Any] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "expand_dims": _reshape,
     "reshape": _reshape,
     "gather": _gather,

@@ -29,12 +29,15 @@ _ONE = frozenset(
         "slice",
         "dynamic_slice",
         "copy",
+        "unstack",
         "neg",
         "relaid",
         "expand_dims",
     )
 )
-_MANY = frozenset(("add", "add_any", "mul", "div", "sub", "select_n", "concatenate", "pad", "dynamic_update_slice"))
+_MANY = frozenset(
+    ("add", "add_any", "mul", "div", "sub", "select_n", "stack", "concatenate", "pad", "dynamic_update_slice")
+)
 _BY_HAND = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
 
 
@@ -60,7 +63,9 @@ def _summed(value: Value, makers: dict[Value, Op], axes: frozenset[str], most: i
         if op is None or value in seen or not value.shape:  # a scalar scales a gradient, and is none
             continue
         seen.add(value)
-        if op.name in _ONE:
+        if not op.followed:  # its results are taken as replicated, which says nothing of a sum
+            todo += op.reads
+        elif op.name in _ONE:
             todo.append(op.reads[min(op.makes.index(value), len(op.reads) - 1)])
         elif op.name in _MANY:
             todo += op.reads
