@@ -50,6 +50,8 @@ def several(name: str, options: argparse.Namespace) -> tuple[bool, str]:
 
     results = run(name, options.seed, range(options.first, options.first + options.cases), options.jobs, told)
     seconds = time.monotonic() - begun
+    if options.json:
+        report.keep(options.json, name, options.seed, results, {})
     least = reduced(name, options, [r for r in results if r.outcome.failed])
     if options.json:
         report.keep(options.json, name, options.seed, results, least)

@@ -25,7 +25,7 @@ def where_rule(q: Any, k: Any) -> Any:
 def standard_slopes(heads: int) -> Array:
     """The slopes of Press et al. 2021, section 3 and its code, by recursion."""
 
-    def slopes(n: int) -> list[Any]:
+    def slopes(n: int) -> list[float]:
         if n & (n - 1) == 0:
             return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
         below = 1 << (n.bit_length() - 1)
@@ -37,7 +37,7 @@ def standard_slopes(heads: int) -> Array:
 def arrays_of(case: Any) -> dict[str, Array]:
     """Everything that a case holds as arrays, from its seed."""
     rng, dtype = np.random.default_rng(case.seed), DTYPES[case.dtype]
-    normal = lambda *shape: rng.normal(size=shape).astype(dtype)
+    normal = lambda *shape: np.asarray(rng.normal(size=shape)).astype(dtype)
     heads = case.query_heads
     arrays = {
         "q": normal(case.rows, case.queries, heads, case.head_dim),
@@ -45,7 +45,7 @@ def arrays_of(case: Any) -> dict[str, Array]:
         "v": normal(case.rows, case.keys, case.kv_heads, case.value_dim),
         "grad": normal(case.rows, case.queries, heads, case.value_dim),
         "sinks": normal(heads),
-        "slopes": np.asarray(0.5 * rng.random(heads), dtype),
+        "slopes": np.asarray(0.5 * rng.random(heads)).astype(dtype),
         "order": rng.permutation(case.keys),
     }
     shape = (case.rows if case.bias_batch else 1, heads if case.bias_heads else 1, case.queries, case.keys)

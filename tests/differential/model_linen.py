@@ -66,7 +66,7 @@ class Model(nn.Module):
                 if case.tied
                 else self.param("head", axes(named_init(case))("embed", "vocab"), (case.embed, case.vocab))
             )
-        x = tools.hint(x, "batch", "seq", "embed")
+        x = tools.hint(tools.narrow(x), "batch", "seq", "embed")
         for i, kind in enumerate(case.body):
             x = tools.hint(tools.drop(self._layer(kind, i, x), i), "batch", "seq", "embed")
         return tools.loss(x, head, batch["targets"], batch["counted"]) if case.tokens else squares(case, x, batch)

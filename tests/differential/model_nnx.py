@@ -119,7 +119,7 @@ class Model(nnx.Module):
     def __call__(self, batch: Any, tools: Tools) -> Any:
         """The loss, and what it is a mean over."""
         x = tools.look_up(self.table, batch["x"]) if hasattr(self, "table") else batch["x"]
-        x = tools.hint(x, "batch", "seq", "embed")
+        x = tools.hint(tools.narrow(x), "batch", "seq", "embed")
         for i, layer in enumerate(self.body):
             x = tools.hint(tools.drop(layer(x, tools), i), "batch", "seq", "embed")
         if not hasattr(self, "table"):

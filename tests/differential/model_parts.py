@@ -24,6 +24,7 @@ class Tools(NamedTuple):
       attend: causal attention of queries, keys and values [batch, seq, heads, head_dim].
       loss: ``loss(x, head, targets, counted)``: the mean over tokens, and ``None`` or the number that it is over.
       look_up: ``look_up(table, tokens)`` of an NNX table, which by itself casts to the dtype that it was made with.
+      narrow: casts what the first layer is given to the dtype of the compute.
       key: of the step, for dropout.
     """
 
@@ -31,6 +32,7 @@ class Tools(NamedTuple):
     attend: Callable[..., Any]
     loss: Callable[..., Any]
     look_up: Callable[..., Any]
+    narrow: Callable[[Any], Any]
     key: Any = None
 
     def drop(self, x: Any, number: int) -> Any:
@@ -60,7 +62,13 @@ def library(case: Any, key: Any = None) -> Tools:
             return cross_entropy(logits, targets, mask), weight
         return averaged(case, plain_losses(logits, targets), counted)
 
-    return Tools(jp.hint, attend, loss, lambda table, x: table(x), key if case.dropout else None)
+    # Where rows do not divide, a model that says nothing of its activations is the one that runs all the same.
+    hint = (lambda x, *dims: x) if case.uneven else jp.hint
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(case.precision)
+    # A table by itself gives the dtype that it was made with.
+    look_up = (lambda table, x: table(x)) if dtype is None else (lambda table, x: table.embedding[...][x])
+    narrow = lambda x: x if dtype is None else x.astype(dtype)
+    return Tools(hint, attend, loss, look_up, narrow, key if case.dropout else None)
 
 
 def plain(case: Any, key: Any, keep: Any) -> Tools:
@@ -77,7 +85,7 @@ def plain(case: Any, key: Any, keep: Any) -> Tools:
         return averaged(case, plain_losses(x @ head, targets), counted)
 
     look_up = lambda table, x: table.embedding[...][x]
-    return Tools(lambda x, *dims: x, attend, loss, look_up, key if case.dropout else None)
+    return Tools(lambda x, *dims: x, attend, loss, look_up, lambda x: x, key if case.dropout else None)
 
 
 def plain_losses(logits: Any, targets: Any) -> Any:

@@ -10,7 +10,7 @@ from .cases import Dice, Differences, InvalidCase
 # Up to some 15 layers of operations between a parameter and the loss, sums of up to 4,096 terms: 2^-24 * 170. In 16 bits each layer rounds
 # weights, activations and their gradients; half as many roundings of one sign as layers, 2^-9 * 50 and 2^-11 * 50.
 BOUNDS = {None: 1e-5, "bf16": 1e-1, "fp16": 2.5e-2}
-SKIPPED = 65504 / 16
+SKIPPED = 65504 / 8
 """A scaled gradient below this leaves fp16 room for what is summed on its way: such a step is not skipped."""
 
 
@@ -95,7 +95,8 @@ def draw(dice: Dice) -> Case:
     if dice.chance(0.3):
         values |= _narrow(dice, values)
     if values["zero"] != 1 and values["microbatches"] == 1 and data > 1 and dice.chance(0.04):
-        values["uneven"] = 1
+        values |= {"uneven": 1, "context": 1, "tokens": False, "loss": "plain", "tied": False}
+        values |= {"body": ("dense",), "attention_dropout": False}
     return Case(**values)
 
 
@@ -106,6 +107,9 @@ def _narrow(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
     if so_far["tokens"] and dice.chance(0.5):
         values |= {"vocab": 16 * 2 ** dice.whole(3, 7), "seq": 16 * 2 ** dice.whole(0, 4), "rows": 2}
         values |= {"body": ("dense",), "attention_dropout": False}
+        if dice.chance(0.1):  # one over words times tokens is then less than the smallest number of fp16
+            values |= {"vocab": 2**14, "seq": 2**10, "rows": 4, "microbatches": 1, "scale": 2**8, "loss": "linear"}
+            values |= {"data": 1, "context": 1, "model": 1, "zero": 0, "embed": 4, "heads": 1, "kv_heads": 1}
     return values
 
 

@@ -44,6 +44,7 @@ class Worker:
     process: subprocess.Popen[str] | None = None
     answers: SimpleQueue[str] = field(default_factory=SimpleQueue)
     words: IO[bytes] | None = None
+    relay: Thread | None = None
 
     def ask(self, case: str, index: int = -1) -> Result:
         """What becomes of a case, given as Python; where the process ends or does not answer, that is the outcome."""
@@ -81,7 +82,8 @@ class Worker:
             text=True,
         )
         self.served, self.answers = 0, SimpleQueue()
-        Thread(target=_relay, args=(self.process.stdout, self.answers), daemon=True).start()
+        self.relay = Thread(target=_relay, args=(self.process.stdout, self.answers), daemon=True)
+        self.relay.start()
 
     def _last_words(self) -> str:
         """What the process wrote last: XLA says there why it gave up."""
@@ -96,18 +98,20 @@ class Worker:
         """Ends the process, at once or when it has read that there is no more."""
         if self.process is None:
             return
+        process, self.process = self.process, None
+        assert process.stdin is not None and process.stdout is not None and self.relay is not None
         if kill:
-            self.process.kill()
-        assert self.process.stdin is not None
+            process.kill()
         try:
-            self.process.stdin.close()
-            self.process.wait(timeout=30)
+            process.stdin.close()
+            process.wait(timeout=30)
         except (OSError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
+            process.kill()
+            process.wait()
+        self.relay.join()
+        process.stdout.close()
         if self.words is not None:
             self.words.close()
-        self.process = None
 
 
 def _relay(stream: IO[str] | None, answers: SimpleQueue[str]) -> None:
