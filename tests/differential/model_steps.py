@@ -152,16 +152,23 @@ def reference(case: Any, keep: Any) -> Found:
     return Found({"loss": np.asarray(value)}, jax.device_get(grads), _host(carried))
 
 
+def found_again(case: Any) -> Found:
+    """One step, of which nothing is claimed."""
+    return found(case, Differences())
+
+
 def compare(
     case: Any, found: Found, want: Found, differences: Differences, bound: float, label: str, skipped: float
 ) -> None:
     """A step that is skipped has no gradients to compare; whether it may be skipped is checked."""
     if case.precision == "fp16" and bool(found.metrics.get("skipped", False)):
         largest = max(float(np.abs(g).max(initial=0)) for g in jax.tree.leaves(want.grads))
-        # Gradients of logits are up to one over the tokens that a part's mean is over.
-        counted = batch_of(case)["counted"].sum() if case.mean != "all" else case.batch * case.seq
-        small = case.scale * max(largest, case.microbatches * case.data / float(counted)) < skipped
+        small = case.scale * max(largest, 1.0 / case.batch) < skipped
         differences.claim(not small, f"a step with gradients of {largest:.1e} and a scale of {case.scale} is skipped")
+        if case.loss != "plain" and not small:  # with the same loss by hand it has to be skipped too
+            by_hand = found_again(replace(case, loss="plain"))
+            told = f"a step with a scale of {case.scale} is skipped, but not where the loss is written by hand"
+            differences.claim(bool(by_hand.metrics["skipped"]), told)
         return
     differences.check("loss", found.metrics["loss"], want.metrics["loss"], bound, 1e-2, label)
     check_trees(differences, "gradient of ", found.grads, want.grads, bound, label)
