@@ -26,7 +26,7 @@ class Dense(nn.Module):
         make = lambda features, a, b, name: nn.Dense(
             features, kernel_init=axes(named_init(self.case))(a, b), bias_init=axes(ZEROS)(b), name=name
         )
-        h = jax.nn.gelu(make(2 * self.case.embed, "embed", "mlp", "up")(x))
+        h = jax.nn.silu(make(2 * self.case.embed, "embed", "mlp", "up")(x))
         x = x + make(self.case.embed, "mlp", "embed", "down")(self.tools.hint(h, "batch", "seq", "mlp"))
         return x, None
 

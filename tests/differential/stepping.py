@@ -16,7 +16,7 @@ from .cases import Differences
 
 CANCELLED = 0.01
 """The part of the largest gradient of all that counts as the size of one that is smaller: both sum terms of one cotangent, whose
-rounding is relative to what it is made of."""
+rounding is relative to what it is made of. Where all are small, to probabilities and rows of about 1, whose difference it is."""
 
 
 def layout_of(rules: jp.Rules, sizes: Mapping[str, int]) -> jp.Layout:
@@ -54,6 +54,7 @@ def check_trees(differences: Differences, what: str, found: Any, want: Any, boun
     leaves = jax.tree_util.tree_leaves_with_path(want)
     floating = [np.abs(np.asarray(x, np.float64)).max(initial=0) for _, x in leaves]
     least = CANCELLED * max((float(x) for x in floating if np.isfinite(x)), default=0.0)
+    least = max(least, CANCELLED)
     others = jax.tree.leaves(found)
     differences.claim(len(others) == len(leaves), f"{what}: {len(others)} arrays, the reference {len(leaves)}")
     for (path, array), other in zip(leaves, others, strict=False):
