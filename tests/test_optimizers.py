@@ -298,25 +298,26 @@ def test_training_equals_one_device(name: str, mlp: Any) -> None:
 
 def test_lookahead_keeps_its_slow_parameters_in_its_state(mlp: Any) -> None:
     """Steps equal optax's own loop with fast and slow parameters; the slow ones are sharded as the parameters are."""
-    for tx in (
-        optax.lookahead(optax.adam(LR), 2, 0.5),
-        optax.chain(optax.clip(0.01), optax.lookahead(optax.sgd(LR), 2, 0.3)),
-    ):
-        state = jp.init(mlp.layout(), mlp.make, tx)
-        assert jax.tree.map(lambda x: x.sharding, state.opt_state.slow) == jax.tree.map(
-            lambda x: x.sharding, state.params
-        )
-        step = jp.train_step(mlp.layout(), mlp.loss, keep_grads=True, donate=False)
-        first = jax.device_get(state.params)
-        both, own = optax.LookaheadParams(first, first), tx.init(first)
-        for i in range(3):
-            state, metrics = step(state, mlp.batch(i))
-            updates, own = tx.update(jax.device_get(metrics["grads"]), own, both)
-            both = optax.apply_updates(both, updates)
-            assert_close(leaves(jax.device_get(state.params)), leaves(both.fast))
-            assert_close(leaves(jax.device_get(state.opt_state.slow)), leaves(both.slow))
-        apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), both.fast, both.slow)
-        assert max(jax.tree.leaves(apart)) > 1e-4
+    with jax.enable_x64(True):
+        for tx in (
+            optax.lookahead(optax.adam(LR), 2, 0.5),
+            optax.chain(optax.clip(0.01), optax.lookahead(optax.sgd(LR), 2, 0.3)),
+        ):
+            state = jp.init(mlp.layout(), mlp.make, tx)
+            assert jax.tree.map(lambda x: x.sharding, state.opt_state.slow) == jax.tree.map(
+                lambda x: x.sharding, state.params
+            )
+            step = jp.train_step(mlp.layout(), mlp.loss, keep_grads=True, donate=False)
+            first = jax.device_get(state.params)
+            both, own = optax.LookaheadParams(first, first), tx.init(first)
+            for i in range(3):
+                state, metrics = step(state, mlp.batch(i))
+                updates, own = tx.update(jax.device_get(metrics["grads"]), own, both)
+                both = optax.apply_updates(both, updates)
+                assert_close(leaves(jax.device_get(state.params)), leaves(both.fast))
+                assert_close(leaves(jax.device_get(state.opt_state.slow)), leaves(both.slow))
+            apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), both.fast, both.slow)
+            assert max(jax.tree.leaves(apart)) > 1e-4
 
 
 def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
