@@ -77,9 +77,13 @@ def draw(dice: Dice) -> Case:
     values: dict[str, Any] = {"data": data, "context": context, "model": model, "flavour": dice.one("nnx", "linen")}
     values |= {"zero": dice.one(0, 0, 1, 1, 2, 3) if data > 1 else 0, "microbatches": dice.one(1, 1, 1, 2, 3)}
     values |= {"sharded": values["zero"] == 0 and dice.chance(0.4), "tokens": dice.chance(0.6)}
-    # Of two features a norm leaves signs alone, whose gradients are rounding: embed is 4 or more.
     # A loss that is a mean in each part is that of the whole batch; statistics of a part are not.
     parts = values["zero"] == 1 or values["microbatches"] > 1
+    if (
+        parts and min(data, context, model) > 1
+    ):  # XLA:CPU aborts on the lookup in a small table that is split beside manual axes
+        values["tokens"] = False
+    # Of two features a norm leaves signs alone, whose gradients are rounding: embed is 4 or more.
     names = ["dense", "dense", "norm", "attention", "attention", "stack"]
     names += [] if context > 1 else ["flax attention", "conv"]
     names += [] if parts or context > 1 else ["batch norm"]
@@ -96,7 +100,8 @@ def draw(dice: Dice) -> Case:
         values |= _narrow(dice, values)
     if values["zero"] != 1 and values["microbatches"] == 1 and data > 1 and dice.chance(0.04):
         values |= {"uneven": 1, "context": 1, "tokens": False, "loss": "plain", "tied": False}
-        values |= {"body": ("dense",), "attention_dropout": False}
+        values |= {"body": ("dense",)}
+    values["attention_dropout"] &= "attention" in values["body"]
     return Case(**values)
 
 
@@ -108,9 +113,12 @@ def _narrow(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
         values["body"] = tuple("dense" if name == "flax attention" else name for name in values["body"])
     if so_far["tokens"] and dice.chance(0.5):
         values |= {"vocab": 16 * 2 ** dice.whole(3, 7), "seq": 16 * 2 ** dice.whole(0, 4), "rows": 2}
-        values |= {"body": ("dense",), "attention_dropout": False}
+        values |= {"body": ("dense",)}
         if dice.chance(0.1):  # one over words times tokens is then less than the smallest number of fp16
             values |= {"vocab": 2**14, "seq": 2**10, "rows": 4, "microbatches": 1, "scale": 2**8, "loss": "linear"}
+            values["tied"] = (
+                False  # a table's two gradients, of 4,096 tokens in bf16, are beyond the bound in plain jax too
+            )
             values |= {"data": 1, "context": 1, "model": 1, "zero": 0, "embed": 4, "heads": 1, "kv_heads": 1}
     return values
 

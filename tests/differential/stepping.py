@@ -14,7 +14,7 @@ import jaxpar as jp
 
 from .cases import Differences
 
-CANCELLED = 0.01
+CANCELLED = 0.05
 """The part of the largest gradient of all that counts as the size of one that is smaller: both sum terms of one cotangent, whose
 rounding is relative to what it is made of. Where all are small, to probabilities and rows of about 1, whose difference it is."""
 
