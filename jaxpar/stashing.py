@@ -50,7 +50,7 @@ def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
     run = _Run(call, groups, batch, batch)
     first = groups.cut(params)["before"]
     pieces = run.pieces()
-    run.check_side(pieces)
+    run.check_side(pieces.batch)
     tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
     nothing = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}

@@ -97,7 +97,7 @@ def pipelined(stages: int, chunks: int, kinds: str, keeps: Keeps) -> Callable[..
 
     def pipe(numbers: Any, weights: jax.Array, after: jax.Array, x: jax.Array, pieces: Any) -> Any:
         with tracing_under(layout):
-            program = Given(like, layer, lambda piece: piece["side"], head, (), keeps, numbers=numbers)
+            program = Given(like, layer, lambda piece, read: piece["side"], head, (), keeps, numbers=numbers)
             return run(program, weights, after, x, pieces)
 
     everywhere = jax.NamedSharding(layout.mesh, jax.P())
