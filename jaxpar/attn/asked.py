@@ -36,8 +36,9 @@ class Options(TypedDict, total=False):
       scale: of the scores; 1 / sqrt(head_dim) if not given.
       softcap: ``softcap * tanh(score / softcap)`` in the place of the score (Gemma 2), before biases.
       alibi: slopes [heads] of ``-slope * |q - k|``, or ``True`` for those of Press et al. 2021 (arXiv:2108.12409).
-      bias: added to the scores, [batch or 1, heads or 1, queries, keys]. A key whose score it brings to -1e30 or below (-inf, or the least
-        number of fp32 or bf16; that of fp16 is greater) is hidden. A row without keys is 0, and so are its gradients.
+      bias: added to the scores, [batch or 1, heads or 1, queries, keys], its rows and columns in the order of the tokens in ``q`` and ``k``. A key
+        whose score it brings to -1e30 or below (-inf, or the least number of fp32 or bf16; that of fp16 is greater) is hidden. A row
+        without keys is 0, and so are its gradients.
       sinks: a logit [heads] that takes part in every softmax and adds nothing (attention sinks).
       dropout: the share of weights that are dropped; the others grow accordingly. The same ``key`` drops the same ones in
         every layout.

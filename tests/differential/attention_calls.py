@@ -95,7 +95,7 @@ def placed(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Array], Any, 
         new[name] = arrays[name][:, rows]
     for name in ("k", "v", "k_segments"):
         new[name] = arrays[name][:, columns]
-    new["bias"] = arrays["bias"]
+    new["bias"] = arrays["bias"][:, :, rows][..., columns]
     return new, rows, columns
 
 
@@ -118,6 +118,8 @@ def found_by(case: Any, arrays: dict[str, Array]) -> dict[str, Array]:
     host = {name: np.asarray(array) for name, array in found.items()}
     for name, order in (("o", rows), ("q", rows), ("k", columns), ("v", columns)):
         host[name] = host[name][:, np.argsort(order)]
+    if "bias" in host:
+        host["bias"] = host["bias"][:, :, np.argsort(rows)][..., np.argsort(columns)]
     return host
 
 
