@@ -172,7 +172,9 @@ def _mask(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
         values["q_offset"] = dice.whole(-queries - 1, keys + 1) if dice.chance(0.7) else keys - queries
         values["traced_offset"] = dice.chance(0.4)
     if dice.chance(0.35):
-        values["segments"] = dice.one("packed", "packed", "padding", "padding", "wide")
+        # jax cuts the 64-bit arguments of the caller's own shard_map to 32 bits before attention sees them.
+        last = "packed" if so_far["form"] == "manual" else "wide"
+        values["segments"] = dice.one("packed", "packed", "padding", "padding", last)
         values["holes"] = values["segments"] == "padding" and dice.chance(0.5)
     return values
 
