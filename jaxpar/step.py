@@ -157,6 +157,27 @@ def value_of(
     return value
 
 
+def updated(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    batch: Any,
+    grads: Any,
+    loss: jax.Array,
+    *,
+    clip_norm: float | None = None,
+) -> tuple[Any, optax.OptState]:
+    """Parameters and optimizer state after a step whose gradients (before clipping) and loss are given.
+
+    For verification: :func:`train_step` computes the gradients itself.
+    """
+    own = isinstance(state.static.tx, onebit.OneBit)
+    how = replace(how_of(1, "use", None, None, True, None), own=own)
+    with tracing_under(layout):
+        grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
+        return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, how), jnp.asarray(True))
+
+
 def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[Any, jax.Array]:
     """Gradients, scaled down to a norm where one is given, and their norm before (L2, fp32)."""
     norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))

@@ -27,7 +27,9 @@ def assert_matches_single_device(
     bound: float = 1e-5,
     seed: int = 0,
 ) -> Verdict:
-    """Train on ``data`` in the layout and on one device; loss and gradients of every step must agree.
+    """Train on ``data`` on one device, and take each step in the layout too, from the same state; both must agree.
+
+    Compared are the loss, every gradient, the carried variables, and what the optimizer makes of the layout's gradients.
 
     Args:
       layout: the layout to prove.
@@ -35,7 +37,7 @@ def assert_matches_single_device(
       loss_fn: as for :func:`jaxpar.train_step`.
       data: one batch per step, name → global array.
       dims: name → logical dims of that array.
-      bound: largest relative difference allowed, per gradient tensor and for the loss.
+      bound: largest relative difference allowed, per tensor and for the loss.
 
     Returns:
       The differences that were found.
@@ -56,7 +58,7 @@ def assert_matches_single_device(
     if not verdict.passed:
         raise VerificationError(
             f"the layout does not compute what one device computes (loss {verdict.loss:.2e}, gradients "
-            f"{verdict.gradients:.2e} in {verdict.worst}, bound {bound:.0e}). First: {verdict.first}."
+            f"{verdict.gradients:.2e} in {verdict.worst}, updates {verdict.updates:.2e}, bound {bound:.0e}). First: {verdict.first}."
         )
     return verdict
 

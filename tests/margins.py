@@ -175,7 +175,7 @@ def pytest_configure() -> None:
 
     def passed(self: Verdict) -> bool:
         if self.first is None:
-            current.note(max(self.loss, self.gradients), self.bound)
+            current.note(max(self.loss, self.gradients, self.updates), self.bound)
         return self.first is None
 
     Verdict.passed = property(passed)  # type: ignore[assignment, method-assign]

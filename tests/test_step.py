@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
-from jaxpar.inspect.compare import first_nonfinite
+from jaxpar.inspect.divergence import first_nonfinite
 from jaxpar.step import eval_step
 
 TX = optax.adam(1e-2)

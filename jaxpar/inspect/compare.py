@@ -1,14 +1,15 @@
 """Is a layout right? The same steps on one device and in the layout, compared tensor by tensor.
 
-Loss and gradients of every step are compared. When they part, the forward pass of that step is run again on both sides,
-operation by operation, and the first activation that differs is named with the module that made it.
+One device trains, and the layout takes each of these steps from the same state. Two trajectories are never compared: Adam and Lion make a
+step of full length from any gradient, however small, and so amplify rounding. When a step differs, its forward pass is run again on both
+sides, operation by operation, and the first activation that differs is reported with the module that made it.
 """
 
 from __future__ import annotations
 
-import difflib
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,29 +19,40 @@ import numpy as np
 import optax
 
 from jaxpar.arrays import put
-from jaxpar.layout import Layout, observing
+from jaxpar.inspect.divergence import first_divergence
+from jaxpar.layout import Layout
 from jaxpar.model import MakeModel, show, to_path
-from jaxpar.objective import loss_of
-from jaxpar.precision import Precision
 from jaxpar.state import TrainState, init
-from jaxpar.step import train_step
+from jaxpar.step import train_step, updated
 
 FLOOR = 1e-3
 """A tensor's differences count against its own largest entry, but at least against this part of the model's largest
 gradient: a gradient that is zero by mathematics (a key bias under softmax) holds nothing but rounding noise."""
 
-
-NOISE = 100
-"""An element whose gradients part by more than so many bounds of its own size is told apart by rounding alone."""
+SAMPLES = 3
+SPREAD = 10
+"""A gradient tensor may differ by ``SPREAD`` times what it changes by when parameters and inputs change in their last bit (the largest change
+of ``SAMPLES`` random ones): where large terms cancel, their rounding is more than the bound of what is left."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest relative differences over all steps, where they were, and where the first one beyond the bound is."""
+    """The largest relative differences over all steps, where they were, and where the first one beyond the bound is.
+
+    Attributes:
+      loss: of the loss.
+      gradients: of any gradient tensor.
+      worst: that tensor and its step.
+      updates: of any parameter, optimizer state or carried variable after a step.
+      bound: the largest difference allowed.
+      parameters_equal: whether the initial parameters are bitwise equal.
+      first: where the first difference beyond the bound is; ``None`` if there is none.
+    """
 
     loss: float
     gradients: float
     worst: str
+    updates: float
     bound: float
     parameters_equal: bool
     first: str | None
@@ -64,10 +76,10 @@ def compare(
     clip_norm: float | None = None,
     **options: Any,
 ) -> Verdict:
-    """Train on ``data`` under two layouts, each from its own initial state, and compare loss and gradients of every step.
+    """Train on ``data`` in the reference, and compare each step with the layout's step from the same state.
 
-    Adam and Lion make a step of full length of any gradient, however small: where an element's gradient is nothing but rounding, and
-    within the bound of its tensor, its parameter goes on from the reference's.
+    Compared are the loss, the gradients, the carried variables, and the updated parameters and optimizer state. The update is held against
+    the reference's update from the layout's own gradients.
 
     Args:
       reference, layout: the two layouts; the first is taken as right.
@@ -75,142 +87,158 @@ def compare(
       data: one batch per step, name → global array.
       dims: name → logical dims of that array.
       bound: largest relative difference allowed.
-      options: others of :func:`jaxpar.train_step`, for ``layout``; the reference takes each batch at once.
+      options: others of :func:`jaxpar.train_step`, for ``layout``; the reference takes each batch in one piece.
     """
+    sides: tuple[tuple[Layout, dict[str, Any]], ...] = ((reference, {}), (layout, options))
     with jax.default_matmul_precision("highest"):
-        states = [
-            init(place, make_model, tx, seed=seed, precision=more.get("precision"))
-            for place, more in ((reference, {}), (layout, options))
-        ]
-        steps = [
+        right, own = (init(place, make_model, tx, seed=seed, precision=more.get("precision")) for place, more in sides)
+        ours, theirs = (
             train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True, **more)
-            for place, more in ((reference, {}), (layout, options))
-        ]
-        pairs = zip(*(jax.tree.leaves(jax.device_get(state.params)) for state in states), strict=True)
+            for place, more in sides
+        )
+        update = jax.jit(functools.partial(updated, reference, loss_fn, clip_norm=clip_norm))
+        comparison = _Comparison((reference, layout), ours, theirs, update, loss_fn, bound)
+        pairs = zip(*(jax.tree.leaves(jax.device_get(state.params)) for state in (right, own)), strict=True)
         equal = all(np.array_equal(a, b) for a, b in pairs)
-        loss, worst, where = 0.0, 0.0, "none"
-        first = None if equal else "the initial parameters already differ"
+        found, first = [], None if equal else "the initial parameters already differ"
         for number, batch in enumerate(data, 1):
-            before = states
             inputs = [
                 {name: put(place, x, *dims[name], path=f"batch/{name}") for name, x in batch.items()}
                 for place in (reference, layout)
             ]
-            results = [step(state, x) for step, state, x in zip(steps, states, inputs, strict=True)]
-            states = [state for state, _ in results]
-            (want, got) = (jax.device_get(metrics) for _, metrics in results)
-            gap = abs(float(got["loss"]) - float(want["loss"])) / max(abs(float(want["loss"])), 1e-30)
-            apart = gradient_gaps(want["grads"], got["grads"])
-            loss = max(loss, _number(gap))
-            path = max(apart, key=lambda name: apart[name])
-            if apart[path] > worst:
-                worst, where = apart[path], f"{path}, step {number}"
-            if first is None and max(_number(gap), apart[path]) > bound:
-                found = first_divergence((reference, layout), before, inputs, loss_fn, bound)
-                first = f"{found or f'the gradient of {path}; every activation agrees'}, step {number}"
-            states[1] = _calmed(states, want["grads"], got["grads"], bound)
-    return Verdict(loss, worst, where, bound, equal, first)
+            differences, right = comparison.step(right, _copied(right, own), inputs, search=first is None)
+            found.append((differences, number))
+            if differences.where is not None:
+                first = first or f"{differences.where}, step {number}"
+    worst, number = max(found, key=lambda one: one[0].gradients)
+    return Verdict(
+        loss=max(one.loss for one, _ in found),
+        gradients=worst.gradients,
+        worst=f"{worst.gradient}, step {number}" if worst.gradients else "none",
+        updates=max(one.updates for one, _ in found),
+        bound=bound,
+        parameters_equal=equal,
+        first=first,
+    )
 
 
-def _calmed(states: Sequence[TrainState], want: Any, got: Any, bound: float) -> TrainState:
-    """The second state, with the first one's number in each parameter's elements whose gradient is noise (see ``NOISE``)."""
-    share = min(1.0, NOISE * bound)
+@dataclass(frozen=True)
+class _Differences:
+    """The largest differences of one step; ``where`` the first one beyond the bound is, if it was looked for."""
 
-    def settle(a: np.ndarray, b: np.ndarray, right: jax.Array, own: jax.Array) -> jax.Array:
-        noise = np.abs(a - b) > share * np.abs(a)
-        return jax.device_put(np.where(noise, right, own), own.sharding) if noise.any() else own
+    loss: float
+    gradients: float
+    gradient: str
+    updates: float
+    where: str | None
 
-    return replace(states[1], params=jax.tree.map(settle, want, got, *(state.params for state in states)))
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Two layouts, their steps, and the reference's update from given gradients."""
+
+    layouts: tuple[Layout, Layout]
+    reference: Callable[..., Any]
+    other: Callable[..., Any]
+    update: Callable[..., Any]
+    loss_fn: Callable[..., Any]
+    bound: float
+
+    def step(
+        self, right: TrainState, own: TrainState, batches: Sequence[Any], *, search: bool
+    ) -> tuple[_Differences, TrainState]:
+        """The differences of one step from the same state, and the reference's state after it."""
+        after, metrics = self.reference(right, batches[0])
+        other, others = self.other(own, batches[1])
+        want, got = jax.device_get((metrics["grads"], others["grads"]))
+        loss = _number(abs(float(others["loss"]) - float(metrics["loss"])) / max(abs(float(metrics["loss"])), 1e-30))
+        updated = self.update(right, batches[0], got, np.asarray(others["loss"]))
+        updates = _gaps(
+            {"params": updated[0], "opt_state": updated[1]}, {"params": other.params, "opt_state": other.opt_state}
+        )
+        grads, carried = gradient_gaps(want, got), _gaps({"rest": after.rest}, {"rest": other.rest})
+        if max((*grads.values(), *carried.values())) > self.bound:
+            changes = self._last_bit(right, batches[0], want, after.rest)
+            sizes = {path: SPREAD * change / self.bound for path, change in changes.items()}
+            grads, carried = gradient_gaps(want, got, sizes), _gaps({"rest": after.rest}, {"rest": other.rest}, sizes)
+        updates |= carried
+        gradient, leaf = (max(gaps, key=lambda path: gaps[path]) for gaps in (grads, updates))
+        where = None
+        if search and max(loss, grads[gradient]) > self.bound:
+            where = first_divergence(self.layouts, (right, own), batches, self.loss_fn, self.bound)
+            where = where or f"the gradient of {gradient}; every activation agrees"
+        elif search and updates[leaf] > self.bound:
+            where = f"{leaf} after the step; the gradients agree"
+        return _Differences(loss, grads[gradient], gradient, updates[leaf], where), after
+
+    def _last_bit(self, state: TrainState, batch: Any, grads: Any, rest: Any) -> dict[str, float]:
+        """Path → the largest change of a gradient or a carried variable when parameters and inputs change by one bit of fp32."""
+        most: dict[str, float] = {}
+        for sample in range(SAMPLES):
+            near = functools.partial(_one_bit_off, np.random.default_rng(sample))
+            moved = replace(state, params=jax.tree.map(near, state.params))
+            after, metrics = self.reference(moved, jax.tree.map(near, batch))
+            for want, got in ((grads, metrics["grads"]), ({"rest": rest}, {"rest": after.rest})):
+                for path, a, b in _numbers(want, got):
+                    most[path] = max(most.get(path, 0.0), float(np.abs(a - b).max(initial=0)))
+        return most
 
 
-def gradient_gaps(want: Any, got: Any) -> dict[str, float]:
-    """Path → largest relative difference of each gradient tensor (see ``FLOOR``); infinite where one is not finite."""
+def _one_bit_off(rng: np.random.Generator, x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    scale = 1 + rng.choice([-1, 1], x.shape) * float(jnp.finfo(jnp.float32).eps)
+    return jax.device_put((np.asarray(x) * scale).astype(x.dtype), x.sharding)
+
+
+def _copied(state: TrainState, own: TrainState) -> TrainState:
+    """``state`` with the shardings of ``own``. Arrays that have another shape in ``own`` (one per device) and a loss scale stay."""
+
+    def move(x: Any, mine: Any) -> Any:
+        return jax.device_put(jax.device_get(x), mine.sharding) if x.shape == mine.shape else mine
+
+    parts = ("step", "params", "opt_state", "rest", "key")
+    return replace(own, **{name: jax.tree.map(move, getattr(state, name), getattr(own, name)) for name in parts})
+
+
+def _numbers(want: Any, got: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Paths and pairs of arrays in fp64, keys as their numbers. Arrays of other shapes, one per device, are left out."""
+    for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = (jax.random.key_data(x) for x in (a, b))
+        if a.shape == b.shape:
+            a, b = (np.asarray(jax.device_get(x)).astype(np.float64) for x in (a, b))
+            yield show(to_path(keys)), a, b
+
+
+def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Path → largest difference of each array, relative to its largest entry, or to ``least``."""
+    tiny = float(np.finfo(np.float32).tiny)
+    return {
+        path: _number(
+            float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), (least or {}).get(path, tiny))
+        )
+        for path, a, b in _numbers(want, got)
+    }
+
+
+def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Path → largest difference of each gradient tensor, relative to its size (see ``FLOOR``); infinite where one is not finite.
+
+    Args:
+      want, got: the gradients, on the host.
+      least: path → the size that a tensor has at least.
+    """
     scale = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(want))
-    least = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
+    floor = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
     gaps = {}
     for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        largest = float(np.abs(a).max(initial=0))
+        path, largest = show(to_path(keys)), float(np.abs(a).max(initial=0))
         # Of a gradient that is noise the noise may be as large as that of what cancels out in it: the largest gradient's.
         noise = largest <= 8 * min(float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(a.dtype).eps)) * scale
-        size = max(scale if noise else largest, least)
-        gaps[show(to_path(keys))] = _number(float(np.abs(a - b).max(initial=0)) / size)
+        size = max(scale if noise else largest, floor, (least or {}).get(path, 0.0))
+        gaps[path] = _number(float(np.abs(a - b).max(initial=0)) / size)
     return gaps
-
-
-def first_divergence(
-    layouts: Sequence[Layout],
-    states: Sequence[Any],
-    batches: Sequence[Any],
-    loss_fn: Callable[..., Any],
-    bound: float,
-) -> str | None:
-    """The first activation of the forward pass that differs, as text; ``None`` if all that the model constrains agree.
-
-    The model's own ``constrain`` and ``hint`` calls are the probes. Without jit a scan runs its body once a layer, so the
-    calls come in the order in which a reader would count them.
-    """
-    traces: list[list[tuple[str, Sequence[str | None], np.ndarray]]] = []
-    for layout, state, batch in zip(layouts, states, batches, strict=True):
-        trace: list[tuple[str, Sequence[str | None], np.ndarray]] = []
-
-        def note(site: str, dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
-            trace.append((site, dims, np.asarray(jax.device_get(x))))
-
-        with layout, jax.disable_jit(), observing(note):
-            loss_of(loss_fn, state, batch)(state.params)
-        traces.append(trace)
-    # A layout may take another way than one device in places: only calls that both make are compared.
-    keys = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
-    same = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
-    pairs = [(m.a + i, m.b + i) for m in same for i in range(m.size)]
-    for number, ((place, dims, a), b) in ((i + 1, (traces[0][i], traces[1][j][2])) for i, j in pairs):
-        gap = _number(float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30))
-        if gap > bound:
-            called = sum(earlier == place for earlier, _, _ in traces[0][:number])
-            named = ", ".join(map(str, dims))
-            return f"{place} ({named}), call {called}: its activation differs by {gap:.2e}"
-    return None
-
-
-def first_nonfinite(
-    layout: Layout, state: Any, batch: Any, loss_fn: Callable[..., Any], precision: Precision | None = None
-) -> str:
-    """Where a step's numbers stop to be finite, as text: a parameter, else the first activation, else what comes after all.
-
-    The model's own ``constrain`` and ``hint`` calls are the probes, as for :func:`first_divergence`.
-    """
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        if not _finite(leaf):
-            return f"the parameter {show(to_path(keys))} is not finite before the step"
-    precision = precision or Precision()
-    found: list[str] = []
-    calls: dict[str, int] = {}
-
-    def note(site: str, dims: Sequence[str | None], x: Any, _: Any) -> None:
-        calls[site] = calls.get(site, 0) + 1
-        if not found and not _finite(x):
-            found.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
-
-    compute = lambda params: loss_of(loss_fn, state, batch)(jax.tree.map(precision.computing, params))[0]
-    with layout, jax.disable_jit(), observing(note):
-        loss = compute(state.params)
-    if found:
-        return found[0]
-    if not _finite(loss):
-        return "the loss; every activation is finite"
-    with layout:
-        grads = jax.jit(jax.grad(compute))(state.params)
-    bad = [show(to_path(keys)) for keys, leaf in jax.tree_util.tree_leaves_with_path(grads) if not _finite(leaf)]
-    if bad:
-        more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
-        return f"the gradient of {bad[0]}{more}; every activation and the loss are finite"
-    return "the norm of the gradients, which overflows; each of them is finite"
-
-
-def _finite(x: Any) -> bool:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return bool(jnp.isfinite(x).all())  # the other processes hold parts of it, and ask the same
-    return bool(np.all(np.isfinite(np.asarray(jax.device_get(x)).astype(np.float32))))
 
 
 def _number(x: float) -> float:

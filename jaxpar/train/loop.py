@@ -19,7 +19,7 @@ import jaxpar as jp
 from jaxpar.checkpoint.managing import Restored
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
 from jaxpar.errors import CheckpointError, ConfigError, DivergedError
-from jaxpar.inspect.compare import first_nonfinite
+from jaxpar.inspect.divergence import first_nonfinite
 from jaxpar.launch import heartbeat
 from jaxpar.train import watch as watching
 from jaxpar.train.compiling import unless_asked

@@ -66,6 +66,7 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     console.print(f"initial parameters  {'bitwise equal' if verdict.parameters_equal else 'DIFFER'}")
     console.print(f"loss                largest relative difference {verdict.loss:.2e} over {steps} steps")
     console.print(f"gradients           largest relative difference {verdict.gradients:.2e} ({verdict.worst})")
+    console.print(f"updates             largest relative difference {verdict.updates:.2e}")
     if verdict.passed:
         console.print(f"[bold]verified[/]            within {bound:.0e}")
     else:
