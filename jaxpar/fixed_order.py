@@ -22,8 +22,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 Causes = frozenset[str]
 """Names of the primitives, on the way to a value, whose float result depends on the order of their operands."""
 
-FIXED = frozenset(("reduce_sum", "reduce_prod", "cumsum", "cumprod"))
-"""The order-dependent primitives that are evaluated in a fixed order."""
+_SUMS = frozenset(("reduce_sum", "reduce_prod", "cumsum", "cumprod"))
+_MIXES = frozenset(
+    ("reduce_max", "reduce_min", "cummax", "cummin", "sort", "rev", "slice", "dynamic_slice", "gather", "split")
+)
+
+FIXED = _SUMS | _MIXES
+"""Primitives through which an element depends on others. Sums are evaluated in a fixed order. The others round nothing, but XLA compiles what
+reads their result by the size of a shard: it turns a division by a broadcast array into a product with the reciprocal, unless the shard has
+one element along the broadcast dims. Beside these primitives every division is written as that product."""
 
 ONE_CODE = {"xla_cpu_use_new_xtile_lowering": False, "xla_cpu_enable_platform_dependent_math": False}
 """Options of XLA:CPU for a program with sums in a fixed order, beside ``xla_backend_optimization_level`` 0. With the defaults XLA has two
@@ -162,7 +169,9 @@ def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
         return frozenset()
     shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
     terms = 3
-    if name.startswith("reduce_") and "axes" in params:
+    if name in _MIXES:
+        terms = 3 if math.prod(shape) > 1 else 1
+    elif name.startswith("reduce_") and "axes" in params:
         terms = math.prod(shape[axis] for axis in params["axes"])
     elif name.startswith("cum"):
         terms = shape[params["axis"]]
@@ -170,7 +179,8 @@ def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
         terms = 3 if math.prod(shape[dim] for dim in params["dimension_numbers"][0][0]) > 1 else 1
     elif params.get("unique_indices"):
         terms = 1
-    return frozenset((name,)) if terms > 2 else frozenset()  # a + b is b + a
+    # Of two terms a + b is b + a, but the sum may be what others are divided by.
+    return frozenset((name,)) if terms > (1 if name in FIXED else 2) else frozenset()
 
 
 def _all_causes(jaxpr: Jaxpr) -> Iterable[Causes]:
@@ -228,10 +238,12 @@ def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 def _apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in FIXED and _own_cause(eqn, eqn.outvars[0]):
+    if name in _SUMS and _own_cause(eqn, eqn.outvars[0]):
         return [_fixed(name, params, args[0])]
+    if _divides(eqn):  # a divisor that overflows as its own reciprocal, 1e-39 or 1e39, is not that of an initializer
+        return [args[0] * jax.lax.optimization_barrier(1 / args[1])]
     programs = _programs(eqn)
-    if any(names & FIXED for program in programs for names in _all_causes(_opened(program))):
+    if any(_changes(_opened(program)) for program in programs):
         if name in _CALLS:
             program = programs[0]
             return _evaluate(_opened(program), getattr(program, "consts", ()), args)
@@ -240,6 +252,20 @@ def _apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
             return eqn.primitive.bind(*args, **rewritten)
     made = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _divides(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "div" and _is_float(eqn.outvars[0].aval) and not isinstance(eqn.invars[1], Literal)
+
+
+def _changes(jaxpr: Jaxpr) -> bool:
+    """Whether :func:`_evaluate` evaluates anything of it in another way."""
+    return any(
+        _divides(eqn)
+        or any(_own_cause(eqn, var) & FIXED for var in eqn.outvars)
+        or any(_changes(_opened(program)) for program in _programs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _rewritten(value: Any) -> Any:
@@ -253,7 +279,7 @@ def _rewritten(value: Any) -> Any:
 
 
 def _fixed(name: str, params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """One primitive of :data:`FIXED` in a fixed order; 16-bit floats are summed in fp32."""
+    """A sum or product in a fixed order; 16-bit floats are summed in fp32."""
     f = jnp.add if name in ("reduce_sum", "cumsum") else jnp.multiply
     y = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     if name.startswith("cum"):

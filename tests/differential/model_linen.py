@@ -81,7 +81,7 @@ class Model(nn.Module):
         if kind == "norm":
             return nn.LayerNorm(**names)(x)
         if kind == "batch norm":
-            return nn.BatchNorm(momentum=0.5, use_running_average=False, **names)(x)
+            return nn.BatchNorm(momentum=0.5, use_fast_variance=False, use_running_average=False, **names)(x)
         if kind == "conv":
             kernel, bias = axes(ONES)(None, "embed", None), axes(ZEROS)(None)
             return nn.Conv(case.embed, (3,), kernel_init=kernel, bias_init=bias, name=name)(x)

@@ -78,7 +78,9 @@ class Simple(nnx.Module):
         if kind == "norm":
             self.inner: Any = nnx.LayerNorm(case.embed, **names, rngs=rngs)
         elif kind == "batch norm":
-            self.inner = nnx.BatchNorm(case.embed, momentum=0.5, use_running_average=False, **names, rngs=rngs)
+            self.inner = nnx.BatchNorm(
+                case.embed, momentum=0.5, use_fast_variance=False, use_running_average=False, **names, rngs=rngs
+            )
         else:
             kernel, bias = axes(ONES)(None, "embed", None), axes(ZEROS)(None)
             self.inner = nnx.Conv(case.embed, case.embed, (3,), kernel_init=kernel, bias_init=bias, rngs=rngs)

@@ -14,6 +14,10 @@ SKIPPED = 65504 / 8
 """A scaled gradient below this leaves fp16 room for what is summed on its way: such a step is not skipped."""
 
 
+NORMED = 16
+"""Tokens that a batch norm sees at least: of two numbers it leaves signs alone, whose gradients are rounding."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its step; the defaults are one dense layer of one number.
@@ -91,6 +95,8 @@ def draw(dice: Dice) -> Case:
     values |= {"kv_heads": model * dice.one(1, 1, 2), "embed": dice.one(4, 8) * (-(-model * data // 4))}
     values |= {"heads": values["kv_heads"] * dice.one(1, 2), "rows": dice.one(1, 2)}
     values |= {"seq": 2 * context * dice.whole(1, 3), "vocab": 2 * model * data * dice.whole(1, 5)}
+    if "batch norm" in values["body"]:
+        values["seq"] = max(values["seq"], NORMED)
     values |= {"dropout": dice.chance(0.2), "attention_dropout": "attention" in values["body"] and dice.chance(0.4)}
     values |= {"mean": dice.one("all", "all", "masked", "masked", "bare"), "seed": dice.whole(0, 999)}
     values |= {"init": dice.maybe(0.2, "drawn", "centred", "softmax")}
@@ -134,6 +140,8 @@ def run(case: Case) -> Differences:
         raise InvalidCase("there is no attention")
     if "batch norm" in case.body and (case.zero == 1 or case.microbatches > 1):
         raise InvalidCase("statistics of parts are not those of the batch")
+    if "batch norm" in case.body and case.seq < NORMED:
+        raise InvalidCase("statistics of a few tokens")
     if not case.tokens and (case.tied or case.loss != "plain"):
         raise InvalidCase("there is no vocabulary")
     import jax
