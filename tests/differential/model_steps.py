@@ -132,12 +132,13 @@ def _host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-def reference(case: Any, keep: Any) -> Found:
-    """Loss, gradients and statistics of the whole batch, in fp64 and without the library."""
+def reference(case: Any, keep: Any, *, exact: bool = True) -> Found:
+    """Loss, gradients and statistics of the whole batch without the library: in fp64, or, not ``exact``, in fp32."""
+    widened = wide if exact else lambda tree: tree
     tools = plain(case, step_key(case.seed) if case.dropout else None, keep)
     shapes = jp.abstract_state(layout_for(case), make_model(case), TX)
-    params, rest = (wide(tree) for tree in drawn(case, shapes))
-    batch = wide(batch_of(case))
+    params, rest = (widened(tree) for tree in drawn(case, shapes))
+    batch = widened(batch_of(case))
 
     def loss(params: Any) -> Any:
         model = shapes.static.kind.merge(params, jax.tree.map(jnp.asarray, rest))
