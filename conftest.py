@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.simulate import simulate_devices
+from jaxpar.utils.simulate_devices import simulate_devices
 
 if sys.dont_write_bytecode:
     # Of the 7 CPU seconds that importing jax and what stands on it takes, 5 go into compiling their sources, in every worker and in every

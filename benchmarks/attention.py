@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.attn.order import permutation
+from jaxpar.parallel.attention.split.token_order import permutation
 
 HERE = Path(__file__).parent
 RULES = jp.Rules(

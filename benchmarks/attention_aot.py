@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from maxtext_aot import CONFIGS, compile_ours
 
 import jaxpar as jp
-from jaxpar.inspect.audit import Audit
-from jaxpar.layout import tracing_under
-from jaxpar.plan.aot import aim, compile_program, placed
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.analysis.compile.ahead_of_time import aim, compile_program, placed
+from jaxpar.analysis.hlo.audit import Audit
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.sharding.layout import tracing_under
 
 RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads=None, kv_heads=None, head_dim=None)
 GIB = 2**30

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import jaxpar as jp
-from jaxpar.staged import stacked_part
+from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
 AXIS = "pipeline"
 

@@ -24,8 +24,8 @@ from typing import Any
 from forked import Forked, load
 
 import jaxpar as jp
-from jaxpar.checkpoint.checking import check, problems_of, steps_in, unfinished_in
 from jaxpar.checkpoint.manifest import NAME
+from jaxpar.checkpoint.verify import check, problems_of, steps_in, unfinished_in
 
 DEVICES, ROWS, WIDTH = 4, 16, 64
 STARTING = 1.0
@@ -256,7 +256,7 @@ def main() -> int:
             return int("NOT as wanted" in terminate(asked.terminate, asked.trials, dice, Path(folder))[-1])
     with tempfile.TemporaryDirectory() as folder:
         if asked.kills:  # before this process has a backend, which no fork survives
-            load(*(() if asked.plain else ("optax", "jaxpar.data", "jaxpar.step", "jaxpar.state")))
+            load(*(() if asked.plain else ("optax", "jaxpar.data", "jaxpar.training.step", "jaxpar.training.state")))
             aims = [asked.aim] if asked.aim else ["any", "save", "start"]
             lines += kills(plain if asked.plain else child, asked.kills, asked.steps, aims, dice, Path(folder))
             print(lines[-1], flush=True)

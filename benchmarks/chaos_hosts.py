@@ -16,7 +16,7 @@ from pathlib import Path
 
 from chaos_processes import AGAIN, Run, stepping
 
-from jaxpar.launch.group import free_port
+from jaxpar.app.launch.process_group import free_port
 
 EACH, COUNT = 2, 4
 

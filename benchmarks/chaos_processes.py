@@ -53,7 +53,7 @@ class Run:
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         words = words or ("--processes", str(processes))
-        command = [sys.executable, "-m", "jaxpar.cli", "train", str(folder / "run.yaml"), *words]
+        command = [sys.executable, "-m", "jaxpar.app.cli", "train", str(folder / "run.yaml"), *words]
         # Light compiles: what is measured is all else.
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from jaxpar.checkpoint.checking import check, steps_in
 from jaxpar.checkpoint.manifest import NAME
+from jaxpar.checkpoint.verify import check, steps_in
 
 WANTED = 5.0
 """Seconds from the end of the save to the end of the last process."""
@@ -37,9 +37,9 @@ def child(folder: Path, port: str, rank: int, count: int) -> None:
     from rich.console import Console
 
     import jaxpar as jp
-    from jaxpar.train.config import load_run
-    from jaxpar.train.job import make_job
-    from jaxpar.train.loop import train
+    from jaxpar.app.config import load_run
+    from jaxpar.app.job import make_job
+    from jaxpar.app.train.loop import train
 
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(address, count, rank, coordinator_bind_address=address)

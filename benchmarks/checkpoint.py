@@ -144,9 +144,9 @@ def main() -> int:
     import numpy as np
     import orbax.checkpoint as ocp
 
-    from jaxpar.checkpoint.leaves import leaves_of
-    from jaxpar.checkpoint.raw import write_arrays
-    from jaxpar.checkpoint.writing import begin
+    from jaxpar.checkpoint.array_files import write_arrays
+    from jaxpar.checkpoint.save import begin
+    from jaxpar.checkpoint.snapshot import leaves_of
 
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed="data", mlp=None))
     columns = asked.mebibytes * 2**20 // (asked.tensors * ROWS * 4)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jaxpar as jp
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "bench"
 TOPOLOGY, DEVICES = "v5e:4x4", 16

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.simulate import simulate_devices
+from jaxpar.utils.simulate_devices import simulate_devices
 
 simulate_devices(8)
 
@@ -30,9 +30,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.infer.asked import Request
-from jaxpar.models.decoding import cached_llama
+from jaxpar.inference.request import Request
 from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.llama.decode import cached_llama
 
 LAYOUTS = Path(__file__).parent.parent / "configs" / "layouts"
 

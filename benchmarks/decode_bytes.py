@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.simulate import simulate_devices
+from jaxpar.utils.simulate_devices import simulate_devices
 
 simulate_devices(16)
 
@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 import jaxpar as jp
-from jaxpar.models.decoding import cached_llama
+from jaxpar.analysis.compile.ahead_of_time import compile_program
 from jaxpar.models.llama import make_llama, preset
-from jaxpar.plan.aot import compile_program
-from jaxpar.topology import Topology
+from jaxpar.models.llama.decode import cached_llama
+from jaxpar.sharding.hardware.topology import Topology
 
 LAYOUTS = Path(__file__).parent.parent / "configs" / "layouts"
 MESHES: dict[str, dict[str, int]] = {

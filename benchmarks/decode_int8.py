@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.simulate import simulate_devices
+from jaxpar.utils.simulate_devices import simulate_devices
 
 simulate_devices(1)
 
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpar as jp
+from jaxpar.app.config import load_run
+from jaxpar.app.generate.generate import restored
+from jaxpar.app.job import make_job
 from jaxpar.data import eval_batches, load_text
-from jaxpar.models.decoding import cached_llama
-from jaxpar.train.config import load_run
-from jaxpar.train.generate import restored
-from jaxpar.train.job import make_job
+from jaxpar.models.llama.decode import cached_llama
 
 ROOT = Path(__file__).parent.parent
 KEPT: dict[str, dict[str, str]] = {

@@ -65,8 +65,8 @@ class Noted:
 
 def child(folder: Path) -> int:
     """The run of a folder."""
-    from jaxpar.cli import main
-    from jaxpar.train import loop
+    from jaxpar.app.cli import main
+    from jaxpar.app.train import loop
 
     made = loop.batches
     loop.batches = lambda *args, **options: Noted(made(*args, **options), folder / "batches")  # type: ignore[assignment]

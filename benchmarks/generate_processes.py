@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from jaxpar.launch.group import free_port
+from jaxpar.app.launch.process_group import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWANCE = 15.0
@@ -52,8 +52,8 @@ def make_checkpoint(folder: Path) -> None:
     import optax
 
     import jaxpar as jp
-    from jaxpar.train.config import load_run
-    from jaxpar.train.job import make_job
+    from jaxpar.app.config import load_run
+    from jaxpar.app.job import make_job
 
     job = make_job(load_run(folder / "run.yaml"))
     layout = job.layout(jax.devices()[:1])
@@ -69,7 +69,7 @@ class Run:
     def __init__(self, folder: Path, *words: str, prompts: list[str] = PROMPTS, most: int = 24):
         said = [word for prompt in prompts for word in ("--prompt", prompt)]
         file = ["generate", str(folder / "run.yaml"), "--checkpoint", str(folder / "checkpoints")]
-        command = [sys.executable, "-m", "jaxpar.cli", *file, *said, "--max-new", str(most), *words]
+        command = [sys.executable, "-m", "jaxpar.app.cli", *file, *said, "--max-new", str(most), *words]
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}

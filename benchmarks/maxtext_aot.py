@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.inspect.audit import Audit, audit
+from jaxpar.analysis.compile.ahead_of_time import cache_folder, compile_for
+from jaxpar.analysis.hlo.audit import Audit, audit
+from jaxpar.app.config import load_run
+from jaxpar.app.job import Job, make_job
 from jaxpar.models.llama import LlamaConfig
-from jaxpar.plan.aot import cache_folder, compile_for
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import Job, make_job
+from jaxpar.sharding.hardware.topology import Topology
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs" / "bench"

@@ -1,6 +1,6 @@
 """The memory estimate against the compiler: ``uv run python benchmarks/memory_estimate.py [--compile] [--write]``.
 
-Reads the points of ``tests/plan/memory_points.json`` (a model, a layout and a TPU topology each), and prints the estimate
+Reads the points of ``tests/analysis/memory/memory_points.json`` (a model, a layout and a TPU topology each), and prints the estimate
 beside the peak that the compiler gave, as the table of ``docs/memory.md``; ``--write`` puts it there. With ``--compile``,
 points that have no figures yet are compiled first (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), one or two CPU minutes each, and the
 file is written after each of them.
@@ -21,13 +21,13 @@ import jax
 import optax
 
 import jaxpar as jp
-from jaxpar.config import load_yaml, merge
-from jaxpar.inspect.memory import Memory
+from jaxpar.analysis.compile.ahead_of_time import aim
+from jaxpar.analysis.memory.estimate import Memory
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.models.vit import ViTConfig, make_vit, vit_loss
-from jaxpar.plan.aot import aim
-from jaxpar.topology import Topology
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.yaml_config import load_yaml, merge
 
 ROOT = Path(__file__).parents[1]
 POINTS = ROOT / "tests" / "plan" / "memory_points.json"

@@ -20,10 +20,10 @@ from typing import Any
 from maxtext_aot import CONFIGS
 from zero import DEVICES, FP32
 
-from jaxpar.plan.aot import compile_for
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.analysis.compile.ahead_of_time import compile_for
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+from jaxpar.sharding.hardware.topology import Topology
 
 HOST = "parallel={offload: {optimizer: host}}"
 BOTH = "parallel={offload: {optimizer: host, parameters: host}}"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxpar.simulate import simulate_devices
+from jaxpar.utils.simulate_devices import simulate_devices
 
 simulate_devices(8)
 

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.schedules.schedule import Schedule
-from jaxpar.schedules.simulate import simulate
-from jaxpar.schedules.window import ASYNCHRONOUS
+from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
+from jaxpar.parallel.pipeline.schedules.schedule import Schedule
+from jaxpar.parallel.pipeline.schedules.simulate import simulate
 
 SOURCE = Path(__file__).with_name("sleep.cc")
 ROWS, WIDTH = 2, 8

@@ -21,10 +21,10 @@ from typing import Any
 from autodiff_pipeline import autodiff_gpipe
 from maxtext_aot import CONFIGS, QUIET, compile_maxtext, compile_ours, maxtext_python
 
-from jaxpar.models.stages import staged_next_token_loss
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+from jaxpar.models.llama.pipeline import staged_next_token_loss
+from jaxpar.sharding.hardware.topology import Topology
 
 CONFIG = CONFIGS / "1b_pp4_fsdp4.yaml"
 MIB = 2**20

@@ -3,7 +3,7 @@
 Schedules × {pipeline alone, beside data and model axes (uniform), each stage its own beside a data axis (divergent)} × {inputs kept, residuals kept} ×
 {even, uneven pieces}, on eight simulated CPU devices in fp32: a model of 16 layers that mix what stands before a token, 8 microbatches, four stages (two beside the
 model axis). The error of a tensor is its largest difference over its largest entry; of loss and gradients the worst is printed. The goal: 2e-6. The suite runs a part
-(``tests/test_pipelines.py``). ``--before each`` looks words up in the ticks. Half a CPU minute for each schedule and mesh.
+(``tests/training/pipeline/test_gradients_pipelined.py``). ``--before each`` looks words up in the ticks. Half a CPU minute for each schedule and mesh.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ import jax
 from pipeline_aot import AGAIN, CONFIG, CUT, FLAT, GROWTH, MIB, SCHEDULES, SLOWER
 
 import jaxpar as jp
-from jaxpar.plan.aot import placed
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.analysis.compile.ahead_of_time import placed
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
 
 SMALL = ["model.layers=8", "model.embed=256", "model.mlp=512", "model.heads=2", "model.kv_heads=2", "model.vocab=512"]
 SMALL += ["model.dtype=float32", "mesh={pipeline: 4, data: 1}", "data.seq=32"]

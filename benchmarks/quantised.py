@@ -21,12 +21,12 @@ from typing import Any
 from maxtext_aot import BF16, CONFIGS, compile_ours
 from zero import DEVICES, matrices
 
-from jaxpar import signs
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
 from jaxpar.models.llama import LlamaConfig
-from jaxpar.quantise import BLOCK
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.parallel.collectives import one_bit
+from jaxpar.parallel.collectives.quantized import BLOCK
+from jaxpar.sharding.hardware.topology import Topology
 
 INT8 = 1 + 4 / BLOCK  # a byte, and its share of a block's scale
 PRECISION = "precision={compute: bf16, gather: int8, reduce: int8}"
@@ -66,7 +66,7 @@ def whole(model: LlamaConfig, size: float) -> float:
     return SHARE * 2 * size * (matrices(model) + 2 * model.embed * model.vocab)
 
 
-SIGNS = 1 / 8 + 4 / signs.BLOCK  # a bit, and its share of a block's scale
+SIGNS = 1 / 8 + 4 / one_bit.BLOCK  # a bit, and its share of a block's scale
 ONE_BIT = (
     "optimizer={name: one_bit_adam, clip_norm: null, options: {warmup: 100}}",
     "precision={compute: bf16}",
@@ -137,7 +137,7 @@ def trained(steps: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             asked = [f"train.steps={steps}", f"train.eval_every={steps // 4}", f"output={folder}"]
             asked += [setting.replace("{fifth}", str(max(steps // 5, 1))) for setting in settings]
-            command = [sys.executable, "-m", "jaxpar.cli", "train", str(CONFIGS.parent / "quickstart.yaml")]
+            command = [sys.executable, "-m", "jaxpar.app.cli", "train", str(CONFIGS.parent / "quickstart.yaml")]
             subprocess.run(command + [w for s in asked for w in ("--set", s)], check=True, stdout=subprocess.DEVNULL)
             lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
             losses[name] = [line["heldout_loss"] for line in lines if "heldout_loss" in line]

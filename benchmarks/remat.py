@@ -14,9 +14,9 @@ from pathlib import Path
 
 from maxtext_aot import CONFIGS, compile_ours
 
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import make_job
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+from jaxpar.sharding.hardware.topology import Topology
 
 RUNS = {
     "none": "none",

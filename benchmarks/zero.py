@@ -23,11 +23,11 @@ from typing import Any
 
 from maxtext_aot import BF16, CONFIGS, compile_ours
 
+from jaxpar.app.config import load_run
+from jaxpar.app.job import Job, make_job
 from jaxpar.errors import CompileError
 from jaxpar.models.llama import LlamaConfig
-from jaxpar.topology import Topology
-from jaxpar.train.config import load_run
-from jaxpar.train.job import Job, make_job
+from jaxpar.sharding.hardware.topology import Topology
 
 DEVICES = 16
 FP32 = 4

@@ -1,7 +1,7 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
 The public names load on first use, so that ``import jaxpar`` costs nothing and imports no jax. Where jax is already loaded,
-it creates jaxpar's jax contexts, so that none is created later while jax traces (:mod:`jaxpar.contexts`).
+it creates jaxpar's jax contexts, so that none is created later while jax traces (:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -19,110 +19,112 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jaxpar import errors as errors
     from jaxpar import testing as testing
-    from jaxpar.arrays import put as put
-    from jaxpar.asynchronous import AsynchronousStep as AsynchronousStep
-    from jaxpar.attn.context import Context as Context
-    from jaxpar.attn.dispatch import attention as attention
-    from jaxpar.attn.local import attention_local as attention_local
-    from jaxpar.attn.masks import Mask as Mask
-    from jaxpar.attn.packing import balanced_order as balanced_order
-    from jaxpar.attn.work import balance as balance
-    from jaxpar.checkpoint.managing import CheckpointManager as CheckpointManager
-    from jaxpar.checkpoint.reading import restore as restore
-    from jaxpar.checkpoint.writing import save as save
-    from jaxpar.copies import in_copies as in_copies
-    from jaxpar.disk import DiskStep as DiskStep
-    from jaxpar.exchange import exchange_local as exchange_local
-    from jaxpar.fusion import Fusion as Fusion
-    from jaxpar.host import offload as offload
-    from jaxpar.infer.cached import Cached as Cached
-    from jaxpar.infer.caching import cached_attention as cached_attention
-    from jaxpar.infer.generating import Generator as Generator
-    from jaxpar.infer.sampling import Sampling as Sampling
-    from jaxpar.inspect.audit import audit as audit
-    from jaxpar.inspect.explain import check as check
-    from jaxpar.inspect.explain import explain as explain
-    from jaxpar.int8 import Int8 as Int8
-    from jaxpar.layout import Layout as Layout
-    from jaxpar.layout import constrain as constrain
-    from jaxpar.layout import current_layout as current_layout
-    from jaxpar.layout import hint as hint
-    from jaxpar.mesh import MeshSpec as MeshSpec
-    from jaxpar.model import tag as tag
-    from jaxpar.onebit import one_bit_adam as one_bit_adam
-    from jaxpar.plan.aot import compile_for as compile_for
-    from jaxpar.plan.roofline import roofline as roofline
-    from jaxpar.precision import Precision as Precision
-    from jaxpar.recompute import Recompute as Recompute
-    from jaxpar.rules import Rules as Rules
-    from jaxpar.rules import first_of as first_of
-    from jaxpar.rules import over as over
-    from jaxpar.simulate import simulate_devices as simulate_devices
-    from jaxpar.state import TrainState as TrainState
-    from jaxpar.state import abstract_state as abstract_state
-    from jaxpar.state import init as init
-    from jaxpar.step import eval_step as eval_step
-    from jaxpar.step import train_step as train_step
-    from jaxpar.waiting import fetch as fetch
-    from jaxpar.weights import gather_weight as gather_weight
-    from jaxpar.weights import project as project
-    from jaxpar.woven import Branch as Branch
-    from jaxpar.zero import Zero as Zero
+    from jaxpar.analysis.compile.ahead_of_time import compile_for as compile_for
+    from jaxpar.analysis.hlo.audit import audit as audit
+    from jaxpar.analysis.layout.explain import check as check
+    from jaxpar.analysis.layout.explain import explain as explain
+    from jaxpar.analysis.roofline import roofline as roofline
+    from jaxpar.checkpoint.manager import CheckpointManager as CheckpointManager
+    from jaxpar.checkpoint.restore import restore as restore
+    from jaxpar.checkpoint.save import save as save
+    from jaxpar.inference.cached_model import Cached as Cached
+    from jaxpar.inference.generator import Generator as Generator
+    from jaxpar.inference.kv_cache import cached_attention as cached_attention
+    from jaxpar.inference.sampling import Sampling as Sampling
+    from jaxpar.parallel.attention.attention import attention as attention
+    from jaxpar.parallel.attention.attention_local import attention_local as attention_local
+    from jaxpar.parallel.attention.context import Context as Context
+    from jaxpar.parallel.attention.load_balance import balance as balance
+    from jaxpar.parallel.attention.mask import Mask as Mask
+    from jaxpar.parallel.attention.packing import balanced_order as balanced_order
+    from jaxpar.parallel.attention.plot import draw_mask as draw_mask
+    from jaxpar.parallel.collectives.bucketing import Fusion as Fusion
+    from jaxpar.parallel.collectives.hierarchical import exchange_local as exchange_local
+    from jaxpar.parallel.offload.host_weights import fetch as fetch
+    from jaxpar.parallel.offload.placement import offload as offload
+    from jaxpar.parallel.overlap.branches import Branch as Branch
+    from jaxpar.parallel.overlap.interleave import in_copies as in_copies
+    from jaxpar.parallel.precision.int8 import Int8 as Int8
+    from jaxpar.parallel.precision.policy import Precision as Precision
+    from jaxpar.parallel.zero.gather import gather_weight as gather_weight
+    from jaxpar.parallel.zero.gather import project as project
+    from jaxpar.parallel.zero.stages import Zero as Zero
+    from jaxpar.sharding.arrays import put as put
+    from jaxpar.sharding.layout import Layout as Layout
+    from jaxpar.sharding.layout import constrain as constrain
+    from jaxpar.sharding.layout import current_layout as current_layout
+    from jaxpar.sharding.layout import hint as hint
+    from jaxpar.sharding.mesh import MeshSpec as MeshSpec
+    from jaxpar.sharding.rules import Rules as Rules
+    from jaxpar.sharding.rules import first_of as first_of
+    from jaxpar.sharding.rules import over as over
+    from jaxpar.training.asynchronous.step import AsynchronousStep as AsynchronousStep
+    from jaxpar.training.disk_step import DiskStep as DiskStep
+    from jaxpar.training.model import tag as tag
+    from jaxpar.training.one_bit_adam import one_bit_adam as one_bit_adam
+    from jaxpar.training.remat import Recompute as Recompute
+    from jaxpar.training.state import TrainState as TrainState
+    from jaxpar.training.state import abstract_state as abstract_state
+    from jaxpar.training.state import init as init
+    from jaxpar.training.step import eval_step as eval_step
+    from jaxpar.training.step import train_step as train_step
+    from jaxpar.utils.simulate_devices import simulate_devices as simulate_devices
 
 _HOMES = {
-    "Asynchronous": "pipeline.asked",
-    "AsynchronousStep": "asynchronous",
-    "Branch": "woven",
-    "Cached": "infer.cached",
-    "CheckpointManager": "checkpoint.managing",
-    "Context": "attn.context",
-    "DiskStep": "disk",
-    "Fusion": "fusion",
-    "Generator": "infer.generating",
-    "Int8": "int8",
-    "Layout": "layout",
-    "Mask": "attn.masks",
-    "MeshSpec": "mesh",
-    "Pipeline": "pipeline.asked",
-    "Precision": "precision",
-    "Recompute": "recompute",
-    "Rules": "rules",
-    "Sampling": "infer.sampling",
-    "Staged": "staged",
-    "TrainState": "state",
-    "Zero": "zero",
-    "abstract_state": "state",
-    "attention": "attn.dispatch",
-    "attention_local": "attn.local",
-    "audit": "inspect.audit",
-    "balance": "attn.work",
-    "balanced_order": "attn.packing",
-    "cached_attention": "infer.caching",
-    "check": "inspect.explain",
-    "compile_for": "plan.aot",
-    "constrain": "layout",
-    "current_layout": "layout",
-    "eval_step": "step",
-    "exchange_local": "exchange",
-    "explain": "inspect.explain",
-    "fetch": "waiting",
-    "first_of": "rules",
-    "gather_weight": "weights",
-    "project": "weights",
-    "hint": "layout",
-    "in_copies": "copies",
-    "init": "state",
-    "offload": "host",
-    "one_bit_adam": "onebit",
-    "over": "rules",
-    "put": "arrays",
-    "restore": "checkpoint.reading",
-    "roofline": "plan.roofline",
-    "save": "checkpoint.writing",
-    "schedule": "schedules.named",
-    "simulate_devices": "simulate",
-    "tag": "model",
-    "train_step": "step",
+    "Asynchronous": "parallel.pipeline.options",
+    "AsynchronousStep": "training.asynchronous.step",
+    "Branch": "parallel.overlap.branches",
+    "Cached": "inference.cached_model",
+    "CheckpointManager": "checkpoint.manager",
+    "Context": "parallel.attention.context",
+    "DiskStep": "training.disk_step",
+    "Fusion": "parallel.collectives.bucketing",
+    "Generator": "inference.generator",
+    "Int8": "parallel.precision.int8",
+    "Layout": "sharding.layout",
+    "Mask": "parallel.attention.mask",
+    "MeshSpec": "sharding.mesh",
+    "Pipeline": "parallel.pipeline.options",
+    "Precision": "parallel.precision.policy",
+    "Recompute": "training.remat",
+    "Rules": "sharding.rules",
+    "Sampling": "inference.sampling",
+    "Staged": "parallel.pipeline.staged_loss",
+    "TrainState": "training.state",
+    "Zero": "parallel.zero.stages",
+    "abstract_state": "training.state",
+    "attention": "parallel.attention.attention",
+    "attention_local": "parallel.attention.attention_local",
+    "audit": "analysis.hlo.audit",
+    "balance": "parallel.attention.load_balance",
+    "balanced_order": "parallel.attention.packing",
+    "cached_attention": "inference.kv_cache",
+    "check": "analysis.layout.explain",
+    "compile_for": "analysis.compile.ahead_of_time",
+    "constrain": "sharding.layout",
+    "current_layout": "sharding.layout",
+    "draw_mask": "parallel.attention.plot",
+    "eval_step": "training.step",
+    "exchange_local": "parallel.collectives.hierarchical",
+    "explain": "analysis.layout.explain",
+    "fetch": "parallel.offload.host_weights",
+    "first_of": "sharding.rules",
+    "gather_weight": "parallel.zero.gather",
+    "project": "parallel.zero.gather",
+    "hint": "sharding.layout",
+    "in_copies": "parallel.overlap.interleave",
+    "init": "training.state",
+    "offload": "parallel.offload.placement",
+    "one_bit_adam": "training.one_bit_adam",
+    "over": "sharding.rules",
+    "put": "sharding.arrays",
+    "restore": "checkpoint.restore",
+    "roofline": "analysis.roofline",
+    "save": "checkpoint.save",
+    "schedule": "parallel.pipeline.schedules.registry",
+    "simulate_devices": "utils.simulate_devices",
+    "tag": "training.model",
+    "train_step": "training.step",
 }
 _MODULES = ("errors", "testing")
 
@@ -146,7 +148,7 @@ def __dir__() -> list[str]:
 
 def _create_contexts() -> None:
     if "jax" in sys.modules:
-        importlib.import_module("jaxpar.contexts")
+        importlib.import_module("jaxpar.utils.contexts")
 
 
 _create_contexts()

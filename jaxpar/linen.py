@@ -11,11 +11,11 @@ from typing import Any
 
 from flax import linen as nn
 
-from jaxpar import texts
 from jaxpar.errors import AnnotationError
-from jaxpar.layout import current_layout
-from jaxpar.names import Names, check_names
-from jaxpar.rules import options
+from jaxpar.sharding import messages
+from jaxpar.sharding.layout import current_layout
+from jaxpar.sharding.names import Names, check_names
+from jaxpar.sharding.rules import options
 
 
 def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
@@ -38,7 +38,7 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 def unbox(box: Any, where: str) -> tuple[Any, Names]:
     """The array and the names in a ``nn.Partitioned`` or ``nn.LogicallyPartitioned`` box."""
     if not isinstance(box, nn.Partitioned):
-        raise AnnotationError(f"{where}: {texts.nameless_box(box)}")
+        raise AnnotationError(f"{where}: {messages.nameless_box(box)}")
     return box.value, box.names
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpar import texts
 from jaxpar.errors import AnnotationError
-from jaxpar.names import Names, check_names
+from jaxpar.sharding import messages
+from jaxpar.sharding.names import Names, check_names
 
 DIMS = "logical_dims"
 """The metadata key of the names."""
@@ -52,5 +52,5 @@ def names_of(metadata: dict[str, Any], where: str) -> Names | None:
     if sharding is None:
         return None
     if not isinstance(sharding, tuple | list | jax.sharding.PartitionSpec):
-        raise AnnotationError(f"{where}: {texts.not_dims(sharding)}")
+        raise AnnotationError(f"{where}: {messages.not_dims(sharding)}")
     return check_names(tuple(sharding), where)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import optax
 
+from jaxpar.analysis.compare import Verdict, compare
+from jaxpar.analysis.hlo.audit import Audit, audit
+from jaxpar.analysis.hlo.collectives import Collective
 from jaxpar.errors import VerificationError
-from jaxpar.inspect.audit import Audit, audit
-from jaxpar.inspect.collectives import Collective
-from jaxpar.inspect.compare import Verdict, compare
-from jaxpar.layout import Layout
-from jaxpar.model import MakeModel
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.model import MakeModel
 
 
 def assert_matches_single_device(

@@ -32,7 +32,7 @@ import optax
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.inspect.draw import draw
+from jaxpar.analysis.layout.draw_shards import draw
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.losses import next_token_loss
 from jaxpar.nnx import axes

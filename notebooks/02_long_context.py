@@ -31,7 +31,7 @@ import numpy as np
 from IPython.display import HTML
 
 import jaxpar as jp
-from jaxpar.attn.choose import Spread, choice, sends
+from jaxpar.parallel.attention.select import Spread, choice, sends
 
 jp.simulate_devices(8)
 print(f"{jax.device_count()} devices")
@@ -80,7 +80,7 @@ for order in ("contiguous", "striped", "zigzag"):
 # Tiles outside are not visited, and a ring skips the hops that bring nothing.
 
 # %%
-jp.Mask(causal=True, window=700, prefix=256).draw(seq=4096, ways=4, order="contiguous", block=128)
+jp.draw_mask(jp.Mask(causal=True, window=700, prefix=256), seq=4096, ways=4, order="contiguous", block=128)
 
 # %% [markdown]
 # ## Packed documents
@@ -225,7 +225,7 @@ HTML(f"<table><tr><th>impl</th><th>ms on simulated devices</th></tr>{rows}</tabl
 # %% [markdown]
 # ## What you have seen
 #
-# - A mask is a rule on positions. `Mask.draw` shows which device computes what, `jp.balance` how evenly.
+# - A mask is a rule on positions. `jp.draw_mask` shows which device computes what, `jp.balance` how evenly.
 # - Under a causal mask zigzag is even and contiguous is not. Packed documents want an order of their own.
 # - Ring, gather, Ulysses and hybrid give the same result. They differ in what they send.
 # - `auto` takes what takes the least time, or what sends the fewest bytes where nothing is known of the devices, and says why.

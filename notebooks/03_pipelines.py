@@ -32,7 +32,7 @@ import optax
 from IPython.display import HTML
 
 import jaxpar as jp
-from jaxpar.schedules.simulate import simulate
+from jaxpar.parallel.pipeline.schedules.simulate import simulate
 
 jp.simulate_devices(8)
 print(f"{jax.device_count()} devices")

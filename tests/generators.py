@@ -14,8 +14,8 @@ from one_step import LLAMA_RULES
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
-from jaxpar.models.decoding import cached_llama
 from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.llama.decode import cached_llama
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48)
 TIED = replace(CONFIG, tie_embeddings=True)

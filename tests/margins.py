@@ -171,7 +171,7 @@ def pytest_configure() -> None:
     wrap(np.testing, "assert_array_equal", equal)
     wrap(np, "array_equal", equal)
     wrap(type(pytest.approx(1.0)), "__eq__", approx)
-    from jaxpar.inspect.compare import Verdict  # only now: conftest.py has set up the devices before jax is imported
+    from jaxpar.analysis.compare import Verdict  # only now: conftest.py has set up the devices before jax is imported
 
     def passed(self: Verdict) -> bool:
         if self.first is None:

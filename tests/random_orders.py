@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxpar.schedules.orders import Op, Pieces
-from jaxpar.schedules.ticks import needs
+from jaxpar.parallel.pipeline.schedules.orders import Op, Pieces
+from jaxpar.parallel.pipeline.schedules.ticks import needs
 
 
 @st.composite

@@ -15,10 +15,10 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh
 
 from jaxpar import Layout, MeshSpec, Rules, constrain, first_of, over, put, tag
-from jaxpar.config import build, override, parse_yaml
 from jaxpar.errors import AnnotationError, ConfigError, LayoutError, MeshError, ModelError, NoLayoutError, RulesError
-from jaxpar.mesh import AXES
-from jaxpar.model import TreeKind, read
+from jaxpar.sharding.mesh import AXES
+from jaxpar.training.model import TreeKind, read
+from jaxpar.utils.yaml_config import build, override, parse_yaml
 
 RULES = Rules(
     batch=("replica", "data"), embed=None, heads="model", mlp="model", kv_heads=first_of(("data", "model"), "model")

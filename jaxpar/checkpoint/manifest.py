@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint.strict import count, counts, inside, opened, table, text
+from jaxpar.checkpoint.validate import count, counts, inside, opened, table, text
 from jaxpar.errors import CheckpointError, DamagedError
 
 NAME, SCHEMA = "manifest.json", 1

@@ -10,7 +10,7 @@ Importing this package imports numpy only. ``grain`` is imported by the first ca
 """
 
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
-from jaxpar.data.pipeline import Batches, batches, eval_batches
+from jaxpar.data.loader import Batches, batches, eval_batches
 from jaxpar.data.sources import Text, load_text
 from jaxpar.data.windows import Batch
 

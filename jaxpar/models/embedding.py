@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.crossing import summing
-from jaxpar.exchange import exchange_local, gather_local, scatter_local
-from jaxpar.layout import current_layout, hint
-from jaxpar.rules import Axes
+from jaxpar.parallel.collectives.gather_reduce import summing
+from jaxpar.parallel.collectives.hierarchical import exchange_local, gather_local, scatter_local
+from jaxpar.sharding.layout import current_layout, hint
+from jaxpar.sharding.rules import Axes
 
 _ADDED = 4096
 STAGES = "pipeline"

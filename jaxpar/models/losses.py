@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.contract import widened
-from jaxpar.crossing import summing
-from jaxpar.layout import current_layout, hint
+from jaxpar.parallel.collectives.gather_reduce import summing
+from jaxpar.parallel.precision.fp8_matmul import widened
+from jaxpar.sharding.layout import current_layout, hint
 
 _PIECES = 8
 _FP16_UNIT = 2.0**13

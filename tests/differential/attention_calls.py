@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.attn.order import permutation
+from jaxpar.parallel.attention.split.token_order import permutation
 
 from .attention_inputs import where_rule
 from .reference import Array

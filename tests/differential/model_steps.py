@@ -102,7 +102,7 @@ def found(case: Any, differences: Differences) -> Found:
     """One step of the library, from given parameters; and whether a second one finds it compiled."""
     layout, precision, batch = layout_for(case), precision_of(case), batch_of(case)
     zero = jp.Zero(case.zero, min_bytes=0)
-    first = "jaxpar.attn.dispatch" not in sys.modules
+    first = "jaxpar.parallel.attention.attention" not in sys.modules
     with layout:
         shapes = jp.abstract_state(layout, make_model(case), TX, precision)
         params, rest = drawn(case, shapes)

@@ -60,7 +60,7 @@ def main() -> None:
     """Prepares the process, keeps its output for answers alone, and serves."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes elsewhere
-    from jaxpar.simulate import simulate_devices
+    from jaxpar.utils.simulate_devices import simulate_devices
 
     simulate_devices(8)
     # Programs run once: making them fast takes longer than running them.

@@ -1,0 +1,1 @@
+"""What a layout costs and does, before it runs: explain, estimate, audit, compile, compare."""

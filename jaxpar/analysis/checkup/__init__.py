@@ -1,0 +1,1 @@
+"""``check``: findings about a layout and its compiled program, as text and as a page."""

@@ -1,0 +1,323 @@
+"""``find``: what is worth changing in a compiled step, the worst first, each with what to do.
+
+Every finding costs time (by the roofline, a model) or memory, and is ranked by its share of the step or of the device's
+memory. Only what the program shows is said: a collective that nothing runs beside, not why the compiler placed it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from jaxpar.analysis.checkup.footprint import KEPT, Footprint, Held
+from jaxpar.analysis.checkup.recognize import is_logits, is_scores
+from jaxpar.analysis.compile.warnings import Rematerialised
+from jaxpar.analysis.hlo.audit import Audit
+from jaxpar.analysis.hlo.collectives import Collective, wire_bytes
+from jaxpar.analysis.roofline import Roofline, Transfers, show_time
+from jaxpar.analysis.units import show_bytes
+
+LEAST = 0.005
+"""The share of the step or of the memory below which nothing is a finding; the compiler's own warnings always are."""
+
+_SPLIT_LOGITS = (
+    "split the vocabulary over a larger axis (vocab: model), take a smaller data.batch, or, if the loss takes all logits "
+    "at once, make it in pieces (jaxpar.models.losses.linear_cross_entropy)."
+)
+_BLOCKWISE = "attend blockwise, with a kernel that never holds the scores (splash)."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing worth changing.
+
+    Attributes:
+      kind: ``does not fit``, ``exposed``, ``all-reduce for a scatter``, ``long ring``, ``involuntary rematerialisation``,
+        ``logits``, ``attention scores``, or ``replicated``.
+      where: source line, tensor or axes.
+      text: what the program does, with sizes.
+      remedy: what to change.
+      seconds: of the step, by the roofline; 0 where it is memory alone.
+      bytes: on the wire or in memory.
+      share: of the step, or of the device's memory; 1 or more does not fit.
+    """
+
+    kind: str
+    where: str
+    text: str
+    remedy: str
+    seconds: float
+    bytes: float
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}\n  from {self.where}\n  Remedy: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that findings are made from.
+
+    Attributes:
+      audit: of the step.
+      roofline: of the audit.
+      times: what each collective takes, in the audit's order.
+      memory: the footprint at the peak.
+      held: what the step is given.
+      warnings: the compiler's.
+      vocab, seq, tokens: of the model and one step; 0 if not known.
+      remat: the model's policy, as ``full``; empty if not known.
+    """
+
+    audit: Audit
+    roofline: Roofline
+    times: Sequence[Transfers]
+    memory: Footprint
+    held: Sequence[Held]
+    warnings: Sequence[Rematerialised] = ()
+    vocab: int = 0
+    seq: int = 0
+    tokens: int = 0
+    remat: str = ""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Mesh axis → size."""
+        return self.audit.mesh
+
+    def of_step(self, seconds: float) -> float:
+        """A time as a share of the step."""
+        return seconds / self.roofline.step if self.roofline.step else 0.0
+
+    def of_memory(self, size: float) -> float:
+        """Bytes as a share of the device's memory, or of the peak where that is not known."""
+        return size / (self.memory.limit or self.memory.total or 1)
+
+
+def find(evidence: Evidence) -> tuple[Finding, ...]:
+    """All findings, the worst first.
+
+    >>> from jaxpar.analysis.roofline import roofline
+    >>> empty = Audit({"data": 4}, 0, 0, 0, (), (), (), (), {})
+    >>> memory = Footprint({"parameters": 20 * 2**30}, 20 * 2**30, 0, 0, 16 * 2**30, ())
+    >>> found = find(Evidence(empty, roofline(empty, "v5e:2x2"), (), memory, ()))
+    >>> [(f.kind, f.text) for f in found]
+    [('does not fit', '20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 20.00 GiB of it is parameters')]
+    """
+    found = [finding for finder in _FINDERS for finding in finder(evidence)]
+    told = "involuntary rematerialisation"
+    return tuple(sorted((f for f in found if f.share >= LEAST or f.kind == told), key=lambda f: -f.share))
+
+
+def _does_not_fit(e: Evidence) -> Iterator[Finding]:
+    if e.memory.fits or e.memory.limit is None:
+        return
+    largest = max(e.memory.categories, key=lambda name: e.memory.categories[name])
+    text = (
+        f"{show_bytes(e.memory.total)} at the peak, {show_bytes(e.memory.over)} more than a device has "
+        f"({show_bytes(e.memory.limit)}); {show_bytes(e.memory.categories[largest])} of it is {largest}"
+    )
+    yield Finding(
+        "does not fit", largest, text, knob(largest, e.remat), 0.0, e.memory.over, e.of_memory(e.memory.total)
+    )
+
+
+def knob(category: str, remat: str = "") -> str:
+    """What makes a category of memory smaller.
+
+    >>> knob("optimizer")
+    'shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as parallel: {offload: {optimizer: host}}.'
+    """
+    again = "" if remat in ("", "full") else f"compute activations again (model.remat=full, now {remat}); "
+    texts = {
+        "parameters": "shard them over another axis (rules: params: {embed: data}), or over more devices, or keep those of the layers on the "
+        "host, as parallel: {offload: {parameters: host, optimizer: host}}.",
+        "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as "
+        "parallel: {offload: {optimizer: host}}.",
+        "gradients": "shard the parameters over another axis, and their gradients follow.",
+        KEPT: "gather the layers' weights again for the backward pass, as parallel: {regather: true}, or keep a part of them within groups, as "
+        "parallel: {regather: 4}.",
+        "activations": f"{again}split the sequence over an axis (residual_seq: model), or take a smaller data.batch.",
+        "temporaries": f"{again}take a smaller data.batch, or split the largest tensors at the peak over another axis.",
+    }
+    return texts.get(category, "take a smaller data.batch, or more devices.")
+
+
+def _exposed(e: Evidence) -> Iterator[Finding]:
+    """Collectives over the same axes that want the same remedy, of which some time is not hidden."""
+    together: dict[tuple[tuple[str, ...], str], list[tuple[Collective, Transfers]]] = {}
+    for c, t in zip(e.audit.collectives, e.times, strict=True):
+        if t.exposed + t.stalled > 0:
+            together.setdefault((c.axes, _for_exposed(c, e)), []).append((c, t))
+    for (axes, remedy), same in together.items():
+        same.sort(key=lambda pair: -(pair[1].exposed + pair[1].stalled))
+        seconds = sum(t.exposed + t.stalled for _, t in same)
+        sent = sum(c.total_wire_bytes for c, _ in same)
+        alone = sum(t.exposed for _, t in same) >= seconds / 2
+        counts: dict[str, int] = {}
+        for c, _ in same:
+            counts[c.kind] = counts.get(c.kind, 0) + c.count
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
+        text = (
+            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) wait for transfers over {'+'.join(axes)}, mostly "
+            f"{'with nothing scheduled beside them' if alone else 'longer than the compute beside them'}: {kinds}, "
+            f"{show_bytes(round(sent))} on the wire"
+        )
+        yield Finding("exposed", _places(c for c, _ in same), text, remedy, seconds, sent, e.of_step(seconds))
+
+
+def _places(collectives: Iterable[Collective]) -> str:
+    """The first three places, and how many more there are."""
+    places = list(dict.fromkeys(c.place for c in collectives))
+    more = f", and {len(places) - 3} more" if len(places) > 3 else ""
+    return ", ".join(places[:3]) + more
+
+
+def _for_exposed(c: Collective, e: Evidence) -> str:
+    """What to change so that a collective takes less, or hides."""
+    axes, backward = "+".join(c.axes), "transpose(" in c.op_name
+    over_batch = _axes_of(e.held, "batch")
+    tensor_parallel = bool(over_batch) and set(c.axes) <= _axes_of(e.held, "parameters") - over_batch
+    if tensor_parallel and c.kind != "all-reduce":
+        return (
+            f"{axes} splits matmuls and not the batch, so activations cross it in every layer, the more the more tokens a "
+            f"device has: make {axes} smaller (mesh.{axes}) and give its devices to {'+'.join(sorted(over_batch))}."
+        )
+    if c.kind == "all-gather" and set(c.axes) <= over_batch & _axes_of(e.held, "parameters"):
+        return (
+            f"{axes} shards parameters that are gathered to be used: give each device more tokens to compute beside them "
+            f"(data.batch), make {axes} smaller, or take it from the rules of params where the memory allows."
+        )
+    if c.kind == "all-gather":
+        return f"the value is wanted whole over {axes} at this line: annotate it there as it is made, or make {axes} smaller."
+    if c.kind == "all-reduce" and backward and set(c.axes) <= over_batch:
+        return (
+            f"a gradient is summed whole on every device: shard its parameter over {axes} (rules: params), so that a "
+            f"reduce-scatter sends half the bytes."
+        )
+    if c.kind == "all-reduce":
+        return (
+            f"a matmul contracts a dim that lies over {axes}: split its result over {axes} too (as residual_seq: {axes} "
+            f"does), so that a reduce-scatter takes its place, or make {axes} smaller."
+        )
+    if c.kind == "reduce-scatter":
+        return f"give each device more tokens to compute beside it (data.batch), or make {axes} smaller."
+    return (
+        f"the layouts before and after this line differ over {axes}: annotate both sides alike, or make {axes} smaller."
+    )
+
+
+def _axes_of(held: Sequence[Held], category: str) -> set[str]:
+    """The mesh axes that shard what is of a category."""
+    return {axis for h in held if h.category == category for axes in h.spec for axis in axes}
+
+
+def _all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
+    for c, t in zip(e.audit.collectives, e.times, strict=True):
+        if c.form == "all-reduce + slice":
+            waste, seconds = c.total_wire_bytes / 2, (t.exposed + t.stalled) / 2
+            text = (
+                f"{c.count} × all-reduce over {'+'.join(c.axes)} of which each device keeps a slice: twice the bytes of a "
+                f"reduce-scatter, {show_bytes(round(waste))} for nothing ({show_time(seconds)} of the step)"
+            )
+            remedy = (
+                f"annotate the value over {'+'.join(c.axes)} right where it is summed; if it is, this compiler makes no "
+                f"reduce-scatter of it."
+            )
+            yield Finding(
+                "all-reduce for a scatter", c.place, text, remedy, seconds, waste, e.of_step(seconds or t.seconds / 2)
+            )
+
+
+def _long_rings(e: Evidence) -> Iterator[Finding]:
+    """Rings in which a device sends more than the other devices' shards, by kind and axes."""
+    together: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, float, float]]] = {}
+    for c, t in zip(e.audit.collectives, e.times, strict=True):
+        if not c.form.startswith("ring of"):
+            continue
+        least = wire_bytes(c.kind, c.result_bytes * (1 if c.kind == "all-gather" else c.group), c.group)
+        waste = c.wire_bytes - least
+        if waste > 0.01 * least:
+            place = together.setdefault((c.kind, c.axes), [])
+            place.append((c, waste * c.count, t.seconds * waste / c.wire_bytes))
+    for (kind, axes), same in together.items():
+        waste, seconds = sum(w for _, w, _ in same), sum(s for _, _, s in same)
+        longest = max((c for c, _, _ in same), key=lambda c: c.wire_bytes / c.result_bytes)
+        text = (
+            f"{sum(c.count for c, _, _ in same)} × {kind} over {'+'.join(axes)} as rings that send more than they need "
+            f"(a {longest.form} among {longest.group} devices): {show_bytes(round(waste))} too much, {show_time(seconds)} "
+            f"on the links"
+        )
+        option = f"xla_tpu_enable_windowed_einsum_for_{kind.replace('-', '_')}: false"
+        remedy = (
+            f"compare with the collective in one piece, on a TPU by the compiler's option {option} (compiler: {{tpu: …}} "
+            f"in the run's file): it sends less, but hides less."
+        )
+        yield Finding("long ring", _places(c for c, _, _ in same), text, remedy, seconds, waste, e.of_step(seconds))
+
+
+def _rematerialised(e: Evidence) -> Iterator[Finding]:
+    for w in e.warnings:
+        moved = [
+            (c, t) for c, t in zip(e.audit.collectives, e.times, strict=True) if w.op_name and c.op_name == w.op_name
+        ]
+        seconds = sum(t.exposed + t.stalled for _, t in moved)
+        cost = f", {show_time(seconds)} of the step" if seconds else ""
+        text = (
+            f"the compiler makes {w.tensor} whole on every device ({show_bytes(w.bytes)}{cost}) to bring it from "
+            f"[{w.before}] to [{w.after}]"
+        )
+        remedy = (
+            "the two annotations order or split the axes of a dim differently: write both alike, or put a third between "
+            "them that shares a dim with each."
+        )
+        share = max(e.of_step(seconds), e.of_memory(w.bytes))
+        where = w.source or w.op_name or "the compiler"
+        yield Finding("involuntary rematerialisation", where, text, remedy, seconds, w.bytes, share)
+
+
+def _large_buffers(e: Evidence) -> Iterator[Finding]:
+    """Logits and attention scores among the ten largest tensors that the step itself makes."""
+    made = [buffer for _, buffer in e.memory.buffers if not buffer.argument][:10]
+    for kind, is_one, remedy in (
+        ("logits", partial(is_logits, vocab=e.vocab), _SPLIT_LOGITS),
+        ("attention scores", partial(is_scores, seq=e.seq), _BLOCKWISE),
+    ):
+        found = [buffer for buffer in made if is_one(buffer, e.held, e.sizes)]
+        if found:
+            size = sum(buffer.bytes for buffer in found)
+            shapes = ", ".join(dict.fromkeys(buffer.shape for buffer in found))
+            text = f"{show_bytes(size)} of the peak ({e.of_memory(size):.1%} of the memory) are {kind}: {shapes}"
+            where = next((b.source for b in found if b.source), found[0].op_name or "the compiler")
+            yield Finding(kind, where, text, remedy, 0.0, size, e.of_memory(size))
+
+
+def _replicated(e: Evidence) -> Iterator[Finding]:
+    """Parameters and optimizer arrays whole on every device, by path."""
+    large = [axis for axis, size in e.sizes.items() if size > 1]
+    for h in e.held:
+        if h.category not in ("parameters", "optimizer") or any(h.spec) or not large:
+            continue
+        axis = max(large, key=lambda name: e.sizes[name])
+        saved = h.bytes * (e.sizes[axis] - 1) // e.sizes[axis]
+        fitting = [dim for dim, n in zip(h.dims, h.shape, strict=False) if dim and n % e.sizes[axis] == 0]
+        role = "params" if h.category == "parameters" else "optimizer"
+        remedy = (
+            f"a rule for one of its dims, as rules: {{{role}: {{{fitting[0]}: {axis}}}}}, saves {show_bytes(saved)}."
+            if fitting
+            else f"none of its dims divides over {axis}={e.sizes[axis]}: another axis, or another size."
+        )
+        text = f"{h.path} {list(h.shape)} lies whole on each of {h.copies} devices, {show_bytes(h.bytes)}"
+        yield Finding("replicated", h.path, text, remedy, 0.0, saved, e.of_memory(saved))
+
+
+_FINDERS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    _does_not_fit,
+    _exposed,
+    _all_reduce_for_scatter,
+    _long_rings,
+    _rematerialised,
+    _large_buffers,
+    _replicated,
+)

@@ -1,0 +1,80 @@
+"""``page``: a checkup as one HTML file that needs nothing else, with pictures."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from jaxpar.analysis.checkup.checkup import Checkup
+from jaxpar.analysis.checkup.svg import memory_picture, overlap_picture, wire_picture
+
+_STYLE = """
+body { font: 14px/1.45 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
+table { border-collapse: collapse; font-size: 12px } td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
+.fits { color: #060 } .not { color: #b00 } .note { color: #666 } li { margin-bottom: .8em } div { overflow-x: auto }
+.legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px }
+"""
+
+
+def page(found: Checkup, title: str, layout: str = "") -> str:
+    """A checkup as HTML: fits or not, findings, pictures, tables; self-contained.
+
+    Args:
+      found: the checkup.
+      title: of the page, as the run's name.
+      layout: HTML to put at the end, as where every tensor lies.
+
+    >>> from jaxpar.analysis.checkup.findings import Finding
+    >>> large = Finding("does not fit", "activations", "4 GiB too much", "a smaller batch", 0.0, 4 * 2**30, 1.25)
+    >>> about = Checkup("v5e:2x2", {"data": 4}, None, None, None, None, (large,), ())
+    >>> "<h1>a &lt; b</h1>" in page(about, "a < b")
+    True
+    """
+    name = html.escape(title)
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style></head>',
+        f'<body><h1>{name}</h1><p class="{"fits" if found.fits else "not"}"><b>{html.escape(found.headline())}</b></p>',
+        _findings(found),
+        *_pictures(found),
+    ]
+    if found.largest():
+        parts.append("<h2>Largest tensors at the peak</h2>" + _table(found.largest()))
+    for heading, value in (("What it sends", found.audit), ("How long it takes", found.roofline)):
+        if value is not None:
+            parts.append(f"<h2>{heading}</h2>{value._repr_html_()}")
+    if found.refused:
+        parts.append(f"<h2>The compiler's words</h2><pre>{html.escape(found.refused)}</pre>")
+    if layout:
+        parts.append(f"<h2>Where every tensor lies</h2>{layout}")
+    return "".join(parts) + "</body></html>"
+
+
+def _findings(found: Checkup) -> str:
+    items = "".join(
+        f"<li><b>{html.escape(f.kind)}</b>: {html.escape(f.text)}<br>"
+        f'<span class="note">from {html.escape(f.where)}</span><br>Remedy: {html.escape(f.remedy)}</li>'
+        for f in found.findings
+    )
+    return f"<h2>What to change, the worst first</h2><ol>{items}</ol>" if items else "<p>Nothing found to change.</p>"
+
+
+def _pictures(found: Checkup) -> list[str]:
+    parts = []
+    if found.memory is not None:
+        note = "Parameters, optimizer and batch are exact; the rest is told from the buffers alive at the peak."
+        parts.append(f'<h2>Memory of one device</h2><p class="note">{note}</p>{memory_picture(found.memory)}')
+    else:
+        rows = [(name, f"{size:,} bytes") for name, size in found.categories()]
+        parts.append("<h2>What the step is given, on one device</h2>" + _table(rows) if rows else "")
+    if found.audit is not None:
+        parts.append(f"<h2>Bytes that one device sends in a step, by mesh axes</h2>{wire_picture(found.audit)}")
+    if found.roofline is not None:
+        note = "A model, not a measurement, and sorted rather than in the order of the program."
+        parts.append(f'<h2>What runs beside what</h2><p class="note">{note}</p>{overlap_picture(found.roofline)}')
+    return parts
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{''.join(lines)}</table>"

@@ -1,0 +1,54 @@
+"""Telling by its shape what a buffer is: logits, or attention scores. A guess that stays silent where a shape is ambiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxpar.analysis.checkup.footprint import Held
+from jaxpar.analysis.hlo.liveness import Buffer
+
+
+def is_logits(buffer: Buffer, held: Sequence[Held], sizes: Mapping[str, int], *, vocab: int) -> bool:
+    """Whether one dim is the vocabulary or its shard, and the others are not those of the tables that share it.
+
+    Args:
+      buffer: the tensor.
+      held: what the step is given; its parameters' widths are no vocabulary.
+      sizes: mesh axis → size.
+      vocab: the size of the vocabulary; 0 if not known.
+
+    >>> is_logits(Buffer(1, "f32[8,128,500]", "", "", "", False), (), {"model": 2}, vocab=1000)
+    True
+    """
+    parameters = [h for h in held if h.category == "parameters"]
+    partners = {
+        n // way for h in parameters if vocab in h.shape for n in h.shape if n != vocab for way in _products(sizes)
+    }
+    widths = {n for h in parameters for n in h.shape} - {vocab}
+    shards = {vocab // way for way in _products(sizes) if vocab and vocab % way == 0} - widths
+    found = next((n for n in reversed(buffer.dims) if n > 1 and n in shards), None)
+    if found is None:
+        return False
+    rest = [n for n in buffer.dims if n > 1]
+    rest.remove(found)
+    return bool(rest) and not (len(rest) == 1 and rest[0] in partners)
+
+
+def is_scores(buffer: Buffer, held: Sequence[Held], sizes: Mapping[str, int], *, seq: int) -> bool:
+    """Whether two dims are the whole sequence; where that is also a width of the model, jax's name must say so.
+
+    >>> is_scores(Buffer(1, "f32[8,128,128]", "", "", "", False), (), {}, seq=128)
+    True
+    """
+    if not seq or buffer.dims.count(seq) < 2:
+        return False
+    widths = {n for h in held if h.category == "parameters" for n in h.shape}
+    return seq not in widths or buffer.dims.count(seq) > 2 or "BNTS" in buffer.op_name
+
+
+def _products(sizes: Mapping[str, int]) -> set[int]:
+    """Into how many pieces the mesh's axes can cut a dim."""
+    found = {1}
+    for size in sizes.values():
+        found |= {size * n for n in found}
+    return found

@@ -1,0 +1,246 @@
+"""Is a layout right? The same steps on one device and in the layout, compared tensor by tensor.
+
+One device trains, and the layout takes each of these steps from the same state. Two trajectories are never compared: Adam and Lion make a
+step of full length from any gradient, however small, and so amplify rounding. When a step differs, its forward pass is run again on both
+sides, operation by operation, and the first activation that differs is reported with the module that made it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.analysis.divergence import first_divergence
+from jaxpar.sharding.arrays import put
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.model import MakeModel, show, to_path
+from jaxpar.training.state import TrainState, init
+from jaxpar.training.step import train_step, updated
+
+FLOOR = 1e-3
+"""A tensor's differences count against its own largest entry, but at least against this part of the model's largest
+gradient: a gradient that is zero by mathematics (a key bias under softmax) holds nothing but rounding noise."""
+
+SAMPLES = 3
+SPREAD = 10
+"""A gradient tensor may differ by ``SPREAD`` times what it changes by when parameters and inputs change in their last bit (the largest change
+of ``SAMPLES`` random ones): where large terms cancel, their rounding is more than the bound of what is left."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest relative differences over all steps, where they were, and where the first one beyond the bound is.
+
+    Attributes:
+      loss: of the loss.
+      gradients: of any gradient tensor.
+      worst: that tensor and its step.
+      updates: of any parameter, optimizer state or carried variable after a step.
+      bound: the largest difference allowed.
+      parameters_equal: whether the initial parameters are bitwise equal.
+      first: where the first difference beyond the bound is; ``None`` if there is none.
+    """
+
+    loss: float
+    gradients: float
+    worst: str
+    updates: float
+    bound: float
+    parameters_equal: bool
+    first: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.first is None
+
+
+def compare(
+    reference: Layout,
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    data: Sequence[Mapping[str, np.ndarray]],
+    dims: Mapping[str, Sequence[str | None]],
+    *,
+    bound: float,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    **options: Any,
+) -> Verdict:
+    """Train on ``data`` in the reference, and compare each step with the layout's step from the same state.
+
+    Compared are the loss, the gradients, the carried variables, and the updated parameters and optimizer state. The update is held against
+    the reference's update from the layout's own gradients.
+
+    Args:
+      reference, layout: the two layouts; the first is taken as right.
+      make_model, tx, loss_fn, seed, clip_norm: as for :func:`jaxpar.init` and :func:`jaxpar.train_step`.
+      data: one batch per step, name → global array.
+      dims: name → logical dims of that array.
+      bound: largest relative difference allowed.
+      options: others of :func:`jaxpar.train_step`, for ``layout``; the reference takes each batch in one piece.
+    """
+    sides: tuple[tuple[Layout, dict[str, Any]], ...] = ((reference, {}), (layout, options))
+    with jax.default_matmul_precision("highest"):
+        right, own = (init(place, make_model, tx, seed=seed, precision=more.get("precision")) for place, more in sides)
+        ours, theirs = (
+            train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True, **more)
+            for place, more in sides
+        )
+        update = jax.jit(functools.partial(updated, reference, loss_fn, clip_norm=clip_norm))
+        comparison = _Comparison((reference, layout), ours, theirs, update, loss_fn, bound)
+        pairs = zip(*(jax.tree.leaves(jax.device_get(state.params)) for state in (right, own)), strict=True)
+        equal = all(np.array_equal(a, b) for a, b in pairs)
+        found, first = [], None if equal else "the initial parameters already differ"
+        for number, batch in enumerate(data, 1):
+            inputs = [
+                {name: put(place, x, *dims[name], path=f"batch/{name}") for name, x in batch.items()}
+                for place in (reference, layout)
+            ]
+            differences, right = comparison.step(right, _copied(right, own), inputs, search=first is None)
+            found.append((differences, number))
+            if differences.where is not None:
+                first = first or f"{differences.where}, step {number}"
+    worst, number = max(found, key=lambda one: one[0].gradients)
+    return Verdict(
+        loss=max(one.loss for one, _ in found),
+        gradients=worst.gradients,
+        worst=f"{worst.gradient}, step {number}" if worst.gradients else "none",
+        updates=max(one.updates for one, _ in found),
+        bound=bound,
+        parameters_equal=equal,
+        first=first,
+    )
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """The largest differences of one step; ``where`` the first one beyond the bound is, if it was looked for."""
+
+    loss: float
+    gradients: float
+    gradient: str
+    updates: float
+    where: str | None
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Two layouts, their steps, and the reference's update from given gradients."""
+
+    layouts: tuple[Layout, Layout]
+    reference: Callable[..., Any]
+    other: Callable[..., Any]
+    update: Callable[..., Any]
+    loss_fn: Callable[..., Any]
+    bound: float
+
+    def step(
+        self, right: TrainState, own: TrainState, batches: Sequence[Any], *, search: bool
+    ) -> tuple[_Differences, TrainState]:
+        """The differences of one step from the same state, and the reference's state after it."""
+        after, metrics = self.reference(right, batches[0])
+        other, others = self.other(own, batches[1])
+        want, got = jax.device_get((metrics["grads"], others["grads"]))
+        loss = _number(abs(float(others["loss"]) - float(metrics["loss"])) / max(abs(float(metrics["loss"])), 1e-30))
+        updated = self.update(right, batches[0], got, np.asarray(others["loss"]))
+        updates = _gaps(
+            {"params": updated[0], "opt_state": updated[1]}, {"params": other.params, "opt_state": other.opt_state}
+        )
+        grads, carried = gradient_gaps(want, got), _gaps({"rest": after.rest}, {"rest": other.rest})
+        if max((*grads.values(), *carried.values())) > self.bound:
+            changes = self._last_bit(right, batches[0], want, after.rest)
+            sizes = {path: SPREAD * change / self.bound for path, change in changes.items()}
+            grads, carried = gradient_gaps(want, got, sizes), _gaps({"rest": after.rest}, {"rest": other.rest}, sizes)
+        updates |= carried
+        gradient, leaf = (max(gaps, key=lambda path: gaps[path]) for gaps in (grads, updates))
+        where = None
+        if search and max(loss, grads[gradient]) > self.bound:
+            where = first_divergence(self.layouts, (right, own), batches, self.loss_fn, self.bound)
+            where = where or f"the gradient of {gradient}; every activation agrees"
+        elif search and updates[leaf] > self.bound:
+            where = f"{leaf} after the step; the gradients agree"
+        return _Differences(loss, grads[gradient], gradient, updates[leaf], where), after
+
+    def _last_bit(self, state: TrainState, batch: Any, grads: Any, rest: Any) -> dict[str, float]:
+        """Path → the largest change of a gradient or a carried variable when parameters and inputs change by one bit of fp32."""
+        most: dict[str, float] = {}
+        for sample in range(SAMPLES):
+            near = functools.partial(_one_bit_off, np.random.default_rng(sample))
+            moved = replace(state, params=jax.tree.map(near, state.params))
+            after, metrics = self.reference(moved, jax.tree.map(near, batch))
+            for want, got in ((grads, metrics["grads"]), ({"rest": rest}, {"rest": after.rest})):
+                for path, a, b in _numbers(want, got):
+                    most[path] = max(most.get(path, 0.0), float(np.abs(a - b).max(initial=0)))
+        return most
+
+
+def _one_bit_off(rng: np.random.Generator, x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    scale = 1 + rng.choice([-1, 1], x.shape) * float(jnp.finfo(jnp.float32).eps)
+    return jax.device_put((np.asarray(x) * scale).astype(x.dtype), x.sharding)
+
+
+def _copied(state: TrainState, own: TrainState) -> TrainState:
+    """``state`` with the shardings of ``own``. Arrays that have another shape in ``own`` (one per device) and a loss scale stay."""
+
+    def move(x: Any, mine: Any) -> Any:
+        return jax.device_put(jax.device_get(x), mine.sharding) if x.shape == mine.shape else mine
+
+    parts = ("step", "params", "opt_state", "rest", "key")
+    return replace(own, **{name: jax.tree.map(move, getattr(state, name), getattr(own, name)) for name in parts})
+
+
+def _numbers(want: Any, got: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Paths and pairs of arrays in fp64, keys as their numbers. Arrays of other shapes, one per device, are left out."""
+    for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = (jax.random.key_data(x) for x in (a, b))
+        if a.shape == b.shape:
+            a, b = (np.asarray(jax.device_get(x)).astype(np.float64) for x in (a, b))
+            yield show(to_path(keys)), a, b
+
+
+def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Path → largest difference of each array, relative to its largest entry, or to ``least``."""
+    tiny = float(np.finfo(np.float32).tiny)
+    return {
+        path: _number(
+            float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), (least or {}).get(path, tiny))
+        )
+        for path, a, b in _numbers(want, got)
+    }
+
+
+def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Path → largest difference of each gradient tensor, relative to its size (see ``FLOOR``); infinite where one is not finite.
+
+    Args:
+      want, got: the gradients, on the host.
+      least: path → the size that a tensor has at least.
+    """
+    scale = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(want))
+    floor = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
+    gaps = {}
+    for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        path, largest = show(to_path(keys)), float(np.abs(a).max(initial=0))
+        # Of a gradient that is noise the noise may be as large as that of what cancels out in it: the largest gradient's.
+        noise = largest <= 8 * min(float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(a.dtype).eps)) * scale
+        size = max(scale if noise else largest, floor, (least or {}).get(path, 0.0))
+        gaps[path] = _number(float(np.abs(a - b).max(initial=0)) / size)
+    return gaps
+
+
+def _number(x: float) -> float:
+    """NaN counts as infinitely far away: it must never pass a comparison."""
+    return math.inf if math.isnan(x) else x

@@ -1,0 +1,1 @@
+"""Compilation for a topology that is not here, ahead of time."""

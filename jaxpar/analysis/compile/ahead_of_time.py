@@ -1,0 +1,322 @@
+"""``compile_for``: the real compiler on the real topology, on a machine that has neither.
+
+The program is lowered here, for abstract devices, and exported; a process with its own environment compiles it with libtpu,
+or with XLA's compiler for NVIDIA GPUs. So the model's code runs only here, and the compiler's environment disturbs nobody. Results are kept on disk by program,
+topology and versions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh
+
+from jaxpar.analysis.compile.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
+from jaxpar.errors import CompileError, MeshError, need
+from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.offload.placement import KIND
+from jaxpar.parallel.pipeline.options import Asynchronous
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.asynchronous.step import AsynchronousStep
+from jaxpar.training.disk_step import gradient_step
+from jaxpar.training.model import MakeModel, Tagged
+from jaxpar.training.offload.disk_state import disk_of
+from jaxpar.training.state import TrainState, abstract_state
+from jaxpar.training.step import train_step
+
+CompilerOptions = Mapping[str, str | int | float | bool]
+
+
+@dataclass(frozen=True)
+class AheadOfTime:
+    """A program compiled for a topology that is not here: it can be read, not run.
+
+    Attributes:
+      topology: as asked for.
+      text: the optimised HLO.
+      memory: bytes on one device: ``argument``, ``output``, ``temp``, ``alias``, ``peak``, ``host``; a figure that the
+        compiler does not give is not there.
+      compile_cpu_seconds: what the compiler took.
+      device_kind: what jax calls a device, as ``TPU v5 lite``.
+      versions: of jax, of the compiler, and of what else it compiles with.
+      cached: whether it was found on disk.
+      warnings: lines in which the compiler says that it moves a tensor in the worst of ways, as it wrote them.
+    """
+
+    topology: str
+    text: str
+    memory: dict[str, int]
+    compile_cpu_seconds: float
+    device_kind: str
+    versions: dict[str, str]
+    cached: bool
+    warnings: tuple[str, ...] = ()
+
+    def as_text(self) -> str:
+        """The optimised HLO, as ``jax.stages.Compiled.as_text``."""
+        return self.text
+
+    def memory_analysis(self) -> SimpleNamespace:
+        """The figures under the names of ``jax.stages.Compiled.memory_analysis``; ``None`` where the compiler gave none."""
+        names = {"argument": "argument_size", "output": "output_size", "temp": "temp_size", "alias": "alias_size"}
+        names |= {"peak": "peak_memory"}
+        return SimpleNamespace(**{f"{long}_in_bytes": self.memory.get(short) for short, long in names.items()})
+
+
+def compile_for(
+    topology: str | Topology,
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    *,
+    compiler_options: CompilerOptions | None = None,
+    **options: Any,
+) -> AheadOfTime:
+    """Compile the train step of a run for a topology; with the optimizer's state on disk, the program that makes its gradients.
+
+    Args:
+      topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices, ``"h100:4x8"`` four hosts of 8 GPUs.
+      layout: a layout on a mesh of as many devices, abstract or not. The step is traced under :func:`aim` of it, so the
+        model can tell which accelerator it is compiled for.
+      make_model, tx: as for :func:`jaxpar.init`.
+      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's, or of :class:`jaxpar.AsynchronousStep` where ``pipeline`` says so.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
+      compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``. No
+        flag of the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) reaches the compiler.
+
+    Raises:
+      MeshError: unknown topology, or a mesh of another size or for another accelerator.
+      LayoutError: the layout does not fit the model or the batch.
+      MissingExtraError: no compiler for the topology's devices.
+      CompileError: the compiler is not the one for this jax, or it refused, with its words (for example that the program
+        does not fit a TPU's memory; the one for GPUs does not ask that).
+    """
+    parsed = Topology.parse(str(topology))
+    layout = aim(layout, parsed)
+    step, state, inputs = step_for(layout, make_model, tx, loss_fn, batch, **options)
+    donated = 0 if disk_of(state) is not None else len(jax.tree.leaves(state))
+    fusion = options.get("fusion") or Fusion()
+    compiler_options = fusion.compiler_options(layout) | dict(compiler_options or {})
+    return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)
+
+
+def step_for(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    **options: Any,
+) -> tuple[Callable[..., Any], TrainState, Any]:
+    """What :func:`compile_for` compiles, and the placed shapes of the state and the batch that it is called with. Arguments are that function's."""
+    state = abstract_state(layout, make_model, tx, options.get("precision"))
+    inputs = placed(layout, batch)
+    if isinstance(options.get("pipeline"), Asynchronous):
+        going = AsynchronousStep(layout, loss_fn, **options)
+        return going, going.abstract(state, inputs), inputs
+    return (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options), state, inputs
+
+
+def aim(layout: Layout, topology: Topology) -> Layout:
+    """``layout`` on an abstract mesh that carries the topology's device.
+
+    What is traced under it learns its target, from ``jax.sharding.get_abstract_mesh().abstract_device`` or
+    :func:`jaxpar.sharding.hardware.topology.platform_of`. It is unequal to ``layout``: make a step and its inputs with the same one.
+
+    Raises:
+      MeshError: the mesh has another size, or carries another accelerator.
+
+    >>> import jaxpar as jp
+    >>> from jaxpar.sharding.hardware.topology import Topology, platform_of
+    >>> layout = jp.Layout(jp.MeshSpec(data=16).abstract(), jp.Rules(batch="data"))
+    >>> platform_of(aim(layout, Topology.parse("v5e:4x4")).mesh)
+    'tpu'
+    """
+    target = topology.abstract_device
+    if layout.mesh.size != topology.devices:
+        raise MeshError(
+            f"the mesh has {layout.mesh.size} devices ({layout.sizes}), but {topology} has {topology.devices}. Remedy: "
+            f"MeshSpec(...).on('{topology}')."
+        )
+    if not isinstance(layout.mesh, AbstractMesh):
+        return replace(layout, mesh=layout.mesh.abstract_mesh.update(abstract_device=target))
+    own = layout.mesh.abstract_device
+    if own is None:
+        return replace(layout, mesh=layout.mesh.update(abstract_device=target))
+    if (own.platform, own.device_kind) != (target.platform, target.device_kind):
+        raise MeshError(
+            f"the mesh is for {own.device_kind!r}, but {topology} has {target.device_kind!r}. Remedy: "
+            f"MeshSpec(...).on('{topology}'), or MeshSpec(...).abstract({topology.devices}), which is for any."
+        )
+    return layout
+
+
+def placed(layout: Layout, batch: Any) -> Any:
+    """The batch's tagged shapes with their shardings."""
+    return jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
+
+
+def _placed(layout: Layout, leaf: Tagged) -> jax.ShapeDtypeStruct:
+    x = leaf.value
+    sharding = layout.sharding(leaf.dims, x.shape, dtype=x.dtype, path="batch")
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def compile_program(
+    topology: Topology,
+    layout: Layout,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    donated: int = 0,
+    compiler_options: CompilerOptions | None = None,
+) -> AheadOfTime:
+    """Compile ``function(*inputs)`` for a topology; ``inputs`` are placed shapes, the first ``donated`` leaves donated.
+
+    ``layout`` is what ``function`` and ``inputs`` were made with: one from :func:`aim`, if the code is to know its target.
+    ``compiler_options`` are as in :func:`compile_for`. Raises what that does.
+    """
+    compiler = COMPILERS[topology.platform]
+    leaves, treedef = jax.tree.flatten(tuple(inputs))
+
+    def flat(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(treedef, arrays)))
+
+    try:
+        import flatbuffers  # noqa: F401 (jax serialises with it)
+    except ImportError as error:
+        raise need("flatbuffers", compiler.extra, "compiling ahead of time") from error
+    versions = versions_of(compiler)
+    # Kernels have no form that outlives a version of jax, but the same version compiles them a moment later.
+    checks = [jax.export.DisabledSafetyCheck.custom_call(kernel) for kernel in compiler.kernels]
+    with warnings.catch_warnings():
+        # What kernel a model takes for its accelerator is settled; that jax will drop one of its own is no news of this run.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        program = jax.export.export(jax.jit(flat), platforms=[compiler.lowering], disabled_checks=checks)(*leaves)
+    request = {
+        "name": str(topology),
+        "topology": description_of(topology, versions),
+        "versions": versions,
+        "mesh": layout.sizes,
+        "specs": [_spec(leaf) for leaf in leaves],
+        "donated": list(range(donated)),
+        "compiler_options": dict(compiler_options or {}),
+        "kept": "text, memory, warnings",  # what was kept before without one of these is compiled again
+    }
+    kinds = [leaf.sharding.memory_kind for leaf in leaves]
+    if KIND in kinds:
+        request["kinds"] = kinds  # only then: other programs are as they were
+        if topology.platform == "gpu":
+            text = "offload: ahead of time the compiler for GPUs takes the host's memory for the device's, and counts it so."
+            warnings.warn(text, stacklevel=2)
+    return _run(compiler, program, request)
+
+
+def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
+    spec = tuple(leaf.sharding.spec)
+    full = (*spec, *[None] * (len(leaf.shape) - len(spec)))
+    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in full]
+
+
+def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
+    # With its source locations, which an audit reports: a moved line is compiled again rather than misattributed.
+    asked = json.dumps([program.mlir_module(), request], sort_keys=True)
+    key = hashlib.sha256(asked.encode()).hexdigest()[:24]
+    kept = cache_folder() / key
+    with _one_at_a_time(cache_folder()):
+        cached = (kept / "result.json").is_file()
+        if not cached:
+            _compile(compiler, bytes(program.serialize()), request, kept)
+    result = json.loads((kept / "result.json").read_text())
+    return AheadOfTime(
+        topology=request["name"],
+        text=(kept / "program.hlo").read_text(),
+        memory=_memory(result["memory"]),
+        compile_cpu_seconds=result["compile_cpu_seconds"],
+        device_kind=result["device_kind"],
+        versions=request["versions"],
+        cached=cached,
+        warnings=tuple(result.get("warnings", ())),
+    )
+
+
+def _memory(given: dict[str, int]) -> dict[str, int]:
+    """What the compiler gave, under our names; nothing is made up for what it did not give."""
+    names: dict[str, tuple[str, ...]] = {name: (f"{name}_size",) for name in ("argument", "output", "temp", "alias")}
+    names |= {"peak": ("peak_memory",), "host": ("host_argument_size", "host_temp_size")}
+    found = {name: sum(given[part] for part in parts) for name, parts in names.items() if given.keys() >= set(parts)}
+    if "host" in found:  # what a step is given there and writes back in place stands there once
+        found["host"] += max(0, given.get("host_output_size", 0) - given.get("host_alias_size", 0))
+    if "peak" in found:
+        found["peak"] -= min(found.get("host", 0), found["peak"])  # the compiler counts both memories as one
+    return found
+
+
+def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: Path) -> None:
+    """Compile in a folder of its own, moved to its place only when it is whole."""
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        here = Path(folder)
+        (here / "program.export").write_bytes(program)
+        (here / "request.json").write_text(json.dumps(request))
+        command = [compiler.python, "-m", "jaxpar.analysis.compile.worker", folder]
+        run = subprocess.run(command, env=environment_of(compiler), capture_output=True, text=True, check=False)
+        if not (here / "result.json").is_file():
+            raise CompileError(f"the compiler died with status {run.returncode}: {run.stderr[-2000:]}")
+        result = json.loads((here / "result.json").read_text())
+        if result.get("kind") == MeshError.__name__:  # the devices do not make up this mesh
+            raise MeshError(result["error"])
+        if "error" in result:  # not kept: another process may have held the library
+            raise CompileError(f"the compiler refused the program for {request['name']}: {result['error']}")
+        result["warnings"] = warnings_in(run.stderr)
+        (here / "result.json").write_text(json.dumps(result))
+        (here / "program.export").unlink()
+        shutil.copytree(here, kept, dirs_exist_ok=True)
+
+
+def warnings_in(log: str) -> list[str]:
+    """The lines of a compiler's log that tell of an involuntary rematerialisation, each once.
+
+    >>> warnings_in("W1121 17:27:36.4 2173 spmd_partitioner.cc:666] [SPMD] Involuntary full rematerialization. The …\\n\\nmore")
+    ['[SPMD] Involuntary full rematerialization. The …']
+    """
+    # Some versions write "[spmd]", with other words behind it; the log's own time and thread would make equal ones differ.
+    found = re.findall(r"(?im)^.*?(\[spmd\] involuntary full rematerialization.*)$", log)
+    return list(dict.fromkeys(found))
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept, for this user alone: ``$JAXPAR_CACHE``, else ``~/.cache/jaxpar``."""
+    folder = Path(os.environ.get("JAXPAR_CACHE", Path.home() / ".cache" / "jaxpar")) / "compiled"
+    for one in (folder.parent, folder):  # `parents` would be made with the usual mode
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_mode & 0o077 and found.st_uid == os.getuid():
+        folder.chmod(0o700)  # made by an older jaxpar, or by hand
+    return folder
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """A lock over all processes of this machine: one such compile takes a core and a gigabyte."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,161 @@
+"""The compilers that :mod:`jaxpar.analysis.compile.ahead_of_time` calls: where each is found, whether it fits this jax, how it is asked.
+
+Each may live in another interpreter than the one that runs, named by an environment variable; it must hold the same jax and
+the platform's plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxpar
+from jaxpar.errors import CompileError, MissingExtraError
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.versions import numbers_of, satisfies
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The compiler for one platform.
+
+    Attributes:
+      variable: environment variable that names its interpreter; the one that runs if unset.
+      device: what it compiles for, in words.
+      plugin: the package that holds it.
+      jax_extra: the extra of jax that brings it; jaxpar's is ``extra``.
+      others: packages whose versions also decide what it makes of a program.
+      lowering: what ``jax.export`` calls the platform.
+      kernels: custom calls that ``jax.export`` lets pass only when told so.
+      environment: of its process.
+    """
+
+    variable: str
+    device: str
+    plugin: str
+    jax_extra: str
+    extra: str
+    others: tuple[str, ...]
+    lowering: str
+    kernels: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+
+    @property
+    def python(self) -> str:
+        """Its interpreter."""
+        return os.environ.get(self.variable, sys.executable)
+
+    @property
+    def install(self) -> str:
+        """What an interpreter needs to be it."""
+        return f"'jax[{self.jax_extra}]=={jax.__version__}'"
+
+
+COMPILERS = {
+    "tpu": Compiler(
+        variable="JAXPAR_TPU_PYTHON",
+        device="a TPU",
+        plugin="libtpu",
+        jax_extra="tpu",
+        extra="tpu",
+        others=(),
+        lowering="tpu",
+        kernels=(),
+        # A plain import of jax beside libtpu looks for a TPU, and asks the cloud's metadata server for its kind.
+        environment=(("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")),
+    ),
+    "gpu": Compiler(
+        variable="JAXPAR_GPU_PYTHON",
+        device="an NVIDIA GPU",
+        plugin="jax-cuda13-plugin",
+        jax_extra="cuda13",
+        extra="gpu",
+        others=("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"),
+        lowering="cuda",
+        kernels=("__gpu$xla.gpu.triton",),
+        # Where there is a GPU all the same, the program is to be the one that a machine without compiles.
+        environment=(("CUDA_VISIBLE_DEVICES", ""),),
+    ),
+}
+"""Platform → its compiler."""
+
+
+def versions_of(compiler: Compiler) -> dict[str, str]:
+    """Versions in the compiler's interpreter, of jax and of all that decides what it makes of a program.
+
+    Raises:
+      MissingExtraError: no compiler there.
+      CompileError: another jax there, a compiler for another jax, or no interpreter.
+    """
+    python, names = compiler.python, ("jax", compiler.plugin, *compiler.others)
+    code = (
+        "import json\nfrom importlib.metadata import version, PackageNotFoundError\n"
+        "def v(n):\n    try: return version(n)\n    except PackageNotFoundError: return None\n"
+        f"print(json.dumps({{n: v(n) for n in {names!r}}}))"
+    )
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        remedy = f"correct {compiler.variable}"
+        raise CompileError(f"the interpreter {python!r} does not run ({error}). Remedy: {remedy}.") from error
+    versions: dict[str, str | None] = json.loads(found)
+    plugin = versions[compiler.plugin]
+    if plugin is None:
+        raise MissingExtraError(
+            f"compiling for {compiler.device} needs {compiler.plugin}, which {python} does not have. Remedy: pip install "
+            f"'jaxpar[{compiler.extra}]', or point {compiler.variable} to an interpreter with {compiler.install}."
+        )
+    if versions["jax"] != jax.__version__:
+        raise CompileError(
+            f"{python} has jax {versions['jax']}, but this is jax {jax.__version__}: a program is compiled by the version that "
+            f"lowered it. Remedy: pip install {compiler.install} there."
+        )
+    wanted = _wanted(compiler, requires("jax") or [])
+    if not satisfies(plugin, wanted):
+        raise CompileError(
+            f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} wants {compiler.plugin}{wanted}. Remedy: pip "
+            f"install {compiler.install} there."
+        )
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def _wanted(compiler: Compiler, requirements: list[str]) -> str:
+    """The versions of its compiler that jax asks for in its own metadata, as ``==0.0.50.*``; empty if it names none."""
+    pattern = rf"{re.escape(compiler.plugin)}(?:\[[^]]*\])?\s*([^;\s]*)\s*;\s*extra == ['\"]{compiler.jax_extra}['\"]"
+    return next((found[1] for found in map(re.compile(pattern).fullmatch, requirements) if found), "")
+
+
+def description_of(topology: Topology, versions: dict[str, str]) -> dict[str, Any]:
+    """A topology as ``jax.experimental.topologies.get_topology_desc`` wants it: its keyword arguments."""
+    if topology.platform == "gpu":
+        cudnn = numbers_of(versions.get("nvidia-cudnn-cu13", "9"))
+        named = zip(("major", "minor", "patch"), cudnn, strict=False)
+        library = f"dnn_version_info {{ {' '.join(f'{name}: {number}' for name, number in named)} }}\n"
+        target = Path(__file__).with_name(f"{topology.kind}.textproto").read_text(encoding="utf-8")
+        # The three numbers are groups joined by NVLink, hosts in a group, and GPUs of a host. Hosts of H100s are groups of
+        # their own; as hosts of one group, kernels that only NVLink can run would be chosen between them.
+        shape = f"{topology.slices}x1x{topology.shape[0]}"
+        return {"platform": "cuda", "topology_name": "", "target_config": target + library, "topology": shape}
+    options: dict[str, Any] = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    if topology.kind == "v4":
+        options["chip_config_name"] = "megacore"  # else libtpu takes the two cores of a chip for two devices
+    return {"platform": "tpu", "topology_name": topology.slice_name, **options}
+
+
+def environment_of(compiler: Compiler) -> dict[str, str]:
+    """The environment of a compiling process: this one's, without flags that would change the program unseen."""
+    flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_NUM_CPU_DEVICES")
+    own = {name: value for name, value in os.environ.items() if name not in flags}
+    root = str(Path(jaxpar.__file__).parents[1])
+    # Warnings go to stderr, where the caller reads them: XLA's, and those that libtpu would keep in a file.
+    log = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
+    return {**own, **log, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root, **dict(compiler.environment)}

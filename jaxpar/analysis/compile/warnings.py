@@ -1,0 +1,107 @@
+"""The compiler's own warnings, read: a tensor that it could bring from one layout to another only by making it whole.
+
+XLA writes ``[SPMD] Involuntary full rematerialization``: no sequence of slices, gathers and exchanges that it knows leads from
+the layout in which an operation leaves a tensor to the one in which the next wants it, so each device builds all of it and
+keeps its part. The cause is a pair of annotations that disagree on the order or the number of axes of one dim.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from jaxpar.analysis.hlo.liveness import own_line
+from jaxpar.analysis.hlo.parser import Instruction, Module, types_of
+
+_WORDS = re.compile(
+    r"Involuntary full rematerialization.*?from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) (?:efficiently|without).*?"
+    r"HLO operation:? (?P<operation>%.*)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Rematerialised:
+    """One tensor that is made whole on every device to get from one layout to another.
+
+    Attributes:
+      tensor: its dtype and whole shape, ``f32[64,64]``; its shard's where the layout is not understood.
+      bytes: of the whole tensor.
+      before, after: its layouts, a dim each: ``data, ·``. The compiler's own words where they are not understood.
+      op_name: jax's path of the operation.
+      source: the line of model code, where the program tells.
+    """
+
+    tensor: str
+    bytes: int
+    before: str
+    after: str
+    op_name: str
+    source: str
+
+
+def rematerialised(warning: str, module: Module | None = None) -> Rematerialised | None:
+    """What a warning tells; ``None`` if it is another one.
+
+    Args:
+      warning: one line of the compiler's log.
+      module: the program that came of it, whose tables hold the source lines.
+
+    >>> found = rematerialised(
+    ...     "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {mesh['a'=2,'b'=2], [{'a'}, {}]} "
+    ...     "to {mesh['a'=2,'b'=2], [{}, {'b', 'a'}]} efficiently for HLO operation %copy.1 = f32[32,64]{1,0} copy(%sin.0), "
+    ...     'metadata={op_name="jit(f)/sharding_constraint" stack_frame_id=3}. As the last resort'
+    ... )
+    >>> found.tensor, found.bytes, found.before, found.after, found.op_name
+    ('f32[64,64]', 16384, 'a, ·', '·, b+a', 'jit(f)/sharding_constraint')
+    """
+    found = _WORDS.search(warning)
+    if found is None:
+        return None
+    kind = found["operation"].partition(" = ")[2].split("(")[0].strip()
+    arrays = types_of(kind.split(" ")[0])
+    metadata = re.search(r'metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', found["operation"])
+    made = Instruction("", "", (), (), metadata[0] if metadata else "", "", False)
+    tensor, size = "a tensor", 0
+    if len(arrays) == 1:
+        (array,) = arrays
+        ways = _ways(found["before"])
+        known = ways is not None and len(ways) == len(array.shape)
+        shape = tuple(n * way for n, way in zip(array.shape, ways or (), strict=True)) if known else array.shape
+        tensor = f"{array.dtype}[{','.join(map(str, shape))}]"
+        size = array.bytes * (math.prod(ways) if known and ways else 1)
+    source = own_line(module.frames(made)) if module is not None and metadata else ""
+    return Rematerialised(tensor, size, _show(found["before"]), _show(found["after"]), made.op_name, source)
+
+
+def _dims(sharding: str) -> list[list[tuple[str, int]]] | None:
+    """The axes of each dim with their sizes, of ``{mesh['a'=2,'b'=2], [{'a'}, {}]}``; ``None`` for another spelling.
+
+    ``'a':(1)2`` is a part of an axis: 2 of it, after an outer 1.
+    """
+    found = re.fullmatch(r"\{mesh\[(.*?)\].*?, \[(.*?)\].*\}", sharding)
+    if found is None:
+        return None
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", found[1])}
+    return [
+        [(name, int(part or sizes.get(name, 1))) for name, part in re.findall(r"'([\w.\-]+)'(?::\(\d+\)(\d+))?", dim)]
+        for dim in re.findall(r"\{(.*?)\}", found[2])
+    ]
+
+
+def _ways(sharding: str) -> list[int] | None:
+    """Into how many pieces each dim is cut."""
+    dims = _dims(sharding)
+    if dims is not None:
+        return [math.prod(size for _, size in axes) for axes in dims]
+    tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
+    if tiles is None:
+        return None
+    numbers = [int(n) for n in tiles[1].split(",")]
+    return numbers[:-1] if "last_tile_dim_replicate" in sharding else numbers
+
+
+def _show(sharding: str) -> str:
+    dims = _dims(sharding)
+    return sharding if dims is None else ", ".join("+".join(name for name, _ in axes) or "·" for axes in dims)

@@ -1,0 +1,98 @@
+"""The compiling half of :mod:`jaxpar.analysis.compile.ahead_of_time`: ``python -m jaxpar.analysis.compile.worker FOLDER`` in a process of its own.
+
+It reads ``program.export`` and ``request.json`` in FOLDER, compiles for the topology asked for, and writes ``program.hlo`` and
+``result.json``. A process of its own, because the compiler wants an environment that would disturb the caller's jax.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+MEMORY = (
+    "argument_size",
+    "output_size",
+    "temp_size",
+    "alias_size",
+    "peak_memory",
+    "host_argument_size",
+    "host_temp_size",
+    "host_output_size",
+    "host_alias_size",
+)
+"""What is asked of the compiler's memory analysis; each is a number of bytes on one device."""
+
+
+def main(folder: str) -> None:
+    """Compile what lies in ``folder``; a failure of the compiler is written as a result, not raised."""
+    here = Path(folder)
+    request = json.loads((here / "request.json").read_text())
+    result: dict[str, Any]
+    try:
+        result = _compile(here, request)
+    except Exception as error:  # noqa: BLE001 (whatever the compiler says goes back to the caller, in its own words)
+        result = {"error": str(error), "kind": type(error).__name__}
+    (here / "result.json").write_text(json.dumps(result))
+
+
+def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    from jax import export
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    wanted = dict(request["topology"])
+    description = topologies.get_topology_desc(wanted.pop("topology_name"), **wanted)
+    devices = _arranged(description.devices, request["mesh"])
+    mesh = Mesh(devices, tuple(request["mesh"]), axis_types=(AxisType.Auto,) * len(request["mesh"]))
+    program = export.deserialize(bytearray((here / "program.export").read_bytes()))
+    specs = [PartitionSpec(*(tuple(axes) or None for axes in spec)) for spec in request["specs"]]
+    kinds = request.get("kinds") or [None] * len(specs)
+    inputs = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+        for aval, spec, kind in zip(program.in_avals, specs, kinds, strict=True)
+    ]
+    jitted = jax.jit(program.call, donate_argnums=tuple(request["donated"]))
+    lowered = jitted.lower(*inputs)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    compiled = lowered.compile(compiler_options=request["compiler_options"])
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    (here / "program.hlo").write_text(compiled.as_text() or "")
+    stats = compiled.memory_analysis()
+    given = {name: getattr(stats, f"{name}_in_bytes", None) for name in MEMORY}
+    return {
+        "memory": {name: int(size) for name, size in given.items() if size is not None},
+        "compile_cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "device_kind": str(getattr(description.devices[0], "device_kind", "")),
+    }
+
+
+def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+    """The devices as an array of the mesh's shape, slow links outermost.
+
+    Ahead of time every GPU says that it is of slice 0, though NVLink joins only those of one host; here each host is a slice.
+    """
+    from jaxpar.sharding.device_order import arrange
+
+    if devices[0].platform != "gpu":
+        return arrange(list(devices), sizes)
+    said = [
+        SimpleNamespace(slice_index=d.process_index, id=d.id, platform=d.platform, device_kind=d.device_kind)
+        for d in devices
+    ]
+    places: Any = arrange(said, sizes)
+    by_id = {device.id: device for device in devices}
+    for place in np.ndindex(places.shape):
+        places[place] = by_id[places[place].id]
+    return places
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,92 @@
+"""Where the forward pass of a step first differs from one device's, or stops being finite: activation by activation."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.parallel.precision.policy import Precision
+from jaxpar.sharding.layout import Layout, observing
+from jaxpar.training.loss import loss_of
+from jaxpar.training.model import show, to_path
+
+
+def first_divergence(
+    layouts: Sequence[Layout],
+    states: Sequence[Any],
+    batches: Sequence[Any],
+    loss_fn: Callable[..., Any],
+    bound: float,
+) -> str | None:
+    """The first activation of the forward pass that differs, as text; ``None`` if all that the model constrains agree.
+
+    The model's own ``constrain`` and ``hint`` calls are the probes. Without jit a scan runs its body once a layer, so the
+    calls come in the order in which a reader would count them.
+    """
+    traces: list[list[tuple[str, Sequence[str | None], np.ndarray]]] = []
+    for layout, state, batch in zip(layouts, states, batches, strict=True):
+        trace: list[tuple[str, Sequence[str | None], np.ndarray]] = []
+
+        def note(site: str, dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
+            trace.append((site, dims, np.asarray(jax.device_get(x))))
+
+        with layout, jax.disable_jit(), observing(note):
+            loss_of(loss_fn, state, batch)(state.params)
+        traces.append(trace)
+    # A layout may take another way than one device in places: only calls that both make are compared.
+    keys = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
+    same = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+    pairs = [(m.a + i, m.b + i) for m in same for i in range(m.size)]
+    for number, ((place, dims, a), b) in ((i + 1, (traces[0][i], traces[1][j][2])) for i, j in pairs):
+        gap = float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30)
+        if not gap <= bound:  # NaN differs too
+            called = sum(earlier == place for earlier, _, _ in traces[0][:number])
+            named = ", ".join(map(str, dims))
+            return f"{place} ({named}), call {called}: its activation differs by {gap:.2e}"
+    return None
+
+
+def first_nonfinite(
+    layout: Layout, state: Any, batch: Any, loss_fn: Callable[..., Any], precision: Precision | None = None
+) -> str:
+    """Where a step's numbers stop to be finite, as text: a parameter, else the first activation, else what comes after all.
+
+    The model's own ``constrain`` and ``hint`` calls are the probes, as for :func:`first_divergence`.
+    """
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not _finite(leaf):
+            return f"the parameter {show(to_path(keys))} is not finite before the step"
+    precision = precision or Precision()
+    found: list[str] = []
+    calls: dict[str, int] = {}
+
+    def note(site: str, dims: Sequence[str | None], x: Any, _: Any) -> None:
+        calls[site] = calls.get(site, 0) + 1
+        if not found and not _finite(x):
+            found.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
+
+    compute = lambda params: loss_of(loss_fn, state, batch)(jax.tree.map(precision.computing, params))[0]
+    with layout, jax.disable_jit(), observing(note):
+        loss = compute(state.params)
+    if found:
+        return found[0]
+    if not _finite(loss):
+        return "the loss; every activation is finite"
+    with layout:
+        grads = jax.jit(jax.grad(compute))(state.params)
+    bad = [show(to_path(keys)) for keys, leaf in jax.tree_util.tree_leaves_with_path(grads) if not _finite(leaf)]
+    if bad:
+        more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+        return f"the gradient of {bad[0]}{more}; every activation and the loss are finite"
+    return "the norm of the gradients, which overflows; each of them is finite"
+
+
+def _finite(x: Any) -> bool:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return bool(jnp.isfinite(x).all())  # the other processes hold parts of it, and ask the same
+    return bool(np.all(np.isfinite(np.asarray(jax.device_get(x)).astype(np.float32))))

@@ -1,0 +1,1 @@
+"""``audit``: what a compiled program sends, computes and holds."""

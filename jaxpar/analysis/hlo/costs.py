@@ -1,0 +1,149 @@
+"""What the instructions of a program cost one device, apart from its network: FLOPs and bytes of main memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpar.analysis.hlo.dataflow import Flow
+from jaxpar.analysis.hlo.flops import kernel_flops, matmul_flops, target
+from jaxpar.analysis.hlo.parser import CALLS, FUSIONS, ArrayType, Computation, Instruction
+from jaxpar.analysis.hlo.trip_counts import trip_count
+
+# Instructions that name or group values, and those whose work is counted inside what they call.
+_FREE = frozenset(
+    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "partition-id", "replica-id")
+    + ("after-all", "add-dependency", "while", "conditional", "call", "call-start", "async-start")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """FLOPs of matmuls, FLOPs that kernels state, bytes moved to and from main memory."""
+
+    matmul_flops: int = 0
+    kernel_flops: int = 0
+    hbm_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmul_flops + other.matmul_flops,
+            self.kernel_flops + other.kernel_flops,
+            self.hbm_bytes + other.hbm_bytes,
+        )
+
+    def __mul__(self, times: float) -> Work:
+        figures = (self.matmul_flops, self.kernel_flops, self.hbm_bytes)
+        return Work(*(round(figure * times) for figure in figures))
+
+    def worst(self, other: Work) -> Work:
+        """The larger of each figure."""
+        return Work(
+            max(self.matmul_flops, other.matmul_flops),
+            max(self.kernel_flops, other.kernel_flops),
+            max(self.hbm_bytes, other.hbm_bytes),
+        )
+
+
+class Costs:
+    """Trip-weighted work of instructions and computations; each computation is looked at once."""
+
+    def __init__(self, flow: Flow):
+        self.flow, self.module = flow, flow.module
+        self._done: dict[str, Work] = {}
+
+    def computation(self, name: str) -> Work:
+        """The work of one run of a computation."""
+        if name not in self._done:
+            where = self.module[name]
+            self._done[name] = sum((self.of(i, where) for i in where), Work())
+        return self._done[name]
+
+    def of(self, instruction: Instruction, where: Computation) -> Work:
+        """The work of one instruction, with all it calls. A loop of unknown length counts as one run."""
+        opcode = instruction.opcode
+        inner = [self.computation(name) for name in self._calls(instruction)]
+        if opcode == "while":
+            trips = trip_count(instruction, where, self.flow)
+            return inner[0] * (1 if trips is None else float(trips))
+        if opcode == "conditional":
+            worst = Work()
+            for arm in inner:
+                worst = worst.worst(arm)
+            return worst
+        if opcode in FUSIONS:
+            # What happens inside a fusion stays in registers; only its operands and results are in memory.
+            work = sum(inner, Work())
+            return Work(work.matmul_flops, work.kernel_flops, self._fusion_bytes(instruction, where))
+        own = Work(matmul_flops(instruction, where), kernel_flops(instruction) or 0, self._bytes(instruction, where))
+        return sum(inner, own)
+
+    @staticmethod
+    def _calls(instruction: Instruction) -> list[str]:
+        """The computations whose work is the instruction's own; not the tiny ones of a reduce or a sort."""
+        if instruction.opcode == "while":
+            return instruction.called("body")
+        if instruction.opcode == "conditional":
+            return instruction.called("branch_computations", "true_computation", "false_computation")
+        return instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
+
+    def _bytes(self, instruction: Instruction, where: Computation) -> int:
+        """Bytes that an unfused instruction reads and writes. A slice touches what it takes, an update what it changes."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done") or target(instruction) in ("AllocateBuffer", "ConcatBitcast"):
+            return 0
+        operands = [source.types for source in where.inputs(instruction)]
+        if opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * _main(instruction.types)
+        if opcode == "dynamic-update-slice":
+            return 2 * _main(operands[1])
+        read, written = sum(map(_main, operands)), _main(instruction.types)
+        # The result of an asynchronous start repeats its operands.
+        return max(read, written) if opcode.endswith("-start") else read + written
+
+    def _fusion_bytes(self, fusion: Instruction, where: Computation) -> int:
+        inner = self.module[fusion.called("calls")[0]]
+        read = sum(
+            self._read(parameter, inner)
+            for parameter, source in zip(inner.parameters, where.inputs(fusion), strict=False)
+            if _main(source.types)
+        )
+        results = [inner[name] for name in inner.root.operands] if inner.root.opcode == "tuple" else [inner.root]
+        outside = fusion.types if len(fusion.types) == len(results) else None
+        written = sum(
+            _written(result, inner)
+            for i, result in enumerate(results)
+            if result.opcode != "parameter" and (outside is None or outside[i].space == 0)
+        )
+        return read + written
+
+    def _read(self, value: Instruction, inner: Computation) -> int:
+        """Bytes that a fusion reads of one of its parameters, or of what is only another view of it."""
+        return min(value.bytes, sum(self._read_by(user, value, inner) for user in self.flow.users(value.name, inner)))
+
+    def _read_by(self, user: Instruction, value: Instruction, inner: Computation) -> int:
+        first = bool(user.operands) and user.operands[0] == value.name
+        if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+            return user.bytes
+        if user.opcode == "dynamic-update-slice" and first:
+            return 0  # updated in place
+        if user.opcode == "bitcast":
+            return self._read(user, inner)
+        if user.opcode in FUSIONS:  # one within the other: a tile is cut out there
+            within = self.module[user.called("calls")[0]]
+            taken = zip(user.operands, within.parameters, strict=False)
+            return sum(self._read(parameter, within) for name, parameter in taken if name == value.name)
+        return 0 if user.opcode == "tuple" and user.root else value.bytes
+
+
+def _main(types: tuple[ArrayType, ...]) -> int:
+    """Bytes of the arrays that lie in main memory; TPU programs keep others in on-chip memory."""
+    return sum(array.bytes for array in types if array.space == 0)
+
+
+def _written(result: Instruction, inner: Computation) -> int:
+    """Bytes that a fusion writes for one result."""
+    while result.opcode in ("bitcast", "copy"):
+        result = inner[result.operands[0]]
+    if result.opcode == "dynamic-update-slice":
+        return inner[result.operands[1]].bytes
+    return result.bytes

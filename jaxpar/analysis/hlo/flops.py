@@ -1,0 +1,122 @@
+"""FLOPs of single HLO instructions: dots, convolutions, library calls, and kernels that state their own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxpar.analysis.hlo.parser import ArrayType, Computation, Instruction
+from jaxpar.errors import AuditError
+
+_LIBRARY_MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
+# Custom calls of the compilers themselves that compute nothing worth counting.
+_BOOKKEEPING = (
+    "AllocateBuffer|AssumeGatherIndicesInBound|AsyncCollective|ConcatBitcast|TopK|MoveTo|PinTo|annotate_device_placement|"
+    "xla_ffi_python|xla_python|cu_threefry|SliceId|ZeroCrop"
+)
+
+# Matmuls of attention kernels, by what stands first in their names.
+_MATMULS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "preprocess": 0, "backward": 7}
+
+
+def matmul_flops(instruction: Instruction, where: Computation) -> int:
+    """Multiply-adds × 2 of a ``dot``, a ``convolution`` or a library's matmul call; 0 for anything else.
+
+    A convolution counts the window positions that fall on data: TPU compilers print batched matmuls as convolutions whose
+    windows lie mostly in the padding.
+
+    Raises:
+      AuditError: a convolution or a library call that does not say which dims it multiplies.
+    """
+    out = instruction.types[0] if instruction.types else None
+    if out is not None and instruction.opcode in ("dot", "scaled-dot"):
+        return _dot(out, where.inputs(instruction)[0].types[0], instruction.attribute("lhs_contracting_dims"))
+    if out is not None and instruction.opcode == "convolution":
+        lhs, rhs = (source.types[0] for source in where.inputs(instruction)[:2])
+        return _convolution(instruction, out, lhs, rhs)
+    if out is not None and target(instruction).startswith(_LIBRARY_MATMULS):
+        config = instruction.attribute("backend_config") or ""
+        found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', config)
+        if found is None:
+            raise AuditError(
+                f"{instruction.name}: the call of {target(instruction)} does not say which dims it contracts."
+            )
+        return _dot(out, where.inputs(instruction)[0].types[0], found[1])
+    return 0
+
+
+def target(instruction: Instruction) -> str:
+    """What a custom call calls; empty for other instructions."""
+    return (instruction.attribute("custom_call_target") or "").strip('"')
+
+
+def kernel_flops(instruction: Instruction) -> int | None:
+    """FLOPs of a custom kernel; ``None`` where it does not state them.
+
+    0 for instructions that are no kernel, and for calls that :func:`matmul_flops` counts.
+    """
+    name = target(instruction)
+    if not name or name.startswith(_LIBRARY_MATMULS) or re.match(_BOOKKEEPING, name):
+        return 0
+    config = instruction.attribute("backend_config") or ""
+    found = re.search(r'"cost_estimate"\s*:\s*\{[^}]*"flops"\s*:\s*"?(\d+)', config.replace("\\", ""))
+    return int(found[1]) if found else _stated_by_scope(instruction)
+
+
+def _stated_by_scope(instruction: Instruction) -> int | None:
+    """FLOPs of an attention kernel whose caller says in a scope's name what one of its matmuls costs.
+
+    The forward kernel does two of them (scores, output), the gradient kernels also repeat the scores: of queries three, of
+    keys and values four, one that makes both, seven. A second number is the cost in the gradient kernels.
+    """
+    scope = re.search(r"attention_matmul_flops_(\d+)(?:_(\d+))?", instruction.op_name)
+    name = instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2]
+    kernel = re.search("|".join(_MATMULS), name)
+    if scope is None or kernel is None:
+        return None
+    forward, gradient = int(scope[1]), int(scope[2] or scope[1])
+    return _MATMULS[kernel[0]] * (forward if kernel[0] in ("fwd", "forward") else gradient)
+
+
+def _dot(out: ArrayType, lhs: ArrayType, contracting: str | None) -> int:
+    dims = [int(n) for n in re.findall(r"\d+", contracting or "")]
+    return 2 * out.size * math.prod(lhs.shape[i] for i in dims)
+
+
+def _convolution(instruction: Instruction, out: ArrayType, lhs: ArrayType, rhs: ArrayType) -> int:
+    found = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
+    if found is None:
+        raise AuditError(f"{instruction.name}: the convolution does not say which dims it multiplies (dim_labels).")
+    lhs_at, rhs_at, out_at = ({label: i for i, label in enumerate(text)} for text in found.groups())
+    window = _window(instruction.attribute("window") or "")
+    taps = 1
+    for label in (label for label in lhs_at if label.isdigit()):
+        one = {name: values[int(label)] for name, values in window.items() if int(label) < len(values)}
+        taps *= _taps(lhs.shape[lhs_at[label]], out.shape[out_at[label]], rhs.shape[rhs_at[label]], one)
+    return 2 * out.shape[out_at["b"]] * out.shape[out_at["f"]] * rhs.shape[rhs_at["i"]] * taps
+
+
+def _window(text: str) -> dict[str, list[str]]:
+    return {name: value.split("x") for name, value in re.findall(r"(\w+)=([\w\-]+)", text)}
+
+
+def _taps(size: int, out: int, kernel: int, window: Mapping[str, str]) -> int:
+    """How many (output position, kernel position) pairs of one spatial dim meet an input element."""
+    low = int(window.get("pad", "0_0").split("_")[0])
+    stride, lhs_dilate, rhs_dilate = (int(window.get(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    last = (size - 1) * lhs_dilate
+    outputs = np.arange(out) * stride
+    count = 0
+    for k in range(kernel):
+        offset = k * rhs_dilate - low
+        if lhs_dilate == 1:
+            # Output positions o with 0 <= o * stride + offset <= last, in closed form: `out` and `kernel` can be long.
+            first, final = max(0, -(offset // stride)), min(out - 1, (last - offset) // stride)
+            count += max(0, final - first + 1)
+        else:
+            spots = outputs + offset
+            count += int(((spots >= 0) & (spots <= last) & (spots % lhs_dilate == 0)).sum())
+    return count

@@ -1,0 +1,260 @@
+"""One pass over a compiled program that finds its collectives, each weighted by the loops around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.analysis.hlo.collective_patterns import Part, loop_role, part_between, parts_of, ring_role
+from jaxpar.analysis.hlo.collectives import Collective, along, axes_of, groups_of, kind_of, pairs_of
+from jaxpar.analysis.hlo.costs import Costs, Work
+from jaxpar.analysis.hlo.dataflow import Flow
+from jaxpar.analysis.hlo.flops import kernel_flops, target
+from jaxpar.analysis.hlo.overlap import Schedule
+from jaxpar.analysis.hlo.parser import CALLS, FUSIONS, Computation, Instruction, Location, Module
+from jaxpar.analysis.hlo.slices import Slices, crosses, groups_between
+from jaxpar.analysis.hlo.trip_counts import trip_count
+
+_LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
+_PLUMBING = (
+    "jaxpar/parallel/collectives/gather_reduce.py",
+    "jaxpar/parallel/collectives/quantized.py",
+    "jaxpar/parallel/precision/fp8_matmul.py",
+    "jaxpar/parallel/zero/gather.py",
+    "jaxpar/parallel/zero/sharded_matmul.py",
+    "jaxpar/sharding/layout.py",
+)
+"""Files of jaxpar whose functions a model calls to say how a tensor goes: what they make is the model's."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where the walk stands.
+
+    Attributes:
+      times: how often this place runs.
+      conditional, certain: as of a collective.
+      beside: the compute beside the asynchronous instruction that this place is inside of.
+      callers: the instructions that lead here, innermost first; they say where from, if an instruction itself does not.
+      window: inside the loop of a windowed einsum: what it implements, and the computation and its times outside.
+    """
+
+    times: int = 1
+    conditional: bool = False
+    certain: bool = True
+    beside: Work | None = None
+    callers: tuple[Instruction, ...] = ()
+    window: tuple[str, str, int] | None = None
+
+
+@dataclass
+class Walk:
+    """What a walk found: ``collectives`` that count, those of the ``other_arms`` of conditionals, and what is unknown.
+
+    ``sizes`` is the mesh of the program's own devices; of a program for several ``slices``, the part inside of one.
+    """
+
+    module: Module
+    sizes: Mapping[str, int]
+    slices: Slices | None = None
+    collectives: list[Collective] = field(default_factory=list)
+    other_arms: list[Collective] = field(default_factory=list)
+    unknown_loops: list[str] = field(default_factory=list)
+    silent_kernels: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.flow = Flow(self.module)
+        self.costs = Costs(self.flow)
+        self._schedule = Schedule(self.costs)
+        # Of each ring: its place in ``collectives``, and how many permutes it has.
+        self._rings: dict[tuple[Any, ...], tuple[int, int]] = {}
+        # Of each computation where exposed permutes are on their way till, and their number.
+        self._flights: dict[str, tuple[int, int]] = {}
+        self._flown = 0
+
+    def run(self) -> Work:
+        """Walk the whole program; returns its work."""
+        self._computation(self.module[self.module.entry], Scope())
+        return self.costs.computation(self.module.entry)
+
+    def _computation(self, where: Computation, scope: Scope) -> None:
+        for instruction in where:
+            kind = kind_of(instruction)
+            if kind is not None and not self._schedule.reprint(instruction, where):
+                self._collective(kind, instruction, where, scope)
+            elif self.slices is not None and crosses(instruction):
+                self._transfer(self.slices, instruction, where, scope)
+            elif kernel_flops(instruction) is None and target(instruction) not in self.silent_kernels:
+                self.silent_kernels.append(target(instruction))
+            inside = dataclasses.replace(scope, callers=(instruction, *scope.callers))
+            if instruction.opcode == "while":
+                self._loop(instruction, where, inside)
+            elif instruction.opcode == "conditional":
+                self._arms(instruction, inside)
+            elif instruction.opcode in CALLS:
+                if instruction.opcode != "call":
+                    inside = dataclasses.replace(inside, beside=self._schedule.beside(instruction, where))
+                for name in instruction.called("calls", "to_apply"):
+                    self._computation(self.module[name], inside)
+
+    def _loop(self, loop: Instruction, where: Computation, scope: Scope) -> None:
+        trips = trip_count(loop, where, self.flow)
+        if trips is None:
+            frames = self.module.frames(loop)
+            self.unknown_loops.append(f"{loop.name} from {model_line(frames)}" if frames else loop.name)
+        body = loop.called("body")[0]
+        times = round(scope.times * (1 if trips is None else trips))  # a mean of rounds makes whole numbers in all
+        role = loop_role(body)
+        window = (role, where.name, scope.times) if role else scope.window
+        inside = dataclasses.replace(scope, times=times, certain=scope.certain and trips is not None, window=window)
+        self._computation(self.module[body], inside)
+        # The condition runs once more than the body.
+        inside = dataclasses.replace(inside, times=times + scope.times, window=None)
+        self._computation(self.module[loop.called("condition")[0]], inside)
+
+    def _arms(self, conditional: Instruction, scope: Scope) -> None:
+        """Keep the arm that sends most; what the others would send is noted apart."""
+        kept, rings, found = self.collectives, self._rings, []
+        for name in conditional.called("branch_computations", "true_computation", "false_computation"):
+            self.collectives, self._rings = [], {}
+            self._computation(self.module[name], dataclasses.replace(scope, conditional=True))
+            found.append(self.collectives)
+        found.sort(key=lambda arm: (sum(c.total_wire_bytes for c in arm), len(arm)))
+        self.collectives, self._rings = kept + found.pop(), rings
+        self.other_arms += [collective for arm in found for collective in arm]
+
+    def _collective(self, kind: str, instruction: Instruction, where: Computation, scope: Scope) -> None:
+        if kind == "collective-permute":
+            self._permute(instruction, where, scope)
+            return
+        groups = groups_of(instruction, self.module.partitions)
+        axes, size = axes_of(groups, self.sizes), groups.shape[1]
+        fused = bool(scope.callers) and scope.callers[0].opcode in FUSIONS
+        # Among groups of one device nothing moves.
+        for part in parts_of(kind, instruction, where, self.flow, size, fused=fused) if axes else ():
+            self.collectives.append(self._describe(part, axes, size, instruction, where, scope))
+
+    def _transfer(self, slices: Slices, send: Instruction, where: Computation, scope: Scope) -> None:
+        kind, groups = groups_between(send)
+        members = groups.shape[1]
+        part = part_between(kind, send, where, members)
+        found = self._describe(part, slices.axes(groups), members, send, where, scope)
+        self.collectives.append(dataclasses.replace(found, between_slices=True))
+
+    def _permute(self, instruction: Instruction, where: Computation, scope: Scope) -> None:
+        pairs = pairs_of(instruction)
+        if not pairs:
+            return
+        axes = axes_of(pairs, self.sizes)
+        arrays = tuple(array for source in where.inputs(instruction) for array in source.types)
+        given = sum(array.bytes for array in arrays)
+        role = ring_role(instruction, pairs, where, self.flow, scope.window[0] if scope.window else None)
+        if role is None:
+            part = Part("collective-permute", "", arrays, given, given)
+            found = self._describe(part, axes, 2, instruction, where, scope)
+            flight = None if found.overlapped or scope.beside else self._flight(instruction, where)
+            pairs_along = along(pairs, axes, self.sizes)
+            self.collectives.append(dataclasses.replace(found, pairs=pairs_along, flight=flight))
+            return
+        group = math.prod(self.sizes[axis] for axis in axes)
+        part = Part(role, "", arrays, given * group if role == "all-gather" else given, given)
+        step = self._describe(part, axes, group, instruction, where, scope)
+        # All permutes of one ring become one collective of the computation around the ring.
+        _, owner, times = scope.window or ("", where.name, scope.times)
+        self._turn((owner, instruction.attribute("metadata"), role, axes, part.dtype), step, times)
+
+    def _flight(self, start: Instruction, where: Computation) -> int:
+        """The number of those that are on their way together: each begins before the last of the others has come."""
+        begin, end = self._schedule.span(start, where)
+        until, number = self._flights.get(where.name, (-1, 0))
+        if begin > until:
+            self._flown += 1
+            until, number = -1, self._flown
+        self._flights[where.name] = max(until, end), number
+        return number
+
+    def _turn(self, key: tuple[Any, ...], step: Collective, times: int) -> None:
+        """Add one permute to the ring with this key, which runs ``times`` times in one run of the program."""
+        place, steps = self._rings.get(key, (len(self.collectives), 0))
+        share = step.count // times if times else 0
+        self._rings[key] = place, steps + share
+        ring = dataclasses.replace(
+            step,
+            form=f"ring of {steps + share} permutes",
+            wire_bytes=step.wire_bytes * share,
+            exposed_bytes=step.exposed_bytes * share,
+            beside_flops=step.beside_flops * share,
+            count=times,
+        )
+        if place == len(self.collectives):
+            self.collectives.append(ring)
+            return
+        earlier = self.collectives[place]
+        self.collectives[place] = dataclasses.replace(
+            ring,
+            wire_bytes=ring.wire_bytes + earlier.wire_bytes,
+            exposed_bytes=ring.exposed_bytes + earlier.exposed_bytes,
+            beside_flops=ring.beside_flops + earlier.beside_flops,
+            certain=ring.certain and earlier.certain,
+            tensor=ring.tensor or earlier.tensor,
+        )
+
+    def _describe(
+        self, part: Part, axes: tuple[str, ...], group: int, instruction: Instruction, where: Computation, scope: Scope
+    ) -> Collective:
+        beside = scope.beside or self._schedule.beside(instruction, where)
+        flops = beside.matmul_flops + beside.kernel_flops
+        # A matmul hides a transfer, and so does elementwise work on at least as many bytes; a stray scalar does not.
+        hidden = flops > 0 or beside.hbm_bytes >= part.wire_bytes > 0
+        # What the compiler printed without a source comes from where its caller, or what it takes, or what takes it, does.
+        sources = (instruction, *scope.callers[:1], *where.inputs(instruction), *scope.callers[1:])
+        frames = next((f for i in sources if (f := self.module.frames(i))), [])
+        frames = frames or next((f for i in self.flow.readers(instruction, where) if (f := self.module.frames(i))), [])
+        moved, home = self.flow.origin(instruction.operands[0], where)
+        argument = moved.opcode == "parameter" and home.name == self.module.entry
+        return Collective(
+            kind=part.kind,
+            form=part.form,
+            axes=axes,
+            group=group,
+            dtype=part.dtype,
+            arrays=len(part.arrays),
+            result_bytes=part.result_bytes,
+            wire_bytes=part.wire_bytes,
+            exposed_bytes=0.0 if hidden else part.wire_bytes,
+            beside_flops=flops,
+            count=scope.times,
+            conditional=scope.conditional,
+            certain=scope.certain,
+            source=model_line(frames) if frames else "",
+            module=module_path(frames),
+            tensor=moved.op_name if argument else "",
+            op_name=next((i.op_name for i in sources if i.op_name), ""),
+            between_slices=None if self.slices is None else False,
+        )
+
+
+def model_line(frames: Sequence[Location]) -> str:
+    """The innermost line that is the model's own: not a library's, nor one of jaxpar's verbs that place tensors."""
+    own = (f for f in frames if not _LIBRARIES.search(f.file) and not _is_plumbing(f))
+    return str(next(own, frames[0]))
+
+
+def _is_plumbing(frame: Location) -> bool:
+    return frame.file.replace("\\", "/").endswith(_PLUMBING)
+
+
+def module_path(frames: Sequence[Location]) -> str:
+    """``Llama/Block/Attention``: the classes whose ``__call__`` methods are on the stack, outermost first.
+
+    >>> module_path([Location("Block.__call__", "model.py", 7), Location("Llama.__call__", "model.py", 9)])
+    'Llama/Block'
+    """
+    calls = [f for f in reversed(frames) if f.function.endswith(".__call__") and not _LIBRARIES.search(f.file)]
+    names = [f.function.removesuffix(".__call__").rpartition(".")[2] for f in calls]
+    # A scan's stack repeats the frames around it.
+    return "/".join(dict.fromkeys(names))

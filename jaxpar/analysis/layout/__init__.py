@@ -1,0 +1,1 @@
+"""``explain``: why each tensor is sharded as it is."""

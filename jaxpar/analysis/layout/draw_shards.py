@@ -1,0 +1,307 @@
+"""``draw`` pictures where the shards of one tensor lie; ``shards`` says it in numbers. Neither needs devices.
+
+Both read only the mesh and ``layout.spec``, and work out the owners from the mesh coordinates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxpar.sharding.layout import Layout
+from jaxpar.utils.plotting import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Block = tuple[int, ...]
+
+_HEAD, _TAIL = 4, 2
+"""How many blocks are drawn before and after the gap, when a dim has too many to draw all."""
+
+_LISTED = 8
+"""Up to this many devices are listed in a block."""
+
+
+def shards(
+    layout: Layout,
+    dims: Sequence[str | None],
+    shape: Sequence[int],
+    *,
+    role: str = "activations",
+    dtype: Any = np.float32,
+    path: str = "tensor",
+) -> dict[Block, list[int]]:
+    """Which devices hold which block of a tensor.
+
+    Args:
+      layout: the layout; an abstract mesh will do.
+      dims: the logical dims, one for each dim of the tensor.
+      shape: its global sizes.
+      role: which overlay of the rules applies.
+      dtype: its dtype, which ``over(min_bytes=...)`` looks at.
+      path: its name in errors.
+
+    Returns:
+      Block (its number along each dim) → the devices that hold it, in the order of the mesh. A device is its id, or on
+      an abstract mesh its position. Every device is in exactly one block.
+
+    Raises:
+      LayoutError: the tensor does not fit the rules.
+
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=2, model=2).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> shards(layout, ("embed", "mlp"), (8, 4))
+    {(0, 0): [0, 1], (1, 0): [2, 3]}
+    """
+    return owners(layout.mesh, layout.spec(dims, shape, role=role, dtype=dtype, path=path))
+
+
+def owners(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> dict[Block, list[int]]:
+    """Block → devices, for a spec with one entry for each dim; see :func:`shards`.
+
+    >>> import jax, jaxpar as jp
+    >>> owners(jp.MeshSpec(data=4).abstract(), jax.sharding.PartitionSpec("data"))
+    {(0,): [0], (1,): [1], (2,): [2], (3,): [3]}
+    """
+    devices = np.arange(mesh.size) if isinstance(mesh, AbstractMesh) else mesh.device_ids.ravel()
+    sizes = dict(mesh.shape)
+    coordinate = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
+    blocks = np.zeros((mesh.size, len(spec)), int)
+    for i, entry in enumerate(spec):
+        for axis in _axes(entry):  # major to minor
+            blocks[:, i] = blocks[:, i] * sizes[axis] + coordinate[axis]
+    found: dict[Block, list[int]] = {}
+    for block, device in zip(blocks.tolist(), devices.tolist(), strict=True):
+        found.setdefault(tuple(block), []).append(device)
+    return found
+
+
+def draw(
+    layout: Layout,
+    *dims: str | None,
+    shape: Sequence[int],
+    role: str = "activations",
+    dtype: Any = np.float32,
+    path: str = "tensor",
+    ax: Axes | None = None,
+) -> Figure:
+    """A picture of where the shards of one tensor lie: a grid of its blocks, each with the devices that hold it.
+
+    Up to two dims are drawn: the sharded ones first, of these the largest. Where more are sharded, the picture is of the
+    first block along the others, and says so. Of a dim with many blocks the first and last few are drawn.
+
+    Args:
+      layout: the layout; an abstract mesh will do, and its devices are numbered by their position.
+      dims, shape, role, dtype, path: the tensor, as for :func:`shards`.
+      ax: matplotlib axes to draw on; by default a new figure is made, which pyplot does not keep.
+
+    Returns:
+      The figure. It shows itself in a notebook.
+
+    Raises:
+      LayoutError: the tensor does not fit the rules.
+      MissingExtraError: matplotlib is not installed.
+
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> draw(layout, "embed", "mlp", shape=(64, 128), path="up").axes[0].get_ylabel()
+    'embed 64 → data 4'
+    """
+    spec = layout.spec(dims, shape, role=role, dtype=dtype, path=path)
+    sides = [
+        _Side(name or f"dim {i}", size, _axes(entry), math.prod(layout.sizes[axis] for axis in _axes(entry)))
+        for i, (name, size, entry) in enumerate(zip(dims, shape, spec, strict=True))
+    ]
+    kept = _drawn(sides)
+    picture = _Picture(layout, spec, tuple(sides), kept, owners(layout.mesh, spec), path)
+    if ax is None:
+        ax = _new_axes(picture)
+    _fill(ax, picture)
+    _label(ax, picture)
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One dim of the tensor: its size, its mesh axes and the number of blocks they cut it into."""
+
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    ways: int
+
+    def title(self, sizes: dict[str, int]) -> str:
+        there = " × ".join(f"{axis} {sizes[axis]}" for axis in self.axes) or "whole"
+        return f"{self.name} {self.size} → {there}"
+
+    def blocks(self) -> list[int | None]:
+        """The blocks to draw; ``None`` is the gap."""
+        if self.ways <= _HEAD + _TAIL + 2:
+            return list(range(self.ways))
+        return [*range(_HEAD), None, *range(self.ways - _TAIL, self.ways)]
+
+
+_NONE = _Side("", 1, (), 1)
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """What is drawn: the tensor's sides, which of them are the rows and columns, and who holds its blocks."""
+
+    layout: Layout
+    spec: PartitionSpec
+    sides: tuple[_Side, ...]
+    kept: tuple[int, ...]
+    owners: dict[Block, list[int]]
+    path: str
+
+    @property
+    def rows(self) -> _Side:
+        return self.sides[self.kept[0]] if len(self.kept) == 2 else _NONE
+
+    @property
+    def columns(self) -> _Side:
+        return self.sides[self.kept[-1]] if self.kept else _NONE
+
+    def at(self, row: int, column: int) -> list[int]:
+        """The devices of one block; along the sides that are not drawn it is the first."""
+        place = dict(zip(self.kept, (row, column)[-len(self.kept) :], strict=True)) if self.kept else {}
+        return self.owners[tuple(place.get(i, 0) for i in range(len(self.sides)))]
+
+    def title(self) -> str:
+        return f"{self.path} [{', '.join(str(side.size) for side in self.sides)}]: {self.spec}"
+
+    def subtitle(self) -> str:
+        copies, devices = len(self.owners[(0,) * len(self.sides)]), self.layout.mesh.size
+        shard = " × ".join(str(side.size // side.ways) for side in self.sides) or "one number"
+        many = f"{len(self.owners)} shards of {shard}, each" if len(self.owners) > 1 else "One block,"
+        where = "one device" if copies == 1 else f"each of the {copies} devices" if copies == devices else ""
+        text = f"{many} on {where or f'{copies} of {devices} devices'}."
+        for i, side in enumerate(self.sides):
+            if side.axes and i not in self.kept:
+                text += f" Drawn: the first of {side.ways} blocks along {side.title(self.layout.sizes)}."
+        kind = "positions in the mesh" if isinstance(self.layout.mesh, AbstractMesh) else "device ids"
+        return f"{text} Numbers: {kind}."
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """One entry of a ``PartitionSpec`` as a tuple of axes."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _drawn(sides: Sequence[_Side]) -> tuple[int, ...]:
+    """The dims to draw, at most two, in the order of the tensor: sharded before whole, large before small."""
+    ranked = sorted(range(len(sides)), key=lambda i: (not sides[i].axes, -sides[i].size, i))
+    return tuple(sorted(ranked[:2]))
+
+
+def _new_axes(picture: _Picture) -> Any:
+    columns, rows = len(picture.columns.blocks()), len(picture.rows.blocks())
+    size = min(1.6 + max(0.85 * columns, 4.0), 10.0), 1.5 + max(0.38 * rows, 0.9)
+    return new_figure("draw()", figsize=size, layout="constrained").subplots()
+
+
+def _edges(blocks: Sequence[int | None]) -> list[float]:
+    """Where the blocks begin and end on the picture: one unit each, the gap somewhat less."""
+    return [0.0, *np.cumsum([0.7 if block is None else 1.0 for block in blocks]).tolist()]
+
+
+def _cell(ax: Any, picture: _Picture) -> tuple[float, float]:
+    """About how wide and high one block is, in points. The layout that leaves room for the labels comes later."""
+    inches, box = ax.get_figure(root=True).get_size_inches(), ax.get_position()
+    columns, rows = _edges(picture.columns.blocks())[-1], _edges(picture.rows.blocks())[-1]
+    return 72 * 0.9 * inches[0] * box.width / columns, 72 * 0.8 * inches[1] * box.height / rows
+
+
+def _fill(ax: Any, picture: _Picture) -> None:
+    """The blocks, coloured by shard and labelled with their devices."""
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    rows, columns = picture.rows.blocks(), picture.columns.blocks()
+    tops, lefts = _edges(rows), _edges(columns)
+    grid = list(itertools.product(zip(rows, tops, strict=False), zip(columns, lefts, strict=False)))
+    drawn = {(i, j): picture.at(i, j) for i in rows if i is not None for j in columns if j is not None}
+    texts, size = _fit(list(drawn.values()), *_cell(ax, picture))
+    label = dict(zip(drawn, texts, strict=True))
+    hues = dict(zip(drawn, colormaps["turbo"](np.linspace(0.08, 0.92, len(drawn)))[:, :3], strict=True))
+    for (row, top), (column, left) in grid:
+        middle = left + (0.35 if column is None else 0.5), top + (0.35 if row is None else 0.5)
+        if row is None or column is None:
+            dots = "⋱" if row is column else "⋮" if row is None else "⋯"
+            ax.text(*middle, dots, ha="center", va="center", color="0.4")
+            continue
+        pale = 0.45 * hues[row, column] + 0.55
+        ax.add_patch(Rectangle((left, top), 1, 1, facecolor=pale, edgecolor="white", linewidth=1.5))
+        ax.text(*middle, label[row, column], ha="center", va="center", fontsize=size, color="0.1")
+    ax.set_xlim(0, lefts[-1])
+    ax.set_ylim(tops[-1], 0)
+
+
+def _fit(cells: Sequence[Sequence[int]], width: float, height: float) -> tuple[list[str], float]:
+    """The devices of each block as text, all in one style, and the font size in points at which they fit.
+
+    >>> _fit([[0, 8], [1, 9]], 60, 30)
+    (['0, 8', '1, 9'], 11.0)
+    >>> _fit([range(0, 128, 8)], 160, 30)
+    (['0, 8, … (16 devices)'], 11.0)
+    """
+    most = max(map(len, cells))
+    short = [", ".join(map(str, cell[:2])) for cell in cells]
+    styles = [[f"{text}, … ({most} devices)" for text in short], [f"{text}, …\n({most} devices)" for text in short]]
+    if most <= _LISTED:
+        every = [", ".join(map(str, cell)) for cell in cells]
+        folded = [textwrap.fill(text, max(len(text) // 2 + 1, 3)) for text in every]
+        styles = [every, folded, *(styles if most > 2 else [])]
+    sizes = [min(_font(text, width, height) for text in texts) for texts in styles]
+    best = next((i for i, size in enumerate(sizes) if size >= 7), int(np.argmax(sizes)))
+    return styles[best], round(max(sizes[best], 4.0), 1)
+
+
+def _font(text: str, width: float, height: float) -> float:
+    """The font size at which a text fits a box; a letter is some 0.58 of it wide."""
+    lines = text.splitlines()
+    return min(width / (0.58 * max(map(len, lines)) + 0.4), height / (1.4 * len(lines)), 11.0)
+
+
+def _label(ax: Any, picture: _Picture) -> None:
+    """Titles, axis labels, and the index of the element at which each block begins."""
+    width, height = _cell(ax, picture)
+    for side, axis, room in ((picture.rows, ax.yaxis, height / 10), (picture.columns, ax.xaxis, width / 30)):
+        if side is _NONE:
+            axis.set_ticks([])
+            continue
+        ticks, every = _ticks(side), math.ceil(1 / room)
+        labels = [text if i % every == 0 else "" for i, text in enumerate(ticks)]
+        axis.set_ticks(_edges(side.blocks()), labels, fontsize=8)
+        axis.set_label_text(side.title(picture.layout.sizes))
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=3, color="0.6")
+    line = 1.15 * width * _edges(picture.columns.blocks())[-1]
+    title = textwrap.wrap(picture.title(), max(int(line / 5.5), 20))
+    subtitle = textwrap.wrap(picture.subtitle(), max(int(line / 4.1), 20))
+    ax.set_title("\n".join(title), loc="left", fontsize=10, pad=8 + 10.5 * len(subtitle))
+    style = {"fontsize": 8, "color": "0.35", "xycoords": "axes fraction", "textcoords": "offset points"}
+    ax.annotate("\n".join(subtitle), (0, 1), (0, 5), **style)
+
+
+def _ticks(side: _Side) -> list[str]:
+    """The element at which each drawn block begins, and where the last one ends.
+
+    >>> _ticks(_Side("embed", 64, ("data",), 4))
+    ['0', '16', '32', '48', '64']
+    """
+    blocks, step = side.blocks(), side.size // side.ways
+    begins = [_HEAD if block is None else block for block in blocks]
+    return [str(begin * step) for begin in (*begins, side.ways)]

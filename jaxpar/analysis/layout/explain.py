@@ -1,0 +1,263 @@
+"""``explain`` says where every tensor lies and why; ``check`` raises when that is not as it should be.
+
+Neither needs devices: both work from shapes, on a concrete or an abstract mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar.analysis.layout import notes as say
+from jaxpar.analysis.layout.report import Report, Row
+from jaxpar.analysis.memory.estimate import Memory, estimate
+from jaxpar.analysis.units import device_bytes, show_bytes
+from jaxpar.errors import LayoutError
+from jaxpar.parallel.attention.select import Choice, choosing
+from jaxpar.parallel.offload.placement import no_layers
+from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.precision.policy import INT8, Precision
+from jaxpar.sharding.layout import Layout, observing, tracing_under
+from jaxpar.sharding.resolve import Resolved
+from jaxpar.sharding.rules import Over
+from jaxpar.training.disk_step import AHEAD
+from jaxpar.training.loss import loss_of
+from jaxpar.training.model import MakeModel, Tagged, show, to_path
+from jaxpar.training.model.fixed_order import FIXED
+from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
+from jaxpar.training.state import Tensor, TrainState, place, problems_of, shape_state_and_causes
+
+
+def explain(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    *,
+    batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    step: Mapping[str, Any] | None = None,
+) -> Report:
+    """Where every parameter, optimizer array, batch array and activation lies, with the rule and the reason.
+
+    Args:
+      layout: the layout; an abstract mesh will do.
+      make_model: as for :func:`jaxpar.init`. Only its shapes are computed.
+      tx: any optax transform.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, global sizes.
+      loss_fn: as for :func:`jaxpar.train_step`. With it (and ``batch``) the activations that the model constrains are
+        listed too, what attention ``auto`` takes and why, unused rules are certain, and the memory of a step is estimated, for the device that the mesh names
+        (``MeshSpec.on``).
+      step: the arguments of :func:`jaxpar.train_step`, as ``{"accumulate": 4}``, for that estimate.
+
+    Returns:
+      A :class:`Report`; problems are listed in it, not raised.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4096).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (8192, 512)), "embed", "mlp")}
+    >>> report = explain(layout, make_model, optax.adam(1e-3))
+    >>> report.total("params").device_bytes
+    4096
+    """
+    state, causes = shape_state_and_causes(layout, make_model, tx, (step or {}).get("precision"))
+    unordered = {path: sorted(names - FIXED) for path, names in causes.items() if names - FIXED}
+    tensors, away = place(layout, state), stored_tensors(layout, state)
+    used: set[tuple[str, str]] = set()
+    rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
+    on_disk, refused = disk_of(state), refusal(state)
+    rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
+    rows = [say.with_reason(row, unordered.get(row.path, ())) for row in rows]
+    problems = problems_of(layout, [*tensors, *away]) + ([refused] if refused else [])
+    missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    problems += [missing] if missing else []
+    for tensor in [*tensors, *away]:
+        used |= tensor.resolved.used
+        if tensor.role == "params" and tensor.names is not None:
+            gradient = layout.resolve(
+                tensor.names, tensor.shape, role="gradients", dtype=tensor.dtype, path=f"gradient of {tensor.path}"
+            )
+            used |= gradient.used
+            problems += [] if tensor.problems else gradient.problems
+    inputs, plain_batch = _batch(layout, batch)
+    traced = loss_fn is not None and batch is not None
+    extra, attentions = inputs, ()  # type: list[Tensor], tuple[str, ...]
+    if loss_fn is not None and batch is not None:
+        activations, attentions = _activations(layout, loss_fn, state, plain_batch)
+        extra = [*inputs, *activations]
+    if isinstance(loss_fn, Staged) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
+        used |= layout.resolve(
+            loss_fn.dims
+        ).used  # by which a pipeline lays out what goes between layers; the loss alone never says so
+    for tensor in extra:
+        used |= tensor.resolved.used
+        problems += tensor.problems
+        rows.append(_row(layout, tensor, tensor.role))
+    memory = None
+    if loss_fn is not None and batch is not None:
+        memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems, step or {})
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
+    notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
+    packed = Precision.of((step or {}).get("precision")).reduce == INT8
+    notes += say.narrow(rows, memory.narrow, packed) if memory is not None else ()
+    notes += say.assumed(memory.assumed) if memory is not None else ()
+    notes += say.unequal(unordered)
+    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
+
+
+def check(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    *,
+    batch: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    step: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    max_replicated: float | None = None,
+) -> Report:
+    """The report of :func:`explain`, or one error that lists everything wrong with it.
+
+    Args:
+      layout, make_model, tx, batch, loss_fn, step: as for :func:`explain`.
+      strict: an unused rule is a problem too (when the activations were traced, so that it is certain).
+      max_replicated: largest share of the bytes of parameters and optimizer state that may lie whole on every device.
+
+    Raises:
+      LayoutError: with all problems.
+    """
+    report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
+    problems = list(report.problems)
+    if strict and report.traced:
+        problems += [
+            f"the rule {rule} is used by no tensor. Remedy: remove it, or correct the annotation it was meant for."
+            for rule in report.unused
+        ]
+    total = report.total("params", "opt_state")
+    if max_replicated is not None and total.replicated > max_replicated:
+        whole = [row for row in report.rows if row.part in ("params", "opt_state") and row.replicated]
+        worst = sorted(whole, key=lambda row: -row.bytes)[:3]
+        problems.append(
+            f"{total.replicated:.2%} of the {show_bytes(total.bytes)} of parameters and optimizer state lie whole on each of "
+            f"{report.devices} devices, more than max_replicated={max_replicated:.2%}. The largest: "
+            f"{', '.join(f'{row.path} ({show_bytes(row.bytes)})' for row in worst)}. Remedy: give their dims an axis, or "
+            f"raise max_replicated."
+        )
+    if problems:
+        raise LayoutError(problems)
+    return report
+
+
+def _memory(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    tensors: Sequence[Tensor],
+    problems: Sequence[str],
+    step: Mapping[str, Any],
+) -> Memory:
+    if problems:
+        return Memory("", {}, ("the layout has problems",))
+    return estimate(layout, loss_fn, state, batch, tensors, **step)
+
+
+def _row(layout: Layout, tensor: Tensor, part: str, *, disk: str = "") -> Row:
+    itemsize = tensor.dtype.itemsize  # a PRNG key has one too, though numpy knows no such dtype
+    resolved = tensor.resolved
+    dims = resolved.dims
+    ways = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
+    # Per-dim reasons repeat when nothing names the dims; the tensor's own note says it once.
+    why = [f"{dim.name or f'dim {i}'}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is not None]
+    if tensor.names is not None:
+        why += [f"dim {i}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is None]
+    why += [note for note in (tensor.note, resolved.note) if note]
+    size = device_bytes(tensor.shape, itemsize, ways)
+    where = f"on disk in {disk}" if disk else "in the host's memory"
+    why += [f"{where}, {show_bytes(size)} for each device"] if tensor.host or disk else []
+    return Row(
+        part=part,
+        path=tensor.path,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype),
+        dims=tuple(dim.name for dim in dims),
+        spec=resolved.axes,
+        bytes=itemsize * int(np.prod(tensor.shape, initial=1, dtype=np.int64)),
+        device_bytes=0 if tensor.host or disk else size,
+        disk_bytes=size if disk else 0,
+        rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),
+        why=tuple(why),
+        problems=resolved.problems,
+    )
+
+
+def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) -> str:
+    away = [row for row in rows if row.disk_bytes]
+    if not away:
+        return f"on disk in {path}: nothing, as no array of the optimizer's state has min_bytes"
+    pieces = [
+        sum(math.prod(m.sharding.shard_shape(m.shape)) * m.dtype.itemsize for m in group.stored)
+        for group in groups_of(layout, state)
+    ]
+    return (
+        f"on disk in {path}: {len(away)} arrays of the optimizer's state, {show_bytes(sum(row.bytes for row in away))}, kept twice. The step is "
+        f"two kinds of programs: what is estimated or compiled here makes the gradients; then, beside parameters and gradients, up to "
+        f"{AHEAD + 1} pieces of at most {show_bytes(max(pieces))} a device, old and new, are on their way"
+    )
+
+
+def _batch(layout: Layout, batch: Any) -> tuple[list[Tensor], Any]:
+    """Tensors of the batch, and the batch without its tags."""
+    tensors = []
+
+    def one(keys: Any, leaf: Any) -> Any:
+        path = show(("batch", *to_path(keys)))
+        if not isinstance(leaf, Tagged):
+            raise LayoutError(
+                f"{path} carries no logical dims. Remedy: wrap it, as jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', "
+                f"'seq')."
+            )
+        x = leaf.value
+        resolved = layout.resolve(leaf.dims, x.shape, dtype=x.dtype, path=path)
+        tensors.append(Tensor("batch", path, x.shape, x.dtype, leaf.dims, resolved))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    plain = jax.tree_util.tree_map_with_path(one, batch, is_leaf=lambda x: isinstance(x, Tagged))
+    return tensors, plain
+
+
+def _activations(
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Every distinct activation that the model constrains, and what every distinct attention takes, found by tracing the loss once."""
+    found: dict[Any, Tensor] = {}
+    attentions: dict[str, None] = {}
+
+    def note(place: str, dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
+        key = (place, tuple(dims), x.shape, str(x.dtype))
+        found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
+
+    def take(place: str, q: Any, k: Any, choice: Choice) -> None:
+        sizes = f"{' × '.join(map(str, q.shape))} queries, {k.shape[1]} keys of {k.shape[2]} heads, {q.dtype.name}"
+        attentions[f"attention in {place}, {sizes}: auto takes {choice.impl}; {choice.why}"] = None
+
+    def forward(state: Any, batch: Any) -> Any:
+        return loss_of(loss_fn, state, batch)(state.params)[0]
+
+    with observing(note), choosing(take), tracing_under(layout):
+        jax.eval_shape(forward, state, batch)
+    return list(found.values()), tuple(attentions)
+
+
+def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:
+    rules = layout.rules
+    every = [("", dim) for dim, _ in rules.base]
+    for role, overlay in rules.overlays:
+        every += [(role, "over")] if isinstance(overlay, Over) else [(role, dim) for dim, _ in overlay]
+    return tuple(f"{role}: {dim}" if role else dim for role, dim in every if (role, dim) not in used)

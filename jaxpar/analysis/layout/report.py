@@ -1,0 +1,225 @@
+"""``Report``: what ``explain`` found, as a plain value that prints as text, HTML and JSON."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.analysis.units import show_bytes
+from jaxpar.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from jaxpar.analysis.memory.estimate import Memory
+
+PARTS = ("params", "opt_state", "rest", "batch", "activations", "other", "cache")
+"""The groups of rows, in the order in which they are printed."""
+
+_COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "why not more")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor. ``spec`` has the mesh axes of each dim; ``rules`` and ``why`` are what the resolver said.
+
+    ``disk_bytes`` of it lie on disk for each device, in each of two generations.
+    """
+
+    part: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str | None, ...]
+    spec: tuple[tuple[str, ...], ...]
+    bytes: int
+    device_bytes: int
+    rules: tuple[str, ...]
+    why: tuple[str, ...]
+    problems: tuple[str, ...]
+    disk_bytes: int = 0
+
+    @property
+    def replicated(self) -> bool:
+        """Whether no axis shards it: every device holds all of it."""
+        return not any(self.spec)
+
+    def cells(self) -> tuple[str, ...]:
+        spec = ", ".join("+".join(axes) or "·" for axes in self.spec)
+        dims = ", ".join(str(dim) if dim is not None else "·" for dim in self.dims)
+        shape = " × ".join(map(str, self.shape)) or "scalar"
+        # The remedies stand once, below the tables.
+        why = "; ".join([*(f"ERROR {p.partition(' Remedy: ')[0]}" for p in self.problems), *self.why])
+        return self.path, shape, self.dtype, dims, spec, show_bytes(self.device_bytes), "; ".join(self.rules), why
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over one part: bytes of one copy, bytes on each device, share of the bytes that every device holds whole."""
+
+    part: str
+    tensors: int
+    bytes: int
+    device_bytes: int
+    replicated: float
+    copies: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where every tensor of a run lies, and why.
+
+    Attributes:
+      mesh: mesh axis → size, axes of size 1 left out.
+      devices: number of devices.
+      rows: one per tensor.
+      unused: rules that nothing used.
+      traced: whether the activations were traced, so that ``unused`` is certain.
+      problems: everything that is wrong, one text each.
+      memory: what a step takes of each device's memory, estimated; ``None`` without a batch and a loss.
+      notes: what else there is to say: what lies on disk, and what attention ``auto`` took.
+    """
+
+    mesh: dict[str, int]
+    devices: int
+    rows: tuple[Row, ...]
+    unused: tuple[str, ...]
+    traced: bool
+    problems: tuple[str, ...]
+    memory: Memory | None = None
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, path: str) -> Row:
+        """The row of one tensor, as ``report["params/blocks/attention/q"]``.
+
+        Raises:
+          KeyError: no tensor has this path, with a did-you-mean.
+        """
+        for row in self.rows:
+            if row.path == path:
+                return row
+        raise KeyError(f"no tensor {path!r}.{did_you_mean(path, (row.path for row in self.rows))}")
+
+    def total(self, *parts: str) -> Total:
+        """Sums over these parts (default: parameters, optimizer state and carried variables: what stays in memory)."""
+        parts = parts or ("params", "opt_state", "rest")
+        rows = [row for row in self.rows if row.part in parts]
+        size, local = sum(row.bytes for row in rows), sum(row.device_bytes for row in rows)
+        whole = sum(row.bytes for row in rows if row.replicated) if self.devices > 1 else 0
+        return Total(
+            " + ".join(parts), len(rows), size, local, whole / max(size, 1), local * self.devices / max(size, 1)
+        )
+
+    def totals(self) -> list[Total]:
+        """One ``Total`` for each part that has rows."""
+        return [self.total(part) for part in PARTS if any(row.part == part for row in self.rows)]
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int = 230) -> str:
+        """The tables as plain text."""
+        from rich.console import Console
+
+        out = io.StringIO()
+        console = Console(file=out, width=width, no_color=True, highlight=False)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
+        from rich.table import Table
+
+        yield f"[bold]{self.headline()}"
+        for part in PARTS:
+            rows = [row for row in self.rows if row.part == part]
+            if rows:
+                table = Table(*_COLUMNS, title=part, title_justify="left", box=None, padding=(0, 2, 0, 0))
+                for row in rows:
+                    table.add_row(*(_escape(c) for c in row.cells()), style="red" if row.problems else None)
+                yield table
+        yield self._totals_table()
+        if self.memory is not None:
+            yield f"[italic]{self._memory_title()}"  # as a table's title it would be folded to the table's width
+            table = Table(box=None, padding=(0, 2, 0, 0))
+            table.add_column("part")
+            table.add_column("bytes/device", justify="right")
+            for cells in self.memory.cells(show_bytes):
+                table.add_row(*(_escape(c) for c in cells))
+            yield table
+        yield from (_escape(line) for line in self.remarks())
+
+    def _totals_table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(box=None, title="totals", title_justify="left", padding=(0, 2, 0, 0))
+        for column in ("part", "tensors", "bytes", "bytes/device", "replicated", "copies"):
+            table.add_column(column, justify="left" if column == "part" else "right")
+        for t in self.totals():
+            cells = (t.part, str(t.tensors), show_bytes(t.bytes), show_bytes(t.device_bytes))
+            table.add_row(*cells, f"{t.replicated:.2%}", f"{t.copies:.2f}")
+        return table
+
+    def _memory_title(self) -> str:
+        target = self.memory.target if self.memory is not None else ""
+        return f"memory at the peak of a step{f' on a {target}' if target else ''}, estimated"
+
+    def headline(self) -> str:
+        """The mesh in one line."""
+        axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
+        return f"mesh: {axes} = {self.devices} device{'s' if self.devices > 1 else ''}"
+
+    def remarks(self) -> list[str]:
+        """Notes, unused rules and problems, a line each."""
+        lines = list(self.notes)
+        if self.unused:
+            scope = "" if self.traced else " by parameters, optimizer or batch (activations were not traced)"
+            lines.append(f"rules not used{scope}: {', '.join(self.unused)}")
+        return lines + [f"problem: {text}" for text in self.problems]
+
+    def _repr_html_(self) -> str:
+        tables = []
+        for part in PARTS:
+            rows = [row for row in self.rows if row.part == part]
+            if rows:
+                tables.append(f"<h4>{part}</h4>" + _html(_COLUMNS, [row.cells() for row in rows]))
+        totals = [
+            (
+                t.part,
+                str(t.tensors),
+                show_bytes(t.bytes),
+                show_bytes(t.device_bytes),
+                f"{t.replicated:.2%}",
+                f"{t.copies:.2f}",
+            )
+            for t in self.totals()
+        ]
+        tables.append(
+            "<h4>totals</h4>" + _html(("part", "tensors", "bytes", "bytes/device", "replicated", "copies"), totals)
+        )
+        if self.memory is not None:
+            cells = self.memory.cells(show_bytes)
+            tables.append(f"<h4>{html.escape(self._memory_title())}</h4>" + _html(("part", "bytes/device"), cells))
+        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self.remarks())
+        return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
+
+    def to_json(self) -> str:
+        """The whole report as JSON: rows, totals, unused rules, problems, memory."""
+        data = {**asdict(self), "totals": [asdict(t) for t in self.totals()]}
+        if self.memory is not None:
+            data["memory"]["total"] = self.memory.total
+        return json.dumps(data, indent=1)
+
+
+def _html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,1 @@
+"""The peak memory of a step, estimated without compiling."""

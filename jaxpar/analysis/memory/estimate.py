@@ -1,0 +1,168 @@
+"""``estimate``: what a train step takes of each device's memory, from its trace alone: nothing is compiled.
+
+Parameters, optimizer state and batch are known exactly. The rest follows from a walk through the traced step that assumes
+what XLA:TPU was seen to do; ``docs/memory.md`` has the assumptions, and the errors against the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxpar.analysis.memory.jaxpr import Program, Reader
+from jaxpar.analysis.memory.low_precision_sums import narrow_sums
+from jaxpar.analysis.memory.walk import Moment, Value, Walk
+from jaxpar.errors import JaxparError
+from jaxpar.parallel.collectives.gather_reduce import SMALL
+from jaxpar.parallel.precision.policy import INT8, Precision
+from jaxpar.sharding.layout import Layout, to_spec
+from jaxpar.training.disk_step import gradient_step
+from jaxpar.training.offload.disk_state import disk_of
+from jaxpar.training.state import Tensor
+from jaxpar.training.step import train_step
+
+_VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
+"""MiB of vector memory by device kind, as jax's ``pallas.tpu.get_tpu_info_for_chip`` has them."""
+
+_ROLES = {"params": "parameters", "opt_state": "optimizer"}
+KEPT = "kept weights"
+PARTS = (
+    "parameters",
+    "optimizer",
+    "batch and rest",
+    "gradients",
+    "weight copies",
+    KEPT,
+    "saved activations",
+    "working",
+)
+"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, gathered weights that loops keep for
+the backward pass (which ``regather`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of one device's memory at the step's worst moment.
+
+    Attributes:
+      target: the device that the step was traced for, as ``TPU v5 lite``; ``cpu`` where the mesh names none.
+      parts: part → bytes on one device, of :data:`PARTS`; where the step could not be traced, only what is known.
+      unknown: why the step cannot be traced, or what else keeps the rest from being estimated.
+      narrow: parameters whose gradients that same step sums over devices in 16 bits, though nobody has asked for that; where int8 is asked
+        for, those that are not summed so.
+      gradients: bytes on one device of the gradients of all parameters. ``parts["gradients"]`` has those that are alive at the peak.
+      assumed: operations whose sharding the estimate cannot follow. It takes their results as replicated, so the total is an upper bound.
+    """
+
+    target: str
+    parts: dict[str, int]
+    unknown: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    gradients: int = 0
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int | None:
+        """Bytes in all; ``None`` where it could not be estimated."""
+        return None if self.unknown else sum(self.parts.values())
+
+    def cells(self, show: Callable[[int], str]) -> list[tuple[str, str]]:
+        """Parts and total as words, for a table, and what is not estimated.
+
+        >>> Memory("cpu", {"parameters": 8}, ("the layout has problems",)).cells(str)
+        [('parameters', '8'), ('not estimated', 'the layout has problems')]
+        >>> Memory("cpu", {"parameters": 8, "gradients": 0, "working": 9}, gradients=8).cells(str)[1:]
+        [('gradients alive at the peak (of 8)', '0'), ('working', '9'), ('total', '17')]
+        """
+        named = {KEPT: f"{KEPT} (by regather)"}
+        if self.parts.get("gradients", 0) < self.gradients:
+            named["gradients"] = f"gradients alive at the peak (of {show(self.gradients)})"
+        known = [(named.get(part, part), show(size)) for part, size in self.parts.items() if size or part != KEPT]
+        if self.unknown:
+            return [*known, ("not estimated", ", ".join(self.unknown))]
+        return [*known, ("total, at most" if self.assumed else "total", show(self.total or 0))]
+
+
+def estimate(
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, tensors: Sequence[Tensor], **options: Any
+) -> Memory:
+    """What a step needs, without compiling it.
+
+    Args:
+      layout: on a mesh with or without devices; ``MeshSpec.on(topology)`` says what the step is for.
+      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
+      state, batch: shapes.
+      tensors: where each leaf of both lies, in their order.
+    """
+    device = layout.mesh.abstract_mesh.abstract_device
+    target = "cpu" if device is None else str(device.device_kind)
+    known = dict.fromkeys(PARTS[:3], 0)
+    leaves, treedef = jax.tree.flatten((state, batch))
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, to_spec(tensor.resolved)))
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+    reader = Reader(layout.sizes)
+    try:
+        # With the optimizer's state on disk, the program that makes the gradients is the larger one.
+        step = train_step if disk_of(state) is None else gradient_step
+        options = options | ({"keep_grads": True} if step is train_step else {})
+        traced = step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
+    except (JaxparError, TypeError, ValueError, NotImplementedError) as error:
+        reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        return Memory(target, known, (reason,))
+    program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
+    carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.rest, state.scale)))
+    gradients = program.results[carried : carried + len(jax.tree.leaves(state.params))]
+    if step is train_step:
+        # Looked at, and then forgotten: a step that trains does not give them back.
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
+        kept = [i for i, path in enumerate(paths) if i >= carried and getattr(path[1], "key", "") == "grads"]
+        gradients = [program.results[i] for i in kept]
+        program.results = [value for i, value in enumerate(program.results) if i not in kept]
+    narrow = _narrow(layout, program, gradients, tensors, Precision.of(options.get("precision")))
+    for tensor, value in zip(tensors, program.inputs, strict=True):
+        known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
+    made = gradients if step is gradient_step else ()
+    walk = Walk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
+    walk.mark_gradients(made)
+    parts = known | _sorted(walk.peak(), walk)
+    return Memory(target, parts, (), narrow, sum(value.bytes for value in gradients), reader.assumed())
+
+
+def _narrow(
+    layout: Layout, program: Program, gradients: Sequence[Value], tensors: Sequence[Tensor], precision: Precision
+) -> tuple[str, ...]:
+    packed = precision.reduce == INT8
+    if precision.reduce is not None and not packed and jnp.dtype(precision.reduce).itemsize < 4:
+        return ()
+    params = [tensor for tensor in tensors if tensor.role == "params"]
+    axes = {axis for dim in layout.resolve(("batch",)).axes for axis in dim}
+    found = [params[i] for i in narrow_sums(program, gradients, axes, 8 if packed else 2)]
+    # Those that are small in 16 bits cross as they are, whatever was asked for.
+    return tuple(t.path for t in found if not packed or 2 * math.prod(t.shape) >= SMALL)
+
+
+def _sorted(moment: Moment, walk: Walk) -> dict[str, int]:
+    """What is held at the peak, by part."""
+    parts = dict.fromkeys(PARTS[3:], 0)
+    copies = walk.copies_of_inputs()
+    for held in moment.held:
+        if held.gathered:
+            part = KEPT
+        elif held.value.gradient:
+            part = "gradients"
+        elif held.depth:
+            part = "working"
+        elif held.value in copies:
+            part = "weight copies"
+        else:
+            part = "saved activations" if held.stacked else "working"
+        parts[part] += held.bytes
+    return parts

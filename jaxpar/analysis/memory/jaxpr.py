@@ -1,0 +1,289 @@
+"""A traced program as a flat list of operations on values that know how they are divided over devices.
+
+Calls (jit, remat, custom derivatives, ``shard_map``) are opened up; loops and branches keep theirs as programs of their own.
+Nothing is compiled: what divides a value follows from the arguments' shardings and the ``sharding_constraint`` on the way
+(:mod:`jaxpar.analysis.memory.propagate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxpar.analysis.memory.propagate import Spec, UnknownSpread, full, ways, without
+from jaxpar.analysis.memory.propagate import spread as spread_of
+from jaxpar.analysis.units import device_bytes
+from jaxpar.parallel.zero.sharded_matmul import GATHERED
+
+_OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
+_OPENED |= {"eval_jaxpr": "call_jaxpr"}  # what jax 0.12 calls a closed call
+_OPENED |= {"checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+# What they run works on single elements, or in a device's own fast memory.
+_OWN_CODE: tuple[str, ...] = (
+    "pallas_call",
+    "reduce",
+    "reduce_window",
+    "select_and_scatter",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+)
+_OWN_CODE += ("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max", "scatter-apply")
+_NAMED = ("name", "reduce_precision", "reshape", "convert_element_type")
+"""What leaves a gathered weight what it is, between its name and what a loop keeps of it."""
+SMALL = 2**20
+"""Bytes below which it does not matter how a value is divided."""
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant).
+
+    ``open`` says so of a constant that came out of a ``shard_map``: but for the axes that are manual there, anything would do.
+    ``gathered`` says that it bears the name of gathered weights, ``gradient`` that it becomes a gradient of the parameters.
+    ``assumed`` is the operation that makes it, where its spec could not be followed and is taken as replicated.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    spec: Spec | None
+    sizes: Mapping[str, int]
+    open: bool = False
+    gathered: bool = False
+    gradient: bool = False
+    assumed: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """On one device."""
+        spec = self.spec or ((),) * len(self.shape)
+        return device_bytes(self.shape, self.itemsize, [ways(axes, self.sizes) for axes in spec])
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """One operation. ``reads`` and ``makes`` are its operands and results; loops and branches have ``bodies``.
+
+    ``followed`` is false where no rule says how its large results are sharded.
+    """
+
+    name: str
+    reads: list[Value]
+    makes: list[Value]
+    bodies: list[Program] = field(default_factory=list)
+    consts: int = 0
+    carries: int = 0
+    followed: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """Operations in the order of the trace, on ``inputs``, for ``results``."""
+
+    inputs: list[Value]
+    ops: list[Op]
+    results: list[Value]
+
+
+class Reader:
+    """Reads jaxprs into programs.
+
+    A large result of an operation that has no rule is taken as replicated, unless a ``sharding_constraint`` says how it is sharded.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        self._assumed: list[Value] = []
+
+    def assumed(self) -> tuple[str, ...]:
+        """The operations whose large results are taken as replicated."""
+        return tuple(sorted({value.assumed for value in self._assumed if value.assumed}))
+
+    def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> Program:
+        """The program of a jaxpr whose arguments are divided as ``specs`` say, those at the places ``opened`` but for what they leave open."""
+        inputs = [self._value(var.aval, spec) for var, spec in zip(jaxpr.invars, specs, strict=True)]
+        for i in opened:
+            inputs[i].open = True
+        ops: list[Op] = []
+        results = self._open(jaxpr, inputs, ops)
+        return Program(inputs, ops, results)
+
+    def _value(self, aval: Any, spec: Spec | None) -> Value:
+        shape = tuple(getattr(aval, "shape", ()))
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        return Value(shape, itemsize, spec if spec is None else full(spec, len(shape)), self.sizes)
+
+    def _open(self, jaxpr: Any, inputs: Sequence[Value], ops: list[Op]) -> list[Value]:
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {var: self._value(var.aval, None) for var in jaxpr.constvars}
+
+        def get(var: Any) -> Value:
+            return self._value(var.aval, None) if isinstance(var, Literal) else values[var]
+
+        for eqn in jaxpr.eqns:
+            reads = [get(var) for var in eqn.invars]
+            values.update(zip(eqn.outvars, self._eqn(eqn, reads, ops), strict=True))
+        return [get(var) for var in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _OPENED:
+            inner = params[_OPENED[name]]
+            return self._open(getattr(inner, "jaxpr", inner), reads, ops)
+        if name == "shard_map":
+            return self._shard_map(eqn, reads, ops)
+        if name == "scan":
+            return self._scan(eqn, reads, ops)
+        if name in ("while", "cond"):
+            return self._branches(eqn, reads, ops)
+        inner = None if name in _OWN_CODE else _called(eqn)
+        if inner is not None:
+            return self._open(inner, reads, ops)
+        makes = [self._value(var.aval, None) for var in eqn.outvars]
+        followed = self._spread(eqn, reads, makes)
+        if name in _NAMED:
+            for value in (*reads, *makes):
+                value.gathered |= params.get("name") == GATHERED or reads[0].gathered
+        ops.append(Op(name, reads, makes, followed=followed))
+        return makes
+
+    def _spread(self, eqn: Any, reads: list[Value], makes: list[Value]) -> bool:
+        """Set the specs of an operation's results; whether a rule has them."""
+        name, followed = eqn.primitive.name, True
+        try:
+            specs = spread_of(name, eqn.params, reads, makes, self.sizes)
+            for value, spec in zip(makes, specs, strict=True):
+                if spec is not None and len(spec) != len(value.shape):
+                    raise UnknownSpread(name)
+        except (UnknownSpread, LookupError, TypeError, ValueError):  # no rule, or one for other parameters than these
+            specs = [None] * len(makes)
+            large = [value for value in makes if value.bytes > SMALL]
+            if large and any(any(v.spec or ()) for v in reads):
+                followed, specs = False, [((),) * len(value.shape) for value in makes]
+                self._assumed += large
+                for value in large:
+                    value.assumed = name
+        for value, spec in zip(makes, specs, strict=True):
+            value.spec = spec
+        if name == "sharding_constraint" and reads[0].assumed:
+            reads[0].spec, reads[0].assumed = makes[0].spec, ""
+        return followed
+
+    def _shard_map(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        """The inside of a ``shard_map`` has the shapes of one device; only other axes divide its values further."""
+        inner, manual = eqn.params["jaxpr"], frozenset(eqn.params["newly_manual_axes"])
+        inputs = []
+        for value, spec, var in zip(reads, eqn.params["in_specs"], inner.invars, strict=True):
+            wanted = full(spec, len(value.shape))
+            rest = None if value.open else without(value.spec, manual)
+            local = self._value(var.aval, rest)
+            moved = value.spec is not None and wanted != tuple(
+                tuple(axis for axis in axes if axis in manual) for axes in value.spec
+            )
+            ops.append(Op("reshard" if moved else "local", [value], [local]))
+            inputs.append(local)
+        results = self._open(inner, inputs, ops)
+        outer = []
+        for value, spec, var in zip(results, eqn.params["out_specs"], eqn.outvars, strict=True):
+            rest = without(value.spec, manual) or ((),) * len(value.shape)
+            joined = tuple((*axes, *more) for axes, more in zip(full(spec, len(rest)), rest, strict=True))
+            outer.append(self._value(var.aval, joined))
+            outer[-1].open = value.spec is None and value.bytes > SMALL
+            ops.append(Op("local", [value], [outer[-1]]))
+        return outer
+
+    def _scan(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        inner = eqn.params["jaxpr"].jaxpr
+        consts, carries = _scan_counts(eqn, inner)
+        specs = [v.spec for v in reads[: consts + carries]]
+        specs += [None if v.spec is None else v.spec[1:] for v in reads[consts + carries :]]
+        opened = [i for i in range(consts, consts + carries) if reads[i].open]
+        before = len(self._assumed)
+        body = self.read(inner, specs, opened)
+        for _ in range(2):
+            # What is carried lies as the body leaves it, where nothing says how it comes in.
+            left = body.results[:carries]
+            merged = [
+                result.spec if old is None or (consts + i in opened and not result.open) else old
+                for i, (old, result) in enumerate(zip(specs[consts : consts + carries], left, strict=True))
+            ]
+            if merged == specs[consts : consts + carries]:
+                break
+            specs[consts : consts + carries] = merged
+            opened = [i for i in opened if left[i - consts].open]
+            del self._assumed[before:]
+            body = self.read(inner, specs, opened)
+        for value, spec in zip(reads[consts : consts + carries], specs[consts:], strict=False):
+            if value.open:  # a compiler makes it as the loop wants it
+                value.spec = spec
+        makes = []
+        for i, (result, var) in enumerate(zip(body.results, eqn.outvars, strict=True)):
+            spec = specs[consts + i] if i < carries else None if result.spec is None else ((), *result.spec)
+            makes.append(self._value(var.aval, spec))
+        ops.append(Op("scan", reads, makes, [body], consts, carries))
+        return [
+            *(self._relaid(v, body, r, ops) for v, r in zip(makes[:carries], body.results, strict=False)),
+            *makes[carries:],
+        ]
+
+    def _relaid(self, value: Value, body: Program, result: Value, ops: list[Op]) -> Value:
+        """What a loop fills along an inner dim lies in the loop's own order; what reads it later gets a copy."""
+        made_by = {made: op for op in body.ops for made in op.makes}
+        op = made_by.get(result)
+        while op is not None and op.name == "sharding_constraint":
+            op = made_by.get(op.reads[0])
+        if op is None or op.name != "dynamic_update_slice":
+            return value
+        whole, piece = op.reads[0], op.reads[1]
+        dim = next((d for d, (a, b) in enumerate(zip(whole.shape, piece.shape, strict=True)) if a != b), 0)
+        outer = device_bytes(whole.shape[:dim], 1, [ways(axes, self.sizes) for axes in (whole.spec or ())[:dim]])
+        if outer == 1 or whole.spec is None:
+            return value
+        copy = Value(value.shape, value.itemsize, value.spec, self.sizes)
+        ops.append(Op("relaid", [value], [copy]))
+        return copy
+
+    def _branches(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+        params = eqn.params
+        if eqn.primitive.name == "cond":
+            bodies = [self.read(b.jaxpr, [v.spec for v in reads[1:]]) for b in params["branches"]]
+            makes = [
+                self._value(var.aval, result.spec) for var, result in zip(eqn.outvars, bodies[0].results, strict=True)
+            ]
+            ops.append(Op("cond", reads, makes, bodies))
+            return makes
+        skip, consts = params["cond_nconsts"], params["body_nconsts"]
+        inside = reads[skip:]
+        specs, before = [v.spec for v in inside], len(self._assumed)
+        body = self.read(params["body_jaxpr"].jaxpr, specs)
+        for _ in range(2):
+            # As of a scan: sums that begin with zeros lie as the body leaves them.
+            found = [
+                result.spec if spec is None else spec for spec, result in zip(specs[consts:], body.results, strict=True)
+            ]
+            if found == specs[consts:]:
+                break
+            specs[consts:] = found
+            del self._assumed[before:]
+            body = self.read(params["body_jaxpr"].jaxpr, specs)
+        makes = [self._value(var.aval, spec) for var, spec in zip(eqn.outvars, specs[consts:], strict=True)]
+        ops.append(Op("while", inside, makes, [body], consts, len(makes)))
+        return makes
+
+
+def _called(eqn: Any) -> Any:
+    """The program that an operation calls on its operands, if it calls one."""
+    found = [value for value in eqn.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
+    inner = getattr(found[0], "jaxpr", found[0]) if len(found) == 1 else None
+    counts = None if inner is None else (len(inner.invars), len(inner.outvars))
+    return inner if counts == (len(eqn.invars), len(eqn.outvars)) else None
+
+
+def _scan_counts(eqn: Any, inner: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried: what is stacked has a dim more outside."""
+    stacked = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, inner.invars, strict=True))
+    carries = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
+    return len(eqn.invars) - stacked - carries, carries

@@ -1,0 +1,81 @@
+"""Which gradients a traced step sums over devices in few bits: found by going back from each to where its parts are made.
+
+A sum over devices is an operation whose operands are divided by a mesh axis that does not divide its result. What a model hands to
+:func:`jaxpar.project`, the lookup and the loss is summed in fp32; what it multiplies by itself in 16 bits the compiler sums so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from jaxpar.analysis.memory.jaxpr import Op, Program, Value
+
+_ONE = frozenset(
+    (
+        "convert_element_type",
+        "sharding_constraint",
+        "reshard",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "broadcast_in_dim",
+        "name",
+        "local",
+    )
+    + (
+        "reduce_precision",
+        "optimization_barrier",
+        "split",
+        "slice",
+        "dynamic_slice",
+        "copy",
+        "unstack",
+        "neg",
+        "relaid",
+        "expand_dims",
+    )
+)
+_MANY = frozenset(
+    ("add", "add_any", "mul", "div", "sub", "select_n", "stack", "concatenate", "pad", "dynamic_update_slice")
+)
+_BY_HAND = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
+
+
+def narrow_sums(program: Program, gradients: Sequence[Value], axes: Collection[str], most: int) -> list[int]:
+    """The places among ``gradients`` of those that are summed over some of ``axes`` as numbers of at most so many bytes."""
+    makers = dict(_makers(program))
+    return [i for i, value in enumerate(gradients) if _summed(value, makers, frozenset(axes), most)]
+
+
+def _makers(program: Program) -> Iterator[tuple[Value, Op]]:
+    for op in program.ops:
+        yield from ((value, op) for value in op.makes)
+        for body in op.bodies:
+            yield from _makers(body)
+
+
+def _summed(value: Value, makers: dict[Value, Op], axes: frozenset[str], most: int) -> bool:
+    """Whether parts of a value are summed so on the way to it."""
+    todo, seen = [value], set[Value]()
+    while todo:
+        value = todo.pop()
+        op = makers.get(value)
+        if op is None or value in seen or not value.shape:  # a scalar scales a gradient, and is none
+            continue
+        seen.add(value)
+        if not op.followed:  # its results are taken as replicated, which says nothing of a sum
+            todo += op.reads
+        elif op.name in _ONE:
+            todo.append(op.reads[min(op.makes.index(value), len(op.reads) - 1)])
+        elif op.name in _MANY:
+            todo += op.reads
+        elif op.name in ("scan", "while") and op.bodies:
+            body = op.bodies[-1]
+            todo.append(body.results[op.makes.index(value)])
+        elif value.itemsize <= most and (op.name in _BY_HAND or (_axes(op.reads) - _axes(op.makes)) & axes):
+            return True
+    return False
+
+
+def _axes(values: Iterable[Value]) -> frozenset[str]:
+    return frozenset(axis for value in values for dim in value.spec or () for axis in dim)

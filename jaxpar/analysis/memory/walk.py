@@ -1,0 +1,260 @@
+"""What a program keeps in memory at its worst moment, by a walk through its trace that assumes what a compiler does.
+
+The assumptions, learnt from what XLA:TPU keeps (``docs/memory.md``):
+
+- Matmuls, convolutions, kernels, gathers, scatters, collectives, loops and changes of layout make arrays in memory.
+- Everything else is fused into what reads it. What a later operation needs of it is kept either as it is, or as the arrays
+  it is made from, whichever is less.
+- Operations run in the order of the trace; updates are in place; donated arguments give their place to the results.
+- What a loop's body works on takes no main memory if all of it fits into the chip's vector memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from jaxpar.analysis.memory.jaxpr import Op, Program, Value
+
+_SOLID = frozenset(
+    ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "top_k", "pallas_call")
+    + ("all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "ppermute", "scan", "while", "cond", "cumsum")
+    + ("custom_call", "ffi_call", "random_bits", "psum", "psum_invariant", "all_gather_invariant", "cholesky", "fft")
+    + ("reshard", "relaid")
+)
+_KERNELS = frozenset(("pallas_call", "custom_call", "ffi_call", "scan", "while", "sort"))
+_IN_PLACE = frozenset(("dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add", "local"))
+_LOOPS = ("scan", "while")
+_SUMS = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
+
+
+@dataclass(frozen=True)
+class Held:
+    """An array in memory at the peak: the operation that makes it and its bytes on one device.
+
+    ``depth`` counts the loops around it; ``stacked`` says that a loop has filled it, one slice a round, ``gathered`` that these are
+    weights which it gathers.
+    """
+
+    value: Value
+    maker: str
+    bytes: int
+    depth: int
+    stacked: bool
+    gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """All that is held at the worst moment, arguments of the program left out."""
+
+    bytes: int
+    held: tuple[Held, ...]
+
+
+class Walk:
+    """Liveness of one program; bodies of loops are walked on their own, and add their worst moment.
+
+    ``vector`` is the size of the vector memory in bytes.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        placed: Iterable[Value] = (),
+        vector: int = 0,
+        depth: int = 0,
+        carries: slice | None = None,
+    ):
+        self.program, self.vector, self.depth = program, vector, depth
+        self.maker: dict[Value, Op] = {value: op for op in program.ops for value in op.makes}
+        self.free = set(program.inputs)
+        if carries is not None:
+            self.free -= set(program.inputs[carries])
+        self.placed = list(placed)
+        self.ops = _needed(program)
+        self.parts: dict[Value, frozenset[Value]] = {}
+        self._represent()
+
+    def peak(self) -> Moment:
+        """The worst moment."""
+        first, last = self._lives()
+        starts: dict[int, set[Value]] = {}
+        ends: dict[int, set[Value]] = {}
+        for value, i in first.items():
+            starts.setdefault(i, set()).add(value)
+            ends.setdefault(last[value], set()).add(value)
+        alive = starts.get(-1, set()).copy()
+        total = sum(value.bytes for value in alive)
+        best = total
+        held: tuple[frozenset[Value], tuple[Held, ...]] = (frozenset(alive), ())
+        for i, op in enumerate(self.ops):
+            dying = ends.get(i, set())
+            # What is fused can write its result over what it reads last; what makes an array cannot.
+            before, after = (set(), dying) if _solid(op) else (dying, set())
+            new = starts.get(i, set())
+            total += sum(v.bytes for v in new - alive) - sum(v.bytes for v in before & alive)
+            alive = (alive - before) | new
+            inner, own = self._inside(op, dying)
+            here = total + inner.bytes - sum(v.bytes for v in own & alive)
+            if here > best:
+                best, held = here, (frozenset(alive - own), inner.held)
+            alive -= after
+            total -= sum(v.bytes for v in after)
+        if self.depth and best <= self.vector:
+            return Moment(0, ())
+        return Moment(best, (*self._describe(held[0]), *held[1]))
+
+    def _inside(self, op: Op, dying: set[Value]) -> tuple[Moment, set[Value]]:
+        """The worst moment inside of an operation, and which arrays out here are counted there: what a loop carries."""
+        inside = partial(Walk, vector=self.vector, depth=self.depth + 1, carries=_carried(op))
+        walks = (inside(body).peak() for body in op.bodies)
+        worst = max(walks, key=lambda moment: moment.bytes, default=Moment(0, ()))
+        if op.name not in _LOOPS:
+            return worst, set()
+        given = {part for v in op.reads[op.consts : op.consts + op.carries] for part in self._parts(v)}
+        return worst, set(op.makes[: op.carries]) | (given & dying)
+
+    def _represent(self) -> None:
+        """For each value, the arrays in memory that stand for it."""
+        kernel_reads = {v for op in self.ops if op.name in _KERNELS for v in op.reads}
+        for value in self.program.inputs:
+            self.parts[value] = frozenset() if value in self.free else frozenset((value,))
+        for op in self.ops:
+            for n, value in enumerate(op.makes):
+                self.parts[value] = self._parts_of(op, n, value in kernel_reads)
+
+    def _parts_of(self, op: Op, n: int, wanted: bool) -> frozenset[Value]:
+        value = op.makes[n]
+        if op.name in _IN_PLACE:
+            source = self._parts(op.reads[n if op.name == "optimization_barrier" else 0])
+            if source:
+                return source
+        if op.name == "reshape" and _bare(op.reads[0].shape) == _bare(value.shape):
+            # A stage's own, without the leading dims of 1 that a mesh axis has left.
+            return self._parts(op.reads[0])
+        # A constant is made where it is read.
+        if _solid(op) or (wanted and value.spec is not None):
+            return frozenset((value,))
+        made = frozenset(part for v in op.reads for part in self._parts(v))
+        # A scalar beside it, as the norm that gradients are clipped by, is no reason to make an array anew.
+        return frozenset((value,)) if value.bytes < sum(v.bytes for v in made if v.shape) else made
+
+    def _parts(self, value: Value) -> frozenset[Value]:
+        return self.parts.get(value, frozenset())
+
+    def _lives(self) -> tuple[dict[Value, int], dict[Value, int]]:
+        """First and last operation of each array in memory."""
+        first: dict[Value, int] = {v: -1 for v in self.program.inputs if v not in self.free}
+        last: dict[Value, int] = dict.fromkeys(first, -1)
+        made = {value: i for i, op in enumerate(self.ops) for value in op.makes}
+
+        def use(value: Value, i: int) -> None:
+            for part in self._parts(value):
+                first.setdefault(part, made.get(part, -1))
+                last[part] = max(last.get(part, -1), i)
+
+        for i, op in enumerate(self.ops):
+            for value in (*op.reads, *op.makes):
+                use(value, i)
+        for value in self.program.results:
+            if value not in self.placed:
+                use(value, len(self.ops))
+        return first, last
+
+    def _describe(self, values: Iterable[Value]) -> tuple[Held, ...]:
+        made = [(v, self.maker.get(v)) for v in values if v.bytes]
+        slices = [None if op is None else _slice(op, v) for v, op in made]
+        return tuple(
+            Held(
+                v, op.name if op else "carried", v.bytes, self.depth, one is not None, one is not None and one.gathered
+            )
+            for (v, op), one in zip(made, slices, strict=True)
+        )
+
+    def mark_gradients(self, made: Iterable[Value] = ()) -> None:
+        """Mark the arrays that the placed results and ``made`` consist of, which are the gradients of a train step.
+
+        So are a device's own gradients, before they are summed over devices, and what a loop over microbatches sums them up in.
+        """
+        for value in (*self.placed, *made):
+            self._mark(value)
+        for op in reversed(self.ops):
+            if op.name in _SUMS:
+                for value, total in zip(op.reads, op.makes, strict=False):
+                    if total.gradient:
+                        self._mark(value)
+            if op.name in _LOOPS:
+                body = Walk(op.bodies[-1], carries=_carried(op))
+                summed = [i for i, v in enumerate(op.makes[: op.carries]) if v.gradient]
+                for i in summed:
+                    body.program.inputs[op.consts + i].gradient = True
+                body.mark_gradients([body.program.results[i] for i in summed])
+
+    def _mark(self, value: Value) -> None:
+        for part in self._parts(value):
+            part.gradient = bool(part.shape)
+
+    def copies_of_inputs(self) -> frozenset[Value]:
+        """Arrays that are made of inputs alone, without work: parameters in another dtype."""
+        return frozenset(
+            v
+            for op in self.ops
+            for v in op.makes
+            if not _solid(op) and op.reads and self._parts(v) == {v} and not any(self._parts(r) for r in op.reads)
+        )
+
+
+def _slice(op: Op, made: Value) -> Value | None:
+    """What a loop that fills this array makes of it in a round."""
+    stacks = op.makes[op.carries :] if op.name == "scan" else []
+    return op.bodies[0].results[op.makes.index(made)] if made in stacks else None
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without leading dims of 1."""
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
+def _carried(op: Op) -> slice | None:
+    return slice(op.consts, op.consts + op.carries) if op.name in _LOOPS else None
+
+
+def _solid(op: Op) -> bool:
+    if not op.followed:
+        return True
+    if op.name == "sharding_constraint":
+        return op.reads[0].spec is not None and op.reads[0].spec != op.makes[0].spec
+    return op.name in _SOLID
+
+
+def _needed(program: Program) -> list[Op]:
+    """The operations that results depend on; of loops, only the stacked results that somebody reads."""
+    wanted = set(program.results)
+    kept = []
+    for op in reversed(program.ops):
+        if not wanted & set(op.makes):
+            continue
+        if op.name == "scan":
+            op = _trimmed(op, wanted)
+        wanted |= set(op.reads)
+        kept.append(op)
+    return kept[::-1]
+
+
+def _trimmed(op: Op, wanted: set[Value]) -> Op:
+    """A loop without the stacked results that nobody reads, nor the operands that only they need."""
+    body = op.bodies[0]
+    pairs = list(zip(op.makes, body.results, strict=True))
+    pairs = pairs[: op.carries] + [pair for pair in pairs[op.carries :] if pair[0] in wanted]
+    results = [result for _, result in pairs]
+    slim = Program(body.inputs, body.ops, results)
+    read = {v for inner in _needed(slim) for v in inner.reads} | set(results)
+    carried = range(op.consts, op.consts + op.carries)
+    keep = [i for i, v in enumerate(body.inputs) if v in read or i in carried]
+    consts = sum(i < op.consts for i in keep)
+    slim = Program([body.inputs[i] for i in keep], body.ops, results)
+    return Op(op.name, [op.reads[i] for i in keep], [make for make, _ in pairs], [slim], consts, op.carries)

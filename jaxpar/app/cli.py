@@ -1,0 +1,351 @@
+"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, ``jaxpar generate CONFIG --prompt TEXT``,
+``jaxpar convert --verify DIR``, ``jaxpar plan schedule NAME`` and ``jaxpar doctor [--checkpoint DIR]``.
+
+Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jaxpar.errors import ConfigError, JaxparError
+
+Config = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help="YAML file of the run")]
+Settings = Annotated[
+    tyro.conf.UseAppendAction[tuple[str, ...]],
+    tyro.conf.arg(name="set", metavar="KEY=VALUE", help="change one key, as train.steps=10; may be repeated"),
+]
+Processes = Annotated[
+    int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and end all if one fails")
+]
+Coordinator = Annotated[
+    str | None, tyro.conf.arg(metavar="HOST:PORT", help="where process 0 listens (with --processes: on loopback)")
+]
+ProcessCount = Annotated[int | None, tyro.conf.arg(help="how many processes there are, on all hosts")]
+ProcessId = Annotated[int | None, tyro.conf.arg(help="which of them this is, or the first of --processes")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model, with progress, metrics, held-out evaluation and a loss curve at the end."""
+
+    config: Config
+    set: Settings = ()
+    processes: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and start them again if one fails")
+    ] = None
+    coordinator: Coordinator = None
+    process_count: ProcessCount = None
+    process_id: ProcessId = None
+    ray: Annotated[bool, tyro.conf.arg(help="start the processes on a Ray cluster (extra ray)")] = False
+
+    def run(self) -> int:
+        from jaxpar.app.train.launch import Asked, go
+
+        asked = Asked(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
+        return go(self.config, self.set, asked)
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Say where every tensor of a run lies, and why. Needs no devices."""
+
+    config: Config
+    set: Settings = ()
+    devices: Annotated[int | None, tyro.conf.arg(help="how many devices (default: what the config's mesh says)")] = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
+    topology: Annotated[str | None, tyro.conf.arg(help="trace the step for its chips, as v5e:4x4 (memory)")] = None
+
+    def run(self) -> int:
+        return _report(self, strict=None)
+
+
+@dataclass(frozen=True)
+class Check(Explain):
+    """Raise everything that is wrong with a run's layout, in one list; exit 1 if there is anything. Needs no devices."""
+
+    strict: Annotated[bool, tyro.conf.arg(help="an unused rule is an error")] = True
+    max_replicated: Annotated[float | None, tyro.conf.arg(help="largest share of bytes whole on every device")] = None
+    topology: Annotated[
+        str | None, tyro.conf.arg(help="also compile for it, as v5e:4x4 (extra tpu), and audit that")
+    ] = None
+    hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: write the compiled program")] = (
+        None
+    )
+    golden: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: compare with this file, or write it")
+    ] = None
+
+    def run(self) -> int:
+        if self.topology is not None:
+            return _compiled(self, self.topology)
+        return _report(self, strict=self.strict, max_replicated=self.max_replicated)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Prove that a run's layout computes what one device computes: loss and gradients, step by step, in fp32."""
+
+    config: Config
+    set: Settings = ()
+    steps: Annotated[int, tyro.conf.arg(help="how many steps to compare")] = 3
+    bound: Annotated[float, tyro.conf.arg(help="largest relative difference allowed")] = 1e-5
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        job = _job(self.config, self.set, run=True)
+        from jaxpar.app.train.verify import verify
+
+        return (
+            0
+            if verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False, soft_wrap=True)).passed
+            else 1
+        )
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Let a run's model go on with texts, on any mesh: --set mesh.model=4 need not be that of the training."""
+
+    config: Config
+    prompt: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="TEXT", help="what to go on with; may be repeated"),
+    ] = ()
+    prompts: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE", help="more of them, a line each (.jsonl: a JSON string each; -: standard input)"),
+    ] = None
+    set: Settings = ()
+    checkpoint: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="DIR",
+            help="folder of the run's checkpoints, of which the newest good one is taken, or of one of them",
+        ),
+    ] = None
+    max_new: Annotated[int, tyro.conf.arg(help="tokens (bytes) to make of each prompt, at most")] = 128
+    temperature: Annotated[float, tyro.conf.arg(help="0 takes the likeliest token, otherwise one is drawn")] = 0.0
+    top_k: Annotated[int | None, tyro.conf.arg(help="draw from so many of the likeliest")] = None
+    top_p: Annotated[float, tyro.conf.arg(help="draw from the likeliest that have this probability together")] = 1.0
+    seed: Annotated[int, tyro.conf.arg(help="of the first prompt's draws; the others' follow")] = 0
+    cache: Annotated[
+        int | None, tyro.conf.arg(metavar="TOKENS", help="slots of the cache (default: what is needed)")
+    ] = None
+    batch: Annotated[int | None, tyro.conf.arg(help="prompts at once (default: all, 16 at the most)")] = None
+    stop: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="TEXT", help="ends what is made, and is left out of it; may be repeated"),
+    ] = ()
+    int8: Annotated[
+        tuple[Literal["weights", "cache"], ...] | None,
+        tyro.conf.arg(help="keep these in 8-bit integers (default: as the config's generate says)"),
+    ] = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write a JSON object for each prompt")] = None
+    explain: Annotated[bool, tyro.conf.arg(help="say where weights and cache would lie instead, and why")] = False
+
+    processes: Processes = None
+    coordinator: Coordinator = None
+    process_count: ProcessCount = None
+    process_id: ProcessId = None
+
+    def run(self) -> int:
+        from jaxpar.app.generate.launch import go
+
+        return go(self)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Look over this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong."""
+
+    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False
+    timeout: Annotated[float, tyro.conf.arg(help="seconds to wait for devices")] = 60.0
+    checkpoint: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="DIR", help="look over a run's checkpoints instead, every byte of every step"),
+    ] = None
+
+    def run(self) -> int:
+        from jaxpar.app.doctor import machine
+
+        if self.checkpoint is not None:
+            from jaxpar.app.doctor.checkpoints import examine
+
+            checks = examine(self.checkpoint)
+        else:
+            checks = machine.examine(timeout=self.timeout)
+        print(machine.report(checks, as_json=self.json), end="")
+        return 1 if machine.worst(checks) == "bad" else 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Verify a checkpoint: every byte of every file against its manifest. Needs no devices and no jax. Exit 1 if something is wrong."""
+
+    verify: Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, as runs/one/checkpoints/100")]
+
+    def run(self) -> int:
+        from jaxpar.checkpoint.verify import check
+
+        found = check(self.verify)
+        size = f"{found.bytes / 2**20:.2f} MiB"
+        print(f"{self.verify}: step {found.step}, {len(found.tensors)} tensors, {size}, all as written")
+        return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline's schedule by name: ticks, bubble, memory, and every tick as text; of several names a table. Needs no devices and no jax."""
+
+    what: Annotated[Literal["schedule"], tyro.conf.Positional, tyro.conf.arg(metavar="schedule", help="what to plan")]
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...", help="as 1f1b, or several")
+    ]
+    stages: Annotated[int, tyro.conf.arg(help="devices along the pipeline")]
+    microbatches: Annotated[int, tyro.conf.arg(help="pieces of a batch")]
+    chunks: Annotated[int | None, tyro.conf.arg(help="pieces of the model on a stage, for names that take several")] = (
+        None
+    )
+    sequence_chunks: Annotated[int, tyro.conf.arg(help="parts of a sequence, for names that take them")] = 1
+    costs: Annotated[str, tyro.conf.arg(metavar="F=1,B=1,W=1", help="how long forwards and backwards take")] = ""
+    draw: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also draw it (extra plots)")] = None
+    how: Annotated[
+        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="who waits for whom in the picture")
+    ] = "ticks"
+    width: Annotated[int, tyro.conf.arg(help="characters in a line of text")] = 120
+
+    def run(self) -> int:
+        from jaxpar.parallel.pipeline.schedules.describe import answer
+
+        print(answer(self))
+        return 0
+
+
+def _job(config: Path, settings: Sequence[str], *, run: bool, training: bool = True) -> Any:
+    """The job of a configuration; with ``run`` jax's devices are chosen as it says."""
+    from jaxpar.app.config import load_run
+
+    loaded = load_run(config, settings)
+    from jaxpar.utils.simulate_devices import prefer_accelerators
+
+    if run and loaded.config.simulate is not None:
+        prefer_accelerators(loaded.config.simulate)
+    from jaxpar.app.job import make_job
+
+    return make_job(loaded, training=training)
+
+
+def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
+    from rich.console import Console
+
+    import jaxpar as jp
+
+    job = _job(command.config, command.set, run=False)
+    if command.topology is None:
+        layout = job.layout(command.devices or job.abstract_devices())
+    else:
+        from jaxpar.analysis.compile.ahead_of_time import aim
+        from jaxpar.sharding.hardware.topology import Topology
+
+        parsed = Topology.parse(command.topology)
+        layout = aim(job.layout(command.devices or parsed.devices), parsed)
+    inputs = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
+    report = jp.explain(layout, job.make_model, job.tx, **inputs)
+    for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
+        if file is not None:
+            file.write_text(content(), encoding="utf-8")
+    console = Console(highlight=False, soft_wrap=True)
+    if strict is None:
+        # A table cut to a pipe's 80 columns helps nobody.
+        console.print(report) if console.is_terminal else print(report.to_text(), end="")
+        return 0
+    jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
+    console.print(f"{report.headline()}: {len(report.rows)} tensors, no problem")
+    for note in report.notes:
+        console.print(note)
+    return 0
+
+
+def _compiled(command: Check, topology: str) -> int:
+    """Check a run's layout, compile its step for a topology, and say whether it fits, what it costs, and what to change."""
+    from jaxpar.sharding.hardware.topology import Topology
+
+    parsed = Topology.parse(topology)
+    if command.devices not in (None, parsed.devices):
+        raise ConfigError(
+            f"--devices {command.devices}, but {topology} has {parsed.devices}. Remedy: leave --devices out."
+        )
+    plain = dataclasses.replace(command, devices=parsed.devices, json=None)
+    _report(plain, strict=command.strict, max_replicated=command.max_replicated)
+
+    from jaxpar.analysis.checkup.checkup import About, check_up
+    from jaxpar.analysis.checkup.html import page
+    from jaxpar.training.remat import Recompute
+
+    job = _job(command.config, command.set, run=False)
+    tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
+    flops = tokens * job.model.flops_per_token(seq)
+    about = About(
+        tokens, flops, job.model.vocab, seq, Recompute.of(job.model.remat).policy, job.config.parallel.regather
+    )
+    options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
+    run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
+    found = check_up(parsed, *run, about=about, **options)
+    if found.program is not None:
+        print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
+    print(found, end="")
+    if command.json is not None:
+        command.json.write_text(found.to_json(), encoding="utf-8")
+    if command.html is not None:  # the layout's own report is there already
+        layout = command.html.read_text(encoding="utf-8")
+        command.html.write_text(page(found, f"{job.name} on {topology}", layout), encoding="utf-8")
+    if command.hlo is not None and found.program is not None:
+        command.hlo.write_text(found.program.text, encoding="utf-8")
+    same = _golden(command.golden, found) if command.golden is not None else True
+    return 0 if found.fits and same else 1
+
+
+def _golden(file: Path, found: Any) -> bool:
+    """Compare a checkup with a golden file, or write the file; whether they agree."""
+    from jaxpar.analysis.checkup.golden import against, facts_of, write
+
+    if found.program is None:
+        print(f"golden file {file}: not compared, as there is no program")
+        return False
+    facts = facts_of(found.audit, found.topology, found.program.versions)
+    if not file.exists():
+        write(file, facts)
+        print(f"golden file {file}: written")
+        return True
+    changes = against(file, facts)
+    print(f"golden file {file}: {'DIFFERS' if changes else 'no difference'}", *changes, sep="\n  ")
+    return not changes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
+    chosen: Any = tyro.cli(
+        Train | Explain | Check | Verify | Generate | Convert | Plan | Doctor,
+        prog="jaxpar",
+        description="Explained and proven parallelism for Flax models.",
+        args=arguments,
+    )
+    try:
+        return int(chosen.run())
+    except JaxparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``jaxpar doctor``: the machine, and the checkpoints of a run."""

@@ -1,0 +1,35 @@
+"""``jaxpar doctor --checkpoint DIR``: whether a run's checkpoints are as they were written, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxpar.app.doctor.machine import Check
+from jaxpar.checkpoint.verify import health, unfinished_in
+
+
+def examine(folder: Path) -> list[Check]:
+    """A check for each step (every byte is read), and for each folder that a save did not finish.
+
+    Raises:
+      CheckpointError: there is neither a checkpoint nor a step.
+    """
+    found, steps = [], list(health(folder))
+    best = max((one.step for one in steps if one.good), default=None)
+    for one in steps:
+        said = f"{one.tensors} tensors, {one.bytes / 2**20:.1f} MiB{f', of {one.when}' if one.when else ''}"
+        back = f"a restart takes step {best}" if best is not None else "no step is good: begin anew"
+        remedy = f"delete it; {back}"
+        found.append(
+            Check(
+                f"step {one.step}",
+                "ok" if one.good else "bad",
+                said if one.good else " ".join(one.problems),
+                "" if one.good else remedy,
+            )
+        )
+    found += [
+        Check("unfinished", "warn", f"{folder / name}: a save was killed in it", "delete it")
+        for name in unfinished_in(folder)
+    ]
+    return found

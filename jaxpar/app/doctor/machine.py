@@ -1,0 +1,284 @@
+"""``jaxpar doctor``: whether this machine is fit to run, in checks that each say what was found and what to do.
+
+Nothing here waits for a TPU that is not there, and nothing is written: devices are asked for in a process with a time limit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.app.launch.cluster_detection import TPU_PORT, address_in
+from jaxpar.errors import JaxparError
+from jaxpar.utils.versions import satisfies
+
+Status = Literal["ok", "warn", "bad"]
+_SLOW = ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_EXACT = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+"""What has to fit each other to the letter: a difference from the pin is worth a warning."""
+_DEVICES = """
+import collections, json, jax
+kinds = collections.Counter((d.platform, d.device_kind) for d in jax.devices())
+stats = jax.local_devices()[0].memory_stats() or {}
+print(json.dumps([[*kind, n, stats.get("bytes_limit")] for kind, n in kinds.items()]))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. ``bad`` keeps a run from working, ``warn`` may; ``remedy`` says what to do about it."""
+
+    name: str
+    status: Status
+    finding: str
+    remedy: str = ""
+
+
+def examine(*, timeout: float = 60.0) -> list[Check]:
+    """All checks of this machine, in the order in which they are printed; ``timeout`` in seconds bounds the search for devices."""
+    requirements = importlib.metadata.requires("jaxpar") or []
+    pins = pins_of(Path(__file__).parents[2] / "pyproject.toml")
+    return [
+        python_check(sys.version_info[:3], importlib.metadata.metadata("jaxpar").get("Requires-Python") or ""),
+        *versions(requirements, pins, installed),
+        *extras(requirements, installed),
+        *compilers(),
+        devices(timeout),
+        *environment(os.environ),
+        cache(Path(os.environ.get("JAXPAR_CACHE", Path.home() / ".cache" / "jaxpar"))),
+        coordinator(os.environ),
+        port(os.environ),
+    ]
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pins_of(file: Path) -> dict[str, str]:
+    """The exact versions of a checkout's ``pyproject.toml``; empty for an installed wheel, which has none."""
+    if not file.is_file():
+        return {}
+    project = tomllib.loads(file.read_text(encoding="utf-8"))
+    lines = project.get("tool", {}).get("uv", {}).get("constraint-dependencies", [])
+    return {name: version for name, _, version in (line.partition(";")[0].strip().partition("==") for line in lines)}
+
+
+def python_check(version: Sequence[int], wanted: str) -> Check:
+    """The interpreter against the range that the project asks for."""
+    text = ".".join(map(str, version))
+    if satisfies(text, wanted):
+        return Check("python", "ok", f"{text} ({wanted})")
+    return Check("python", "bad", f"{text}, but jaxpar wants {wanted}", f"install Python {wanted}")
+
+
+def versions(
+    requirements: Iterable[str], pins: Mapping[str, str], version_of: Callable[[str], str | None]
+) -> list[Check]:
+    """Each package that jaxpar always needs, and what compilers are there, against range and pin."""
+    found = [Check("jaxpar", "ok", version_of("jaxpar") or "not installed")]
+    always = {name: spec for name, spec, extra in map(_parse, requirements) if not extra}
+    for name in sorted({*always, "jaxlib"} | {p for p in _EXACT if version_of(p)}):
+        found.append(_version(name, version_of(name), always.get(name, ""), pins.get(name, "")))
+    return found
+
+
+def _version(name: str, version: str | None, wanted: str, pin: str) -> Check:
+    if version is None:
+        return Check(name, "bad", "not installed", f"pip install '{name}{wanted}'")
+    if not satisfies(version, wanted):
+        return Check(name, "bad", f"{version}, but jaxpar wants {wanted}", f"pip install '{name}{wanted}'")
+    said = ", ".join(text for text in (wanted, f"pinned {pin}" if pin else "") if text)
+    finding = f"{version} ({said})" if said else version
+    if pin and pin != version:
+        status: Status = "warn" if name in _EXACT else "ok"
+        return Check(name, status, finding, "uv sync" if status == "warn" else "")
+    return Check(name, "ok", finding)
+
+
+def extras(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Check]:
+    """What each extra of jaxpar brings, and what of it is missing. A missing extra is no fault."""
+    wanted: dict[str, list[str]] = {}
+    brings = {"jax[tpu]": "libtpu", "jax[cuda13]": "jax-cuda13-plugin"}
+    for line in requirements:
+        name, _, extra = _parse(line)
+        if extra:
+            wanted.setdefault(extra, []).append(brings.get(re.split(r"[<>=!~ ;]", line)[0], name))
+    found = []
+    for extra, packages in sorted(wanted.items()):
+        missing = [package for package in packages if version_of(package) is None]
+        finding = f"not installed: {', '.join(missing)}" if missing else "installed"
+        found.append(Check(f"extra {extra}", "ok", finding, f"pip install 'jaxpar[{extra}]'" if missing else ""))
+    return found
+
+
+def compilers() -> list[Check]:
+    """Whether the compilers for TPU and GPU that are there, here or where a variable points, fit this jax."""
+    from jaxpar.analysis.compile.compilers import COMPILERS, versions_of
+
+    found = []
+    for compiler in COMPILERS.values():
+        if installed(compiler.plugin) is None and compiler.variable not in os.environ:
+            continue
+        name = f"compiler for {compiler.device.split()[-1]}"
+        try:
+            version = versions_of(compiler)
+        except JaxparError as error:
+            finding, _, remedy = str(error).partition(" Remedy: ")
+            found.append(Check(name, "bad", finding, remedy.rstrip(".")))
+        else:
+            at = f"{compiler.python}: {compiler.plugin} {version[compiler.plugin]} fits jax {version['jax']}"
+            found.append(Check(name, "ok", at))
+    return found
+
+
+def devices(timeout: float, python: str = sys.executable) -> Check:
+    """What jax finds in a process of its own: without a limit a TPU that another process holds would be waited for."""
+    try:
+        run = subprocess.run([python, "-c", _DEVICES], capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        remedy = "see who holds the TPU or GPU, or set JAX_PLATFORMS=cpu"
+        return Check("devices", "bad", f"jax found no devices within {timeout:g} s", remedy)
+    lines = run.stdout.splitlines()
+    if run.returncode or not lines:
+        last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        return Check("devices", "bad", f"jax does not start: {last}", "set JAX_PLATFORMS to what is here, as cpu")
+    kinds = json.loads(lines[-1])
+    texts = [f"{n} × {kind} ({platform}{_memory(limit)})" for platform, kind, n, limit in kinds]
+    return Check("devices", "ok", ", ".join(texts))
+
+
+def _memory(limit: int | None) -> str:
+    return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
+
+
+def environment(variables: Mapping[str, str]) -> list[Check]:
+    """Variables that change what jax does."""
+    found = []
+    for name in sorted(variables):
+        value = f"{name}={variables[name]}"
+        if name in _SLOW and variables[name].lower() not in ("", "0", "false"):
+            found.append(Check("environment", "warn", f"{value} makes every step slow", f"unset {name} for real runs"))
+        elif name in _FLAGS and "host_platform_device_count" in variables[name]:
+            found.append(Check("environment", "warn", f"{value}: CPU devices are simulated", f"unset {name}"))
+        elif name in _FLAGS:
+            finding = f"{value} changes what runs here, and does not reach programs compiled ahead of time"
+            found.append(Check("environment", "warn", finding, "say it under 'compiler:' in the run's file"))
+        elif name.startswith(("JAX_", "JAXPAR_")):
+            found.append(Check("environment", "ok", value))
+    return found
+
+
+def cache(folder: Path) -> Check:
+    """The folder of programs compiled ahead of time: how many, how large, and whether it can be written."""
+    kept = folder / "compiled"
+    programs = list(kept.glob("*/result.json"))
+    size = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())
+    nearest = next(path for path in (kept, *kept.parents) if path.exists())
+    finding = f"{kept}: {len(programs)} programs, {size / 2**20:.1f} MiB"
+    if not os.access(nearest, os.W_OK) or not nearest.is_dir():
+        return Check(
+            "cache", "bad", f"{finding}; {nearest} cannot be written", "set JAXPAR_CACHE to a folder of your own"
+        )
+    return Check("cache", "ok", finding)
+
+
+def coordinator(variables: Mapping[str, str]) -> Check:
+    """Whether jax's coordinator, which asks nobody who it is, would listen to more than it must."""
+    address, source = address_in(variables)
+    bind = variables.get("JAX_COORDINATOR_BIND_ADDRESS", "")
+    # What jax.distributed.initialize does: every interface, on the coordinator's port, unless told otherwise.
+    listens = bind or f"[::]:{address.rpartition(':')[2]}"
+    remedy = (
+        "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {}, and keep the port behind a firewall"
+    )
+    if not address and not bind:
+        finding = "no launcher asks for a coordinator; jax.distributed.initialize() would listen on every interface"
+        return Check("coordinator", "ok", finding, "pass coordinator_bind_address= when you call it")
+    where = f"{source} says {address}; " if address else ""
+    if not _everywhere(listens):
+        return Check("coordinator", "ok", f"{where}listens on {listens} only")
+    if _local(address):
+        finding = f"{where}yet it would listen on {listens}, every interface, without any check of who connects"
+        return Check("coordinator", "bad", finding, remedy.format(address))
+    finding = f"{where}it would listen on {listens}, every interface, without any check of who connects"
+    return Check("coordinator", "warn", finding, remedy.format(f"{address or 'the cluster network address'}"))
+
+
+def _everywhere(address: str) -> bool:
+    return address.rpartition(":")[0].strip("[]") in ("", "::", "0.0.0.0", "0", "*")
+
+
+def _local(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def port(variables: Mapping[str, str]) -> Check:
+    """Whether the coordinator's port is free on this machine."""
+    address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or address_in(variables)[0]
+    text = address.rpartition(":")[2] or str(TPU_PORT)
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        return Check("port", "bad", f"the coordinator's address {address!r} ends in no port", "write HOST:PORT")
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", int(text)))
+        except OSError as error:
+            remedy = "end the process that holds it, or take another port"
+            return Check("port", "bad", f"the coordinator's port {text} cannot be had: {error.strerror}", remedy)
+    return Check("port", "ok", f"the coordinator's port {text} is free")
+
+
+def _parse(requirement: str) -> tuple[str, str, str]:
+    """Name, range and extra of a requirement in package metadata."""
+    found = re.match(
+        r"([\w.-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)\)?\s*(?:;.*extra\s*==\s*['\"]([^'\"]+)['\"])?", requirement
+    )
+    return (found[1].lower(), found[2].strip(), found[3] or "") if found else (requirement, "", "")
+
+
+def worst(checks: Iterable[Check]) -> Status:
+    """The worst status of all."""
+    order: tuple[Status, ...] = ("ok", "warn", "bad")
+    return max((check.status for check in checks), key=order.index, default="ok")
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """One line on all of them.
+
+    >>> summary([Check("python", "ok", "3.12"), Check("jax", "bad", "not installed")])
+    '2 checks: jax is bad'
+    """
+    troubled = [f"{check.name} is {check.status}" for check in checks if check.status != "ok"]
+    return f"{len(checks)} checks: {', '.join(troubled) or 'all is well'}"
+
+
+def report(checks: Sequence[Check], *, as_json: bool) -> str:
+    """All checks as text, a line each with its remedy below, or as JSON."""
+    if as_json:
+        return json.dumps({"worst": worst(checks), "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:4}  {check.name:{width}}  {check.finding}")
+        lines += [f"{'':4}  {'':{width}}  Remedy: {check.remedy}."] if check.remedy and check.status != "ok" else []
+        lines += (
+            [f"{'':4}  {'':{width}}  To change it: {check.remedy}."] if check.remedy and check.status == "ok" else []
+        )
+    return "\n".join([*lines, summary(checks)]) + "\n"

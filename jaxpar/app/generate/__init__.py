@@ -1,0 +1,1 @@
+"""``jaxpar generate``: text from a run's model."""

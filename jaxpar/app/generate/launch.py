@@ -1,0 +1,245 @@
+"""``jaxpar generate`` as one process, as one of several, or as the supervisor of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from jaxpar.app.config import Loaded, load_run
+from jaxpar.app.generate.prompts import STDIN, as_bytes, read_prompts, write_answers
+from jaxpar.app.launch import heartbeat
+from jaxpar.app.launch.cluster_detection import Cluster
+from jaxpar.app.launch.join import Place, found, join, place_of
+from jaxpar.app.train.launch import Asked, Task, choose_devices, policy_of, reporting, supervise
+from jaxpar.errors import JaxparError, LaunchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxpar.app.generate.generate import Wanted
+
+_PARTING = 5.0
+"""Seconds that processes which end together wait for each other."""
+_LAUNCH = ("processes", "coordinator", "process_count", "process_id", "config", "set")
+
+
+def go(command: Any) -> int:
+    """Generate, or supervise processes that do; returns the exit status: 130 after Ctrl-C.
+
+    Args:
+      command: the command line's ``Generate``.
+
+    Raises:
+      LaunchError: processes cannot be started, shared out or found.
+      JaxparError: as :func:`jaxpar.app.generate.generate.generate`.
+    """
+    loaded = load_run(command.config, command.set)
+    asked = Asked(command.processes, command.coordinator, command.process_count, command.process_id)
+    if command.explain:
+        return _explain(command, loaded)
+    try:
+        supervised = heartbeat.connect()
+        count = asked.processes if asked.processes is not None else loaded.config.supervise.processes
+        if count is not None and not supervised:
+            return _supervise(command, loaded, asked, count)
+        place = place_of(asked.coordinator, asked.process_count, asked.process_id)
+        what = found(place, alone=asked.process_count == 1)
+        if what is None and not supervised:
+            return _alone(command, loaded)
+        with reporting():
+            return _one_of_several(command, loaded, what)
+    except KeyboardInterrupt:
+        _leave(0 if heartbeat.listened() else 130)
+
+
+def _explain(command: Any, loaded: Loaded) -> int:
+    """Where everything would lie does not depend on processes."""
+    choose_devices(loaded.config, None)
+    from jaxpar.app.generate.generate import generator
+    from jaxpar.app.job import make_job
+
+    job, prompts = make_job(loaded, training=False), _read(command)
+    texts = [list(as_bytes(number, prompt)) for number, prompt in enumerate(prompts or [" "])]
+    print(generator(job, texts, _wanted(command)).explain().to_text(), end="")
+    return 0
+
+
+def _alone(command: Any, loaded: Loaded) -> int:
+    from rich.console import Console
+
+    choose_devices(loaded.config, None)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model's text may hold what the terminal's encoding does not
+    try:
+        return _generate(command, loaded, sys.stdout, Console(stderr=True, highlight=False, soft_wrap=True))
+    except BrokenPipeError:
+        # Whoever read the text has read enough. The interpreter flushes once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _one_of_several(command: Any, loaded: Loaded, what: Place | Cluster | None) -> int:
+    """All compute; process 0 alone has something to say."""
+    from rich.console import Console
+
+    with _text_alone() as out:
+        if what is not None:
+            join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
+        choose_devices(loaded.config, what)
+        import jax
+
+        silent = jax.process_index() > 0
+        file: Any = io.StringIO() if silent else _Lines() if heartbeat.listened() else sys.stderr
+        console = Console(file=file, highlight=False, soft_wrap=True)
+        if what is not None:
+            console.print(f"launch  {what}")
+        try:
+            return _generate(command, loaded, io.StringIO() if silent else out, console)
+        except LaunchError:
+            raise
+        except JaxparError:
+            _part()  # all have it, and each is to say it
+            raise
+
+
+def _generate(command: Any, loaded: Loaded, out: TextIO, console: Console) -> int:
+    """In this process, with whatever others there are."""
+    import jax
+
+    from jaxpar.app.generate.generate import INTERRUPTED, generate
+    from jaxpar.app.job import make_job
+    from jaxpar.utils.multihost import gather, settled
+
+    first, job = jax.process_index() == 0, settled(lambda: make_job(loaded, training=False))
+    wanted = settled(lambda: _wanted(command))
+    mine = settled(lambda: _read(command, stdin=first))
+    # Standard input is process 0's alone; it is compared like all else.
+    every = [json.loads(text) for text in gather(json.dumps(mine).encode())]
+    prompts = every[0] if _reads_stdin(command) else mine
+    answers = generate(job, prompts, wanted, out=out, console=console)
+    if command.json is not None and first:
+        write_answers(command.json, answers)
+    if any(answer.why == INTERRUPTED for answer in answers):
+        _leave(0 if heartbeat.listened() else 130)
+    return 0
+
+
+def _wanted(command: Any) -> Wanted:
+    from jaxpar.app.generate.generate import Wanted
+    from jaxpar.inference.sampling import Sampling
+
+    how = Sampling(command.temperature, command.top_k, command.top_p)
+    kept = (command.stop, command.int8, command.checkpoint)
+    return Wanted(command.max_new, how, command.seed, command.cache, command.batch, *kept)
+
+
+def _reads_stdin(command: Any) -> bool:
+    return str(command.prompts) == STDIN
+
+
+def _read(command: Any, *, stdin: bool = True) -> list[str]:
+    if command.prompts is None or (_reads_stdin(command) and not stdin):
+        return list(command.prompt)
+    return [*command.prompt, *read_prompts(command.prompts)]
+
+
+def _supervise(command: Any, loaded: Loaded, asked: Asked, count: int) -> int:
+    """Start ``count`` processes, and end with the first of them that fails."""
+    policy = dataclasses.replace(policy_of(loaded.config), restarts=None, elastic=False, signalled=True)
+    logs, status = Path(tempfile.mkdtemp(prefix="jaxpar-generate-")), 1
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    try:
+        with tempfile.TemporaryFile() as stdin:
+            if _reads_stdin(command) and not asked.process_id:
+                # A terminal is not to be had for a process in a session of its own.
+                shutil.copyfileobj(sys.stdin.buffer, stdin)
+                stdin.seek(0)
+            task = Task("generate", tuple(words(command)), 0, logs, stdin, tell)
+            status = supervise(command.config, command.set, loaded, asked, policy, count, task)
+    finally:
+        if status != 1 or not any(log.stat().st_size for log in logs.iterdir()):
+            shutil.rmtree(logs)
+        else:
+            tell(f"what the processes wrote is in {logs}")
+    return status
+
+
+def words(command: Any) -> list[str]:
+    """The command line of a command's fields, those that say of which processes it is left out.
+
+    >>> @dataclasses.dataclass
+    ... class Some:
+    ...     prompt: tuple[str, ...] = ()
+    ...     max_new: int = 128
+    ...     int8: tuple[str, ...] | None = None
+    >>> words(Some(("a", "--b"), 3, ("cache",)))
+    ['--prompt=a', '--prompt=--b', '--max-new=3', '--int8', 'cache']
+    """
+    found = []
+    for field in dataclasses.fields(command):
+        value, name = getattr(command, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name in _LAUNCH or value == field.default:
+            continue
+        if field.name == "int8":
+            found += [name, *value]
+        elif isinstance(value, tuple):
+            found += [f"{name}={one}" for one in value]
+        else:
+            found.append(name if value is True else f"{name}={value}")
+    return found
+
+
+class _Lines(io.TextIOBase):
+    """Lines for the user, which the supervisor shows."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            heartbeat.say(line)
+        return len(text)
+
+
+@contextmanager
+def _text_alone() -> Iterator[TextIO]:
+    """Standard output, for text alone: what libraries write there (Gloo, who is connected) goes to standard error."""
+    sys.stdout.flush()
+    with open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as out:
+        os.dup2(2, 1)
+        yield out
+
+
+def _part() -> None:
+    """Leave together, lest the last ones take the first for dead; alone if the others do not come."""
+
+    def shut() -> None:
+        import jax
+
+        with suppress(RuntimeError):
+            jax.distributed.shutdown()
+
+    thread = threading.Thread(target=shut, daemon=True)
+    thread.start()
+    thread.join(_PARTING)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process while a thread of it may still compile, or wait for others."""
+    if "jax" in sys.modules:
+        _part()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,350 @@
+"""``Job``: a run's configuration turned into the values that the library takes. Train, explain, check and verify share it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+import jaxpar as jp
+from jaxpar.app.config import ContextConfig, Loaded, OptimizerConfig, PrecisionConfig, RunConfig
+from jaxpar.app.pipeline_config import check_recompute, make_pipeline
+from jaxpar.data.sources import SEPARATOR
+from jaxpar.errors import ConfigError, JaxparError, did_you_mean
+from jaxpar.models import llama
+from jaxpar.models.llama.pipeline import staged_next_token_loss
+from jaxpar.models.losses import next_token_loss
+from jaxpar.parallel.attention.context import BALANCED, Context
+from jaxpar.training.one_bit_adam import NAME as ONE_BIT
+from jaxpar.training.remat import SAVED_EMBED
+from jaxpar.utils.yaml_config import build
+
+BATCH_DIMS = ("batch", "seq")
+FAMILIES = ("llama",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Model, loss, optimizer and layout of a run."""
+
+    name: str
+    config: RunConfig
+    model: llama.LlamaConfig
+    make_model: Callable[[jax.Array], Any]
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformation
+    layout_data: Mapping[str, Any]
+    zero: jp.Zero
+    precision: jp.Precision
+    fusion: jp.Fusion
+    pipeline: jp.Pipeline | jp.Asynchronous | None = None
+
+    def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
+        """The layout on these devices (default: all), optimizer parallelism included; an integer gives an abstract mesh.
+
+        Raises:
+          RulesError, MeshError: the optimizer's key does not fit the rules or the mesh.
+        """
+        if self.zero.stage == 0:
+            return jp.Layout.from_dict(self._sliced(self.layout_data), devices=devices)
+        count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
+        mesh = self.zero.mesh(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}), count)
+        rules = self.zero.rules(jp.Rules.from_dict(self.layout_data["rules"] or {}))
+        data = {"mesh": mesh.to_dict(), "rules": rules.to_dict()}
+        return jp.Layout.from_dict(self._sliced(data), devices=devices)
+
+    def _sliced(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what layers keep split over ``model``, where that is asked for and the table says nothing of it."""
+        if not jp.Recompute.of(self.model.remat).slice_activation:
+            return data
+        return {**data, "rules": {SAVED_EMBED: "model", **(data["rules"] or {})}}
+
+    def step_options(self) -> dict[str, Any]:
+        """What the run asks of :func:`jaxpar.train_step`."""
+        train, precision = self.config.train, self.precision
+        if (self.zero.step or self.pipeline) and precision.compute is None and precision.gather is None:
+            precision = replace(precision, gather=self.model.dtype)  # what the model would cast the weights to
+        return {
+            "clip_norm": self.config.optimizer.clip_norm,
+            "accumulate": train.accumulate,
+            "skip_nonfinite": train.skip_nonfinite,
+            "precision": precision,
+            "fusion": self.fusion,
+            **({} if self.pipeline is None else {"pipeline": self.pipeline}),
+            **self.zero.step,
+        }
+
+    def eval_options(self) -> dict[str, Any]:
+        """What the run asks of :func:`jaxpar.eval_step`."""
+        if self.pipeline is None:
+            return {"precision": self.precision}
+        if isinstance(self.pipeline, jp.Asynchronous):
+            one = jp.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
+            return {"precision": self.precision, "pipeline": jp.Pipeline(one, layers=self.pipeline.layers)}
+        return {name: self.step_options()[name] for name in ("precision", "pipeline")}
+
+    def batch_names(self) -> tuple[str, ...]:
+        """What a batch brings, each [batch, seq]."""
+        packed = ("segment_ids",) if self.config.data.pack else ()
+        return ("tokens", "targets", *packed, *(("order",) if self.model.context.order == BALANCED else ()))
+
+    def batch_spec(self) -> dict[str, Any]:
+        """The batch as tagged shapes, for ``explain`` and ``check``."""
+        shape = (self.config.data.batch, self.config.data.seq)
+        return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in self.batch_names()}
+
+    def reading(self, layout: jp.Layout) -> dict[str, Any]:
+        """What of its rows :func:`jaxpar.data.batches` is to tell: their documents, and an order for the layout's ring.
+
+        Raises:
+          ConfigError: the sequence cannot be cut into pieces to balance.
+        """
+        data, how = self.config.data, {"separator": SEPARATOR[0] if self.config.data.pack else None}
+        if self.model.context.order != BALANCED:
+            return how
+        with layout:
+            ways = self.model.context.ring(*llama.layer_shapes(self.model, (data.batch, data.seq)))
+        chunks = next((n for n in (8, 4, 2) if data.seq % (n * ways) == 0), None)
+        if chunks is None:
+            raise ConfigError(
+                f"parallel.context: order is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 pieces for each of the ring's {ways} "
+                f"devices. Remedy: a multiple of {2 * ways}."
+            )
+        return {**how, "arrange": functools.partial(jp.balanced_order, ways=ways, chunks=chunks)}
+
+    def compiler_options(self, platform: str) -> dict[str, Any] | None:
+        """XLA's options for a platform, as ``jax.stages.Lowered.compile`` takes them."""
+        return next((options for name, options in self.config.compiler.items() if name == platform), None)
+
+    def abstract_devices(self) -> int:
+        """How many devices the layout is for, where none are at hand: the mesh's product, else ``simulate``."""
+        sizes = [size for size in (self.layout_data["mesh"] or {}).values() if isinstance(size, int)]
+        if -1 not in sizes:
+            return int(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}).abstract().size)
+        if self.config.simulate is None:
+            raise ConfigError(
+                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set 'simulate'."
+            )
+        return self.config.simulate
+
+
+def make_job(loaded: Loaded, *, training: bool = True) -> Job:
+    """The job that a configuration describes; without ``training`` a pipeline's stages need no schedule, and one is not looked at.
+
+    Raises:
+      ConfigError: unknown model family, preset, field or optimizer.
+    """
+    config = loaded.config
+    precision, zero = _precision(config), _zero(config)
+    model = _model(config.model, precision)
+    if config.parallel.remat is not None:
+        if "remat" in config.model:
+            raise ConfigError(
+                "model.remat and parallel.remat both say what to compute again. Remedy: leave model.remat out."
+            )
+        asked = config.parallel.remat
+        model = replace(model, remat=asked if isinstance(asked, str) else jp.Recompute(**asdict(asked)))
+    if config.parallel.context is not None:
+        model = replace(model, context=_context(config.parallel.context, packed=config.data.pack))
+    if config.parallel.regather is not True:
+        model = replace(model, regather=config.parallel.regather)
+    model = _copies(config, model)
+    fusion = _fusion(config)
+    if config.optimizer.name == ONE_BIT:
+        _check_one_bit(config, precision, zero, fusion)
+    tx = make_optimizer(config.optimizer, config.train.steps)
+    tx = _offload(config, model, tx)
+    mesh = loaded.layout["mesh"] or {}
+    pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
+    check_recompute(pipeline, model.remat)
+    make_model, loss = llama.make_llama(model), _loss(model, pipeline)
+    return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
+
+
+def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
+    """The model with as many copies of its layers' rows as are asked for."""
+    asked = config.parallel
+    if asked.interleave_copies != 1 and asked.offload.parameters is not None:
+        raise ConfigError(
+            f"parallel.interleave_copies is {asked.interleave_copies}, but parallel.offload.parameters is {asked.offload.parameters}: weights that wait in "
+            f"the host's memory would be brought once for each copy. Remedy: leave one of them out."
+        )
+    if asked.interleave_dim != "batch" and asked.interleave_copies == 1:
+        raise ConfigError(
+            f"parallel.interleave_dim is {asked.interleave_dim!r}, but interleave_copies is 1, so nothing is cut. Remedy: interleave_copies: 2, or leave "
+            f"interleave_dim out."
+        )
+    try:
+        return replace(model, copies=asked.interleave_copies, copies_dim=asked.interleave_dim)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
+
+
+def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.Asynchronous | None) -> Callable[..., Any]:
+    return next_token_loss if pipeline is None else staged_next_token_loss(model)
+
+
+def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTransformation) -> Any:
+    """The optimizer with what is to wait in the host's memory."""
+    asked = config.parallel.offload
+    if asked.parameters is not None:
+        if asked.optimizer is None:
+            raise ConfigError(
+                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is "
+                "larger, does not. Remedy: {parameters: host, optimizer: host}."
+            )
+        if model.regather is not True:
+            raise ConfigError(
+                f"parallel.offload: parameters wait in the host's memory, but regather: {str(model.regather).lower()} keeps all layers' "
+                f"weights on the device for the backward pass. Remedy: leave regather out, or parallel.offload.parameters."
+            )
+        if model.remat != "none" and jp.Recompute.of(model.remat).layers:
+            raise ConfigError(
+                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes "
+                "some layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+            )
+        if config.parallel.optimizer is not None and config.parallel.optimizer.stage in (1, 2):
+            raise ConfigError(
+                f"parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
+                f"parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before the step. Remedy: stage 3, or leave "
+                f"parallel.offload.parameters out."
+            )
+    if asked.path is not None and asked.optimizer != "disk":
+        raise ConfigError("parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.")
+    if asked.path is None and asked.optimizer == "disk":
+        raise ConfigError(
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk."
+        )
+    if asked.optimizer is None:
+        return tx
+    try:
+        return jp.offload(
+            tx, to=asked.optimizer, path=asked.path, parameters=asked.parameters is not None, min_bytes=asked.min_bytes
+        )
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
+
+
+def _zero(config: RunConfig) -> jp.Zero:
+    asked = config.parallel.optimizer
+    if asked is None:
+        return jp.Zero(stage=0)
+    axis = tuple(asked.axis) if isinstance(asked.axis, list) else asked.axis
+    try:
+        return jp.Zero(asked.stage, axis, asked.min_bytes, asked.shard_group)
+    except JaxparError as error:
+        raise type(error)(f"parallel.{error}") from error
+
+
+def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.Fusion) -> None:
+    """Of keys that contradict each other, both are named."""
+    groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
+    others = [
+        ("optimizer.clip_norm", config.optimizer.clip_norm, "the norm of all devices' gradient is not known", "null"),
+        ("parallel.optimizer", zero.stage or None, "weights and moments are whole (stage 0)", ""),
+        ("parallel.offload", config.parallel.offload.optimizer, "its state stays on the devices", ""),
+        ("precision.reduce", precision.reduce, "its warm-up reduces in fp32, and signs follow", ""),
+        *((f"parallel.fusion.{name}", True, "its signs cross all at once", "") for name in groups),
+    ]
+    for key, value, why, instead in others:
+        if value is not None:
+            remedy = f"{key}: {instead}" if instead else f"leave {key} out"
+            raise ConfigError(f"optimizer.name is {ONE_BIT}, which does not go with {key}: {why}. Remedy: {remedy}.")
+
+
+def _fusion(config: RunConfig) -> jp.Fusion:
+    asked = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
+    try:
+        return jp.Fusion(**asked)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
+
+
+def _context(asked: ContextConfig, *, packed: bool) -> Context:
+    if asked.order == BALANCED and not packed:
+        raise ConfigError(
+            "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or order: "
+            "zigzag."
+        )
+    try:
+        return Context(**asdict(asked))
+    except ConfigError as error:
+        raise ConfigError(f"parallel.{error}") from error
+
+
+def _precision(config: RunConfig) -> jp.Precision:
+    asked = config.precision
+    if isinstance(asked, PrecisionConfig):
+        return jp.Precision.of({key: value for key, value in asdict(asked).items() if value is not None})
+    return jp.Precision.of(asked)
+
+
+def in_fp32(job: Job) -> Job:
+    """The same job computing and storing in fp32."""
+    model = replace(job.model, dtype="float32", param_dtype="float32")
+    make_model, loss = llama.make_llama(model), _loss(model, job.pipeline)
+    return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
+
+
+def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfig:
+    fields = dict(data)
+    if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
+        raise ConfigError(
+            f"model: dtype is {fields['dtype']!r}, but precision says compute: {precision.compute}. Remedy: leave model.dtype out."
+        )
+    family = fields.pop("family", None)
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"model: family is {family!r}.{did_you_mean(family, FAMILIES)} The families are: {', '.join(FAMILIES)}."
+        )
+    base = llama.preset(fields.pop("preset", "tiny"))
+    return build(llama.LlamaConfig, {**asdict(base), **fields}, "model")
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The named optax optimizer, or ``one_bit_adam``, with a linear warmup and a cosine decay over ``steps``.
+
+    Raises:
+      ConfigError: optax has no such optimizer, or it does not take one of ``options``.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # looking at every name touches the deprecated ones too
+        known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
+        known = sorted([*known, ONE_BIT])
+    if config.name not in known:
+        raise ConfigError(
+            f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Any optax optimizer with a "
+            f"learning rate will do: {', '.join(known)}."
+        )
+    make = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
+    for option in config.options:
+        taken = [name for name in _parameters(make) if name != "learning_rate"]
+        if option not in taken:
+            raise ConfigError(
+                f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, taken)} Its options are: "
+                f"{', '.join(taken)}."
+            )
+    if config.name == ONE_BIT and "warmup" not in config.options:
+        raise ConfigError(
+            f"optimizer: {ONE_BIT} wants to be told how many steps of ordinary Adam come first. Remedy: options: {{warmup: "
+            f"{max(steps // 5, 1)}}}, a fifth of train.steps."
+        )
+    warmup = min(config.warmup, max(steps - 1, 0))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else config.learning_rate,
+        config.learning_rate,
+        warmup,
+        max(steps, warmup + 1),
+        config.learning_rate * config.final_fraction,
+    )
+    return make(learning_rate=schedule, **config.options)
+
+
+def _parameters(f: Any) -> list[str]:
+    return list(inspect.signature(f).parameters) if inspect.isfunction(f) else []

@@ -1,0 +1,1 @@
+"""Processes that run as one: found or started, watched, restarted."""

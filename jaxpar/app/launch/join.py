@@ -1,0 +1,124 @@
+"""``join``: makes this process one of several, as it was told by hand or as a launcher says."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpar.app.launch.cluster_detection import Cluster, address_in, detect
+from jaxpar.app.launch.process_group import BIND, check_free, split_address
+from jaxpar.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is of how many, and where process 0 is: ``HOST:PORT``."""
+
+    count: int
+    rank: int
+    coordinator: str
+
+    def __str__(self) -> str:
+        return f"process {self.rank} of {self.count}, coordinator {self.coordinator}"
+
+
+def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Place | None:
+    """The place that is given by hand; ``None`` where nothing is, or where it is a process alone.
+
+    Raises:
+      LaunchError: it is given in part, or contradicts itself.
+
+    >>> place_of("127.0.0.1:1234", 4, 3)
+    Place(count=4, rank=3, coordinator='127.0.0.1:1234')
+    """
+    if count == 1 and rank in (None, 0):
+        return None
+    given = {"--coordinator": coordinator, "--process-count": count, "--process-id": rank}
+    missing = [name for name, value in given.items() if value is None]
+    if coordinator is None or count is None or rank is None:
+        if len(missing) == len(given):
+            return None
+        had = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise LaunchError(
+            f"{had} {'is' if len(missing) == 2 else 'are'} given, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Remedy: all "
+            f"three, or --processes N, which starts them here."
+        )
+    if count < 1:
+        raise LaunchError(f"--process-count is {count}, but at least 1 is wanted.")
+    if not 0 <= rank < count:
+        raise LaunchError(f"--process-id is {rank}, but --process-count {count} has processes 0 to {count - 1}.")
+    split_address(coordinator)
+    return Place(count, rank, coordinator)
+
+
+def found(place: Place | None, *, alone: bool, variables: Mapping[str, str] | None = None) -> Place | Cluster | None:
+    """What to join: what is given by hand, else what a launcher says, unless this process is to be ``alone``."""
+    if place is not None or alone:
+        return place
+    return detect(os.environ if variables is None else variables)
+
+
+def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) -> None:
+    """Make this process one of several. Call it before jax runs anything.
+
+    The coordinator, which asks nobody who it is, listens at its own address alone: jax's default is every interface.
+
+    Args:
+      what: of :func:`found`.
+      heartbeat: seconds after which jax takes a silent peer for dead, and ends the others.
+      patience: seconds to wait for the others.
+
+    Raises:
+      LaunchError: they do not find each other.
+    """
+    import jax
+
+    try:
+        if isinstance(what, Place):
+            bind = os.environ.get(BIND, what.coordinator)
+            if what.rank == 0:
+                check_free(bind)
+            jax.distributed.initialize(
+                what.coordinator,
+                what.count,
+                what.rank,
+                cluster_detection_method="deactivate",
+                coordinator_bind_address=bind,
+                heartbeat_timeout_seconds=heartbeat,
+                initialization_timeout=patience,
+            )
+        else:
+            jax.distributed.initialize(
+                cluster_detection_method=what.method,
+                coordinator_bind_address=bind_of(what),
+                heartbeat_timeout_seconds=heartbeat,
+                initialization_timeout=patience,
+            )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, LaunchError):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LaunchError(
+            f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all of them, with one coordinator that each can reach."
+        ) from error
+
+
+def bind_of(cluster: Cluster) -> str | None:
+    """Where process 0 of a cluster is to listen: what the environment says, else the address that others know it by.
+
+    ``None``, which is every interface, where that address is not known here, or where this host's own table gives its loopback for its name.
+    """
+    said = os.environ.get(BIND)
+    address = cluster.address or address_in(os.environ)[0]
+    if said or not address:
+        return said
+    host, port = split_address(address, cluster.name)
+    try:
+        ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return None
+    hidden = ipaddress.ip_address(ip).is_loopback and host not in ("localhost", str(ip))
+    return None if hidden else f"{ip}:{port}"

@@ -1,0 +1,204 @@
+"""``Peer``: what is known of one process, and ``cause``: which of them ended or stalled a group, in one line."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SILENT = 10.0
+"""Seconds without a sign of life after which a process does not run: stopped, or gone with its host."""
+_NEWS = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed", "heartbeat timeout",
+         "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
+"""Words of errors that a process raises because of another one."""
+_TIMES = ("began", "sign", "tick")
+_KINDS: dict[str, Any] = {**dict.fromkeys(_TIMES, float), "step": int | None, "doing": str, "where": str, "waits": bool,
+                          "raised": str | None, "again": bool, "code": int | None, "lost": str | None}  # fmt: skip
+
+
+@dataclass
+class Peer:
+    """One process of a group, as its supervisor sees it. Times are seconds of the supervisor's clock.
+
+    Attributes:
+      rank: its number among all.
+      began: when it was started.
+      step: the last step it finished, ``None`` before the first.
+      doing: what it is at: ``start``, ``compile``, ``step``.
+      sign: when it last finished a step, or began something else.
+      tick: when anything was heard of it.
+      where, waits: where its main thread is, and whether that waits inside of jax.
+      raised, again: the error it ended with, and whether another try may go better.
+      code: its exit status, negative for a signal; ``None`` while it runs.
+      lost: its host is gone with it; what is known of that.
+      said: lines for the user, which nobody has been told yet.
+    """
+
+    rank: int
+    began: float
+    step: int | None = None
+    doing: str = "start"
+    sign: float = field(default=0.0)
+    tick: float = field(default=0.0)
+    where: str = ""
+    waits: bool = False
+    raised: str | None = None
+    again: bool = True
+    code: int | None = None
+    lost: str | None = None
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sign = self.tick = self.began
+
+    def hear(self, message: Mapping[str, Any], now: float) -> None:
+        """Take in a message of :mod:`jaxpar.app.launch.heartbeat`; what it does not know it leaves."""
+        self.tick = now
+        match message:
+            case {"step": int(step)}:
+                self.step, self.doing, self.sign = step, "step", now
+            case {"doing": str(what)}:
+                self.doing, self.sign = what, now
+            case {"where": str(where), "waits": bool(waits)}:
+                self.where, self.waits = where, waits
+            case {"raised": str(text), "again": bool(again)}:
+                self.raised, self.again = text, again
+            case {"say": str(text)}:
+                self.said.append(text)
+
+    def told(self, now: float) -> dict[str, Any]:
+        """All that is known of it, for a supervisor with a clock of its own: times are ages."""
+        return {**asdict(self), **{name: now - getattr(self, name) for name in _TIMES}}
+
+    def take(self, told: Mapping[str, Any], now: float) -> None:
+        """Take what another supervisor :meth:`told` of this process.
+
+        Raises:
+          TypeError: it is no such thing.
+        """
+        for name, kind in _KINDS.items():
+            if not isinstance(told.get(name), kind):
+                raise TypeError(f"a process's {name} cannot be {told.get(name)!r:.60}")
+        for name in _KINDS:
+            setattr(self, name, now - told[name] if name in _TIMES else told[name])
+
+    @property
+    def ended(self) -> bool:
+        """Whether it runs no more."""
+        return self.code is not None or self.lost is not None
+
+    @property
+    def far(self) -> tuple[int, bool]:
+        """How far it came, to compare."""
+        return -1 if self.step is None else self.step, self.doing != "start"
+
+    @property
+    def when(self) -> str:
+        """How far it came, to say."""
+        return "before its first step" if self.step is None else f"after step {self.step}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a group was ended: a line that names the rank; ``ranks`` are those to blame, ``gone`` those that cannot come back."""
+
+    text: str
+    ranks: tuple[int, ...]
+    gone: tuple[int, ...] = ()
+    again: bool = True
+    sure: bool = True
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How long a process may take, in seconds, for a step and for all else (start, restore, compile)."""
+
+    step: float
+    compile: float
+
+    def of(self, peer: Peer) -> float:
+        """That of what a process is at."""
+        return self.step if peer.doing == "step" else self.compile
+
+
+def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause | None:
+    """What is wrong with a group, if anything is.
+
+    A process that dies takes the others with it: their errors are news of it, not causes. So what was killed comes before what raised, what
+    raised by itself before what lost a peer, and a process that does not run before those that wait for it. With ``sure`` off the true cause may
+    still show itself.
+    """
+    ended = [peer for peer in peers if peer.ended and peer.code != 0]
+    gone = [peer for peer in ended if peer.lost is not None or (peer.code is not None and _killed(peer.code))]
+    if gone:
+        first = gone[0]
+        how = first.lost or f"was killed by {_name(-(first.code or 0))}"
+        return Cause(f"{_one(first, total)} {how} {first.when}", _ranks(gone), _ranks(gone))
+    own = [peer for peer in ended if peer.code != -signal.SIGABRT and not _news(peer)]
+    if own:
+        return Cause(_of_error(own[0], total), _ranks(own), again=all(peer.again for peer in own))
+    still = [peer for peer in peers if not peer.ended and now - peer.tick > SILENT]
+    late = any(not peer.ended and now - peer.sign > allowance.of(peer) for peer in peers)
+    if ended and still:
+        return _hung(still, total, allowance, now)
+    if ended:
+        return Cause(_of_error(ended[0], total), _ranks(ended), sure=False)
+    # Who waits for another may be late a moment before it.
+    return _hung([peer for peer in peers if not peer.ended], total, allowance, now) if late else None
+
+
+def _hung(running: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause:
+    """Of processes one of which is late: those that do not run, else those behind, else those that do not wait for others."""
+    still = [peer for peer in running if now - peer.tick > SILENT]
+    if not still:
+        least = min(peer.far for peer in running)
+        behind = [peer for peer in running if peer.far == least]
+        blamed = [peer for peer in behind if not peer.waits] or behind
+    else:
+        blamed = still
+    first, ranks = blamed[0], _ranks(blamed)
+    limit, seconds = allowance.of(first), now - first.sign
+    who = _one(first, total) if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))} of {total}"
+    has, its = ("has", "its") if len(ranks) == 1 else ("have", "their")
+    if first.doing == "step":
+        text = f"{who} {has} not finished a step for {seconds:.0f} s (allowance {limit:g} s), last step {first.step}"
+    else:
+        text = f"{who} {has} not ended {its} {first.doing} for {seconds:.0f} s (compile_allowance {limit:g} s)"
+    if still:
+        text += f"; no sign of life for {now - first.tick:.0f} s, as of a process that is stopped"
+    elif first.where:
+        text += f"; {'waits for its peers' if first.waits else 'is'} at {first.where}"
+    return Cause(text, ranks, ranks if still else ())
+
+
+def _of_error(peer: Peer, total: int) -> str:
+    if peer.raised is not None:
+        return f"{_one(peer, total)} raised {peer.when}: {peer.raised}"
+    if peer.code == -signal.SIGABRT:
+        return f"{_one(peer, total)} was ended by SIGABRT {peer.when}, as jax ends one that has lost a peer"
+    return f"{_one(peer, total)} ended with exit status {peer.code} {peer.when}"
+
+
+def _one(peer: Peer, total: int) -> str:
+    return f"process {peer.rank} of {total}"
+
+
+def _ranks(peers: Sequence[Peer]) -> tuple[int, ...]:
+    return tuple(peer.rank for peer in peers)
+
+
+def _killed(code: int) -> bool:
+    """By a signal of its own: SIGABRT is how jax ends whoever lost a peer."""
+    return code < 0 and code != -signal.SIGABRT
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _news(peer: Peer) -> bool:
+    return peer.raised is not None and peer.again and any(word in peer.raised for word in _NEWS)

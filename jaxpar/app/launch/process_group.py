@@ -1,0 +1,268 @@
+"""``Group``: processes that start and end together; ``Local`` ones are children of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from jaxpar.app.launch.heartbeat import BEATS
+from jaxpar.app.launch.peers import Peer
+from jaxpar.errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+"""Variable that overrules where a coordinator, and with it a supervisor, listens."""
+type Command = Callable[[int, int, str], Sequence[str]]
+"""What to run as process ``rank`` of ``total``, with the address of process 0."""
+
+
+class Group(Protocol):
+    """What a supervisor needs of processes, wherever they run."""
+
+    peers: list[Peer]
+
+    def start(self, command: Command, count: int) -> None:
+        """Start ``count`` processes."""
+
+    def poll(self, seconds: float) -> None:
+        """Take in what they tell, waiting for it for so many seconds at most."""
+
+    def pass_on(self, number: int) -> None:
+        """Give all that run a signal."""
+
+    def end(self) -> None:
+        """End all that run, and wait for that."""
+
+    def tail(self, rank: int, lines: int) -> list[str]:
+        """The last lines that a process wrote."""
+
+
+class Local:
+    """Processes on this host, each in a session of its own, so that a terminal's Ctrl-C reaches them through their supervisor alone.
+
+    Process 0 writes on this process's standard output; all else goes to ``process-N.log`` in ``logs``, a run's attempts one after another.
+
+    Args:
+      logs: the folder, which is made.
+      coordinator: ``HOST:PORT`` of process 0; by default a free port of the loopback interface.
+      variables: for a process's environment, beside this one's, by its number among those started here; ``None`` takes one away.
+      console: process 0 writes here; without, into its log as the others do.
+      append: keep what an earlier run's logs hold.
+      stdin: what process 0 reads, from where it stands; nothing by default.
+      grace: seconds between SIGTERM and SIGKILL.
+      clock: seconds, as ``time.monotonic`` gives them.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        coordinator: str | None = None,
+        variables: Callable[[int], Mapping[str, str | None]] = lambda index: {},
+        console: bool = True,
+        append: bool = False,
+        stdin: IO[bytes] | None = None,
+        grace: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._logs, self._coordinator = logs, coordinator
+        self._grace, self._clock, self._variables = grace, clock, variables
+        self._running: dict[int, _Child] = {}
+        self._bind: dict[str, str] = {}
+        self._fresh, self._console, self._stdin = not append, console, stdin
+        self.peers: list[Peer] = []
+
+    def start(self, command: Command, count: int, *, first: int = 0, total: int | None = None) -> None:
+        """Start ``count`` processes.
+
+        Args:
+          first, total: the number of the first one, and how many there are on all hosts; by default these are all.
+
+        Raises:
+          LaunchError: the coordinator's port cannot be had; a program cannot be started.
+        """
+        self._logs.mkdir(parents=True, exist_ok=True)
+        total = total or count
+        address = self._coordinator or f"{LOOPBACK}:{free_port()}"
+        if self._coordinator is not None and first == 0 and total > 1:
+            check_free(self._coordinator)
+        mode, self._fresh, self.peers = ("w" if self._fresh else "a"), False, []
+        try:
+            for rank in range(first, first + count):
+                changed = {**os.environ, **self._bind, **self._variables(rank - first)}
+                environ = {name: text for name, text in changed.items() if text is not None}
+                with self.log(rank).open(mode, encoding="utf-8") as log:
+                    self._running[rank] = _Child(
+                        command(rank, total, address),
+                        environ,
+                        log,
+                        own=rank != 0 or not self._console,
+                        stdin=None if rank else self._stdin,
+                    )
+                self.peers.append(Peer(rank, self._clock()))
+        except OSError as error:
+            self.end()
+            raise LaunchError(f"process {rank} of {total} cannot be started: {error}.") from error
+
+    def move(self, coordinator: str) -> None:
+        """From the next start on process 0 is elsewhere, at ``HOST:PORT``."""
+        if coordinator != self._coordinator and (bind := os.environ.get(BIND)):
+            host, colon, _ = bind.rpartition(":")
+            self._bind = {BIND: f"{host}{colon}{split_address(coordinator)[1]}"}
+        self._coordinator = coordinator
+
+    def log(self, rank: int) -> Path:
+        """Where a process's output goes."""
+        return self._logs / f"process-{rank}.log"
+
+    def poll(self, seconds: float) -> None:
+        """Take in what they tell."""
+        until = self._clock() + seconds
+        while True:
+            news = False
+            for peer in self.peers:
+                child = self._running[peer.rank]
+                code = child.process.poll()  # before the pipe is read, so that nothing is left in it
+                for message in child.read():
+                    peer.hear(message, self._clock())
+                    news = True
+                news |= peer.code != code
+                peer.code = code
+            if news or self._clock() >= until:
+                return
+            time.sleep(min(0.02, seconds))
+
+    def pass_on(self, number: int) -> None:
+        """Give all that run a signal."""
+        for child in self._running.values():
+            if child.process.poll() is None:
+                child.process.send_signal(number)
+
+    def end(self) -> None:
+        """SIGTERM, and SIGKILL for what still runs after the grace; with all that they started in their sessions."""
+        self.pass_on(signal.SIGTERM)
+        until = time.monotonic() + self._grace
+        for child in self._running.values():
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, until - time.monotonic()))
+        for child in self._running.values():
+            child.close()
+        self._running.clear()
+
+    def tail(self, rank: int, lines: int) -> list[str]:
+        """The last lines that a process wrote into its log."""
+        try:
+            with self.log(rank).open(encoding="utf-8", errors="replace") as file:
+                return [line.rstrip() for line in deque(file, lines)]
+        except OSError:
+            return []
+
+
+class _Child:
+    """One process, and the end of its pipe that is read."""
+
+    def __init__(
+        self, command: Sequence[str], environ: dict[str, str], log: IO[str], *, own: bool, stdin: IO[bytes] | None
+    ):
+        self._read, write = os.pipe()
+        os.set_blocking(self._read, False)
+        self._rest = b""
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env={**environ, BEATS: str(write)},
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=log if own else None,
+                stderr=log,
+                pass_fds=(write,),
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._read)
+            raise
+        finally:
+            os.close(write)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every whole message that has come."""
+        while True:
+            try:
+                data = os.read(self._read, 65536)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            self._rest += data
+        found, self._rest = messages(self._rest)
+        return found
+
+    def close(self) -> None:
+        """Kill what is left of its session, and wait."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._read)
+
+
+def messages(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
+    """The messages in what has come, a line of JSON each, and the rest, which is no whole line yet.
+
+    >>> messages(b'{"step": 3}\\nnonsense\\n{"st')
+    ([{'step': 3}], b'{"st')
+    """
+    *lines, rest = data.split(b"\n")
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [message for message in found if isinstance(message, dict)], rest
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that nobody listens on at this moment.
+
+    >>> 0 < free_port() < 65536
+    True
+    """
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def split_address(address: str, what: str = "--coordinator") -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``.
+
+    Raises:
+      LaunchError: it is no such thing.
+
+    >>> split_address("node001:1234"), split_address("[::1]:80")
+    (('node001', 1234), ('::1', 80))
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"{what} is {address!r}, but HOST:PORT is wanted, as {LOOPBACK}:1234.")
+    return host.strip("[]"), int(port)
+
+
+def check_free(address: str) -> None:
+    """Raise a ``LaunchError`` if process 0 could not listen there."""
+    host, port = split_address(address)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        raise LaunchError(
+            f"the coordinator's address {address} cannot be had: {error.strerror}. Remedy: end the process that holds the port, or another port of "
+            f"this host (process 0 runs here)."
+        ) from error

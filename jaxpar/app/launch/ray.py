@@ -1,0 +1,226 @@
+"""Processes on a Ray cluster: an actor for each, which starts it as a child of its own on the node where Ray puts it.
+
+Ray places the actors and says when a node is gone; all else is as on one host. Every node has the same paths: environment, configuration, output.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxpar.app.launch.peers import Peer
+from jaxpar.app.launch.process_group import LOOPBACK, Command, Local, free_port
+from jaxpar.errors import LaunchError, need
+
+_CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
+"""Beginnings of variables that a process gets from whoever launches it, beside those of its node."""
+
+_NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
+"""Where a Ray of one's own listens. Ray turns 127.0.0.1 into the host's address on its network, but leaves the rest of the loopback as it is."""
+
+
+class Member:
+    """What runs in an actor: one process, its messages with their ages, and what it printed."""
+
+    def __init__(self, rank: int, logs: str, folder: str):
+        os.chdir(folder)
+        self._rank, self._logs, self._read = rank, Path(logs), 0
+        self._group: Local | None = None
+
+    def address(self) -> str:
+        """``HOST:PORT`` on this node, where nobody listens."""
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+        return f"{host}:{free_port(host)}"
+
+    def start(self, command: Sequence[str], total: int, variables: Mapping[str, str | None], *, again: bool) -> None:
+        """Start the process; ``again`` keeps what its log holds."""
+        self._group = Local(self._logs, variables=lambda index: variables, console=False, append=again)
+        log = self._group.log(self._rank)
+        self._read = log.stat().st_size if again and log.exists() else 0
+        # It is told the coordinator's address, on process 0's node, by its command.
+        self._group.start(lambda rank, total, address: command, 1, first=self._rank, total=total)
+
+    def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
+        """The peer, its times as ages in seconds; and what process 0 printed since."""
+        assert self._group is not None
+        self._group.poll(seconds)
+        return self._group.peers[0].told(time.monotonic()), "" if self._rank else self.printed()
+
+    def pass_on(self, number: int) -> None:
+        """Give the process a signal."""
+        if self._group is not None:
+            self._group.pass_on(number)
+
+    def end(self) -> None:
+        """End the process."""
+        if self._group is not None:
+            self._group.end()
+
+    def tail(self, lines: int) -> list[str]:
+        """The last lines of its log."""
+        return [] if self._group is None else self._group.tail(self._rank, lines)
+
+    def printed(self) -> str:
+        """What came into the log since it was last asked."""
+        assert self._group is not None
+        with suppress(OSError), self._group.log(self._rank).open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+            self._read += len(text)
+            return text.decode(errors="replace")
+        return ""
+
+
+class RayGroup:
+    """Processes on the cluster that ``RAY_ADDRESS`` names, or on a Ray started here for this run, which listens on loopback.
+
+    Args:
+      logs: the folder of their logs, on each node.
+      variables: for a process's environment, by its rank.
+      resources: of each process, as ``{"CPU": 4, "GPU": 1}``.
+      patience: seconds to wait until Ray has a place for all.
+      show: takes what process 0 prints.
+
+    Raises:
+      MissingExtraError: ray is not installed.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        variables: Callable[[int], Mapping[str, str | None]] = lambda rank: {},
+        resources: Mapping[str, float] | None = None,
+        patience: float = 120.0,
+        show: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise need("ray", "ray", "starting processes on a Ray cluster") from error
+        self._ray: Any = ray
+        self._logs, self._variables, self._clock, self._show = logs.absolute(), variables, clock, show
+        self._resources, self._patience = dict(resources or {"CPU": 1}), patience
+        self._members: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}
+        self.peers: list[Peer] = []
+        self._again = False
+        here = {} if "RAY_ADDRESS" in os.environ else {"_node_ip_address": _NEAR, "include_dashboard": False}
+        try:
+            if not ray.is_initialized():
+                ray.init(log_to_driver=False, **here)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LaunchError(
+                f"Ray cannot be reached or started: {first} Remedy: RAY_ADDRESS=HOST:PORT of a cluster that runs, or `ray start --head` first."
+            ) from error
+
+    def start(self, command: Command, count: int) -> None:
+        """Start ``count`` processes, each where Ray has a place for it, spread over the nodes.
+
+        Raises:
+          LaunchError: there is no place for all of them.
+        """
+        kinds = {"CPU": "num_cpus", "GPU": "num_gpus"}
+        options = {kinds[name]: value for name, value in self._resources.items() if name in kinds}
+        others = {name: value for name, value in self._resources.items() if name not in kinds}
+        actor = self._ray.remote(Member).options(
+            scheduling_strategy="SPREAD", max_concurrency=1, resources=others, **options
+        )
+        self._members = {rank: actor.remote(rank, str(self._logs), os.getcwd()) for rank in range(count)}
+        try:
+            addresses = self._all("address")
+            carried = {name: text for name, text in os.environ.items() if name.startswith(_CARRIED)}
+            starts = [
+                member.start.remote(
+                    list(command(rank, count, addresses[0])),
+                    count,
+                    {**carried, **self._variables(rank)},
+                    again=self._again,
+                )
+                for rank, member in self._members.items()
+            ]
+            self._ray.get(starts, timeout=self._patience)
+        except self._ray.exceptions.GetTimeoutError as error:
+            self.end()
+            has = {
+                name: value
+                for name, value in self._ray.cluster_resources().items()
+                if name in {"CPU", *self._resources}
+            }
+            raise LaunchError(
+                f"Ray has no place for {count} processes of {self._resources} within {self._patience:g} s; the cluster has {has}. Remedy: fewer processes, "
+                f"supervise.resources, or more nodes."
+            ) from error
+        except self._ray.exceptions.RayError as error:
+            self.end()
+            raise LaunchError(
+                f"Ray could not start {count} processes: {(str(error).strip().splitlines() or [''])[-1]}"
+            ) from error
+        self.peers, self._again = [Peer(rank, self._clock()) for rank in self._members], True
+
+    def poll(self, seconds: float) -> None:
+        """Ask every member; one whose node does not answer is not waited for."""
+        for rank, member in self._members.items():
+            if rank not in self._asked:
+                self._asked[rank] = member.poll.remote(seconds)
+        pending = {ref: rank for rank, ref in self._asked.items()}
+        if not pending:
+            time.sleep(seconds)
+            return
+        ready, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=seconds + 1)
+        for ref in ready:
+            rank = pending[ref]
+            del self._asked[rank]
+            self._take(self.peers[rank], ref)
+
+    def _take(self, peer: Peer, ref: Any) -> None:
+        try:
+            said, printed = self._ray.get(ref)
+        except self._ray.exceptions.RayActorError:
+            peer.lost = "was lost with its Ray worker"
+            del self._members[peer.rank]
+            return
+        peer.take(said, self._clock())
+        if printed:
+            self._show(printed)
+
+    def pass_on(self, number: int) -> None:
+        """Give all that run a signal."""
+        for member in self._members.values():
+            member.pass_on.remote(number)
+
+    def end(self) -> None:
+        """End all that run, and give their places back."""
+        ended = [member.end.remote() for member in self._members.values()]
+        if ended:
+            self._ray.wait(ended, num_returns=len(ended), timeout=10)
+        for rank, member in self._members.items():
+            if rank == 0 and self.peers and not self.peers[0].lost:
+                with suppress(self._ray.exceptions.RayError):
+                    self._show(self._ray.get(member.printed.remote(), timeout=5))
+            self._ray.kill(member)
+        self._members, self._asked = {}, {}
+
+    def tail(self, rank: int, lines: int) -> list[str]:
+        """The last lines that a process wrote, if its node still answers."""
+        if rank not in self._members:
+            return []
+        with suppress(self._ray.exceptions.RayError):
+            return list(self._ray.get(self._members[rank].tail.remote(lines), timeout=5))
+        return []
+
+    def _all(self, question: str) -> list[Any]:
+        return list(
+            self._ray.get([getattr(m, question).remote() for m in self._members.values()], timeout=self._patience)
+        )

@@ -1,0 +1,185 @@
+"""``Supervisor``: keeps a group of processes running, or says in one line why it no longer does."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxpar.app.launch.peers import Allowance, Cause, cause
+from jaxpar.app.launch.process_group import Command, Group
+from jaxpar.app.launch.signal_handlers import listening
+
+_POLL = 0.2
+_UNSURE = 3.0
+"""Seconds that a cause which may be news of another is waited on."""
+_LINES = 5
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a group is kept.
+
+    Attributes:
+      allowance, compile_allowance: seconds for a step, and for whatever else a process is at.
+      restarts: how many, at most; ``None`` where nothing is ever started again, of which no word is said.
+      backoff: seconds before the first one, doubled with each, up to ``most``.
+      elastic: go on with those that remain.
+      signalled: a signal that all heeded shows in the exit status, 128 and its number, as of what was not brought to its end.
+    """
+
+    allowance: float = 300.0
+    compile_allowance: float = 1800.0
+    restarts: int | None = 3
+    backoff: float = 1.0
+    elastic: bool = False
+    most: float = 60.0
+    signalled: bool = False
+
+    def wait(self, restart: int) -> float:
+        """Seconds before the ``restart``-th one.
+
+        >>> [Policy(backoff=2).wait(n) for n in (1, 2, 3, 9)]
+        [2.0, 4.0, 8.0, 60.0]
+        """
+        return min(self.backoff * 2.0 ** min(restart - 1, 60), self.most)
+
+
+@dataclass
+class Supervisor:
+    """Runs a group to its end, starting it again after a failure.
+
+    Args:
+      group: the processes.
+      command: what to run as one of them.
+      count: how many.
+      policy: how long to wait, how often to try.
+      latest: the newest step that a restart would begin from, ``None`` without one.
+      refit: with elastic on: how many of so many processes to go on with, 0 for none, and a text on that.
+      tell: takes each line for the user.
+
+    >>> import sys, tempfile
+    >>> from pathlib import Path
+    >>> from jaxpar.app.launch.process_group import Local
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     failing = lambda rank, total, address: [sys.executable, "-c", f"raise SystemExit({rank} * 3)"]
+    ...     Supervisor(Local(Path(folder)), failing, 2, Policy(restarts=0), tell=print).run()
+    process 1 of 2 ended with exit status 3 before its first step
+    gave up: no restart is allowed
+    1
+    """
+
+    group: Group
+    command: Command
+    count: int
+    policy: Policy = field(default_factory=Policy)
+    latest: Callable[[], int | None] = lambda: None
+    refit: Callable[[int], tuple[int, str]] = lambda count: (count, "")
+    tell: Callable[[str], None] = print
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    causes: list[Cause] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+
+    def run(self, after: Cause | None = None) -> int:
+        """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal.
+
+        Args:
+          after: why the group has already ended once, under another supervisor.
+        """
+        began, first = self.clock(), self.count
+        with listening(self.signals):
+            while True:
+                found, after = after or self._attempt(), None
+                if found is None:
+                    break
+                self.causes.append(found)
+                if not self._again(found):
+                    break
+        if found is None and self.causes:
+            now = f", {first} processes became {self.count}" if self.count != first else ""
+            self.tell(f"done after {_times(len(self.causes), 'restart')} in {self.clock() - began:.0f} s{now}:")
+            for number, one in enumerate(self.causes, 1):
+                self.tell(f"  {number}. {one.text}")
+        if found is None and self.signals and self.policy.signalled:
+            return 128 + self.signals[0]
+        return 0 if found is None else 1
+
+    def _attempt(self) -> Cause | None:
+        """Start the group and watch it; ``None`` when it came to its end."""
+        self.group.start(self.command, self.count)
+        passed, allowance = 0, Allowance(self.policy.allowance, self.policy.compile_allowance)
+        unsure: float | None = None
+        try:
+            while True:
+                self.group.poll(_POLL)
+                self._pass_lines()
+                for number in self.signals[passed:]:
+                    passed += 1
+                    if passed > 1:
+                        return self._worst(Cause("ended at once by a second signal", ()))
+                    self.tell(f"{signal.Signals(number).name}: the processes are asked to end")
+                    self.group.pass_on(number)
+                if all(peer.code == 0 for peer in self.group.peers):
+                    return None
+                found = cause(self.group.peers, self.count, allowance, self.clock())
+                if found is not None and not found.sure:
+                    unsure = self.clock() if unsure is None else unsure
+                    all_over = all(peer.ended for peer in self.group.peers)
+                    if not all_over and self.clock() - unsure < _UNSURE:
+                        continue
+                if found is not None:
+                    return self._worst(found)
+        finally:
+            self.group.end()
+
+    def _pass_lines(self) -> None:
+        """Tell the user what the processes have to say."""
+        for peer in self.group.peers:
+            while peer.said:
+                self.tell(peer.said.pop(0))
+
+    def _worst(self, found: Cause) -> Cause:
+        """Say what was found, and what its process last said."""
+        self.tell(found.text)
+        for rank in found.ranks[:1]:
+            for line in self.group.tail(rank, _LINES):
+                self.tell(f"  {rank}| {line}")
+        return found
+
+    def _again(self, found: Cause) -> bool:
+        """Prepare a restart, if there is to be one."""
+        if self.signals or self.policy.restarts is None:
+            return False
+        done = len(self.causes) - 1
+        if not found.again:
+            self.tell("gave up: this error would come again")
+            return False
+        if done >= self.policy.restarts:
+            self.tell(
+                f"gave up: {_times(done, 'restart') if done else 'no restart'} {'were' if done > 1 else 'was' if done else 'is'} allowed"
+            )
+            return False
+        if self.policy.elastic and found.gone:
+            count, text = self.refit(self.count - len(found.gone))
+            if text:
+                self.tell(text)
+            if count < 1:
+                self.tell("gave up: nothing fits what remains")
+                return False
+            self.count = count
+        seconds, step = self.policy.wait(done + 1), self.latest()
+        start = "step 0, as there is no checkpoint" if step is None else f"step {step}"
+        self.tell(
+            f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from {start}"
+        )
+        until = self.clock() + seconds
+        while not self.signals and self.clock() < until:
+            self.sleep(min(0.2, seconds))
+        return not self.signals
+
+
+def _times(count: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"

@@ -1,0 +1,90 @@
+"""A run's pipeline, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jaxpar as jp
+from jaxpar.app.config import PipelineConfig
+from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
+
+
+def make_pipeline(
+    asked: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
+) -> jp.Pipeline | jp.Asynchronous | None:
+    """What ``parallel.pipeline`` asks for on a mesh, of so many layers.
+
+    Raises:
+      ConfigError: the mesh says nothing of stages, the key is missing for a mesh that has some, or an offset does not fit.
+    """
+    stages = mesh.get("pipeline", 1)
+    if asked is None:
+        if stages != 1:
+            raise ConfigError(
+                f"mesh: pipeline is {stages}, but parallel.pipeline says nothing of how the layers go over the stages. Remedy: parallel.pipeline: "
+                f"{{schedule: 1f1b, microbatches: {2 * stages if stages > 0 else 8}}}."
+            )
+        return None
+    if stages == -1:
+        raise ConfigError(
+            "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1."
+        )
+    try:
+        if asked.schedule in ASYNCHRONOUS:
+            return _asynchronous(asked, stages, layers)
+        sizes = {"chunks": asked.chunks, "sequence_chunks": asked.sequence_chunks}
+        schedule = jp.schedule(asked.schedule, stages, asked.microbatches, **sizes)
+        each = _layers(asked.offset, layers, schedule.pieces.count)
+        return jp.Pipeline(schedule, asked.keeps, each, asked.reduce, asked.lowering, asked.recompute, asked.before)
+    except ConfigError:
+        raise
+    except JaxparError as error:
+        raise ConfigError(f"parallel.pipeline: {error}") from error
+
+
+def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str | jp.Recompute) -> None:
+    """Raise what stages cannot choose, as the layers' own policy keeps nothing.
+
+    Raises:
+      ConfigError: with a list of layers that recompute, all do.
+    """
+    if isinstance(pipeline, jp.Pipeline) and pipeline.recompute and jp.Recompute.of(remat).policy == "full":
+        raise ConfigError(
+            f"parallel.pipeline: recompute is {list(pipeline.recompute)}, but by remat 'full' every layer keeps its input alone: there is nothing "
+            f"to choose. Remedy: parallel.remat: none (or dots, save_outputs), what the other layers keep."
+        )
+
+
+def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchronous:
+    """A pipeline that is not emptied between steps."""
+    asks: tuple[tuple[str, Any, Any], ...] = (
+        ("chunks", asked.chunks, 1),
+        ("sequence_chunks", asked.sequence_chunks, 1),
+        ("lowering", asked.lowering, "uniform"),
+        ("recompute", asked.recompute, ()),
+        ("before", asked.before, "once"),
+    )
+    for name, value, wanted in asks:
+        if value != wanted:
+            raise ConfigError(
+                f"parallel.pipeline: {name} is {value!r}, but under {asked.schedule!r} each stage has one piece of the model, and all stages do the same in "
+                f"every tick. Remedy: leave {name} out."
+            )
+    offset = _layers(asked.offset, layers, stages)
+    return jp.Asynchronous(asked.schedule, stages, asked.microbatches, asked.keeps, offset, asked.reduce)
+
+
+def _layers(offset: tuple[int, ...], layers: int, pieces: int) -> tuple[int, ...]:
+    """How many layers each piece has."""
+    if not offset:
+        return ()
+    share, rest = divmod(layers - sum(offset), pieces)
+    if len(offset) != pieces or rest or share + min(offset) < 1:
+        raise ConfigError(
+            f"parallel.pipeline: offset is {list(offset)}, {len(offset)} numbers that sum to {sum(offset)}, but {layers} layers in {pieces} pieces "
+            f"want {pieces} numbers, a sum that leaves a multiple of {pieces}, and one layer or more in each. Remedy: as "
+            f"{[1, *(0,) * (pieces - 2), -1] if pieces > 1 else [0]}, or layers that the pieces divide."
+        )
+    return tuple(share + more for more in offset)

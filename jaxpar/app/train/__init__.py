@@ -1,0 +1,1 @@
+"""``jaxpar train``: the loop, its checkpoints, metrics and reports."""

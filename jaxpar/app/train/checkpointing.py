@@ -1,0 +1,249 @@
+"""What a run keeps of itself: checkpoints as its configuration asks for them, and where it goes on after one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+import jaxpar as jp
+from jaxpar.app.config import BestConfig
+from jaxpar.app.job import Job
+from jaxpar.checkpoint.manager import CheckpointManager, Restored
+from jaxpar.checkpoint.manifest import DISK
+from jaxpar.errors import CheckpointError, ConfigError
+
+_OWN = ("checkpoint", "generate", "output", "simulate", "supervise")
+"""Keys of a configuration that say nothing of the numbers."""
+
+
+class Saver:
+    """A run's checkpoints; without ``checkpoint`` in its configuration all of this does nothing. A context.
+
+    Args:
+      job, layout: the run.
+      console: where it is told what became of a checkpoint.
+
+    Raises:
+      ConfigError: the configuration's keys do not go together, or the folder holds another run's steps and ``resume`` is ``never``.
+      CheckpointError: another run holds the folder.
+    """
+
+    def __init__(self, job: Job, layout: jp.Layout, console: Console):
+        self._job, self._layout, self._console = job, layout, console
+        self._manager: CheckpointManager | None = None
+        self._postponed = False
+        self.saves, self.pause = 0, 0.0
+        """How many were begun, and the longest time in seconds that the run waited for one."""
+        asked = job.config.checkpoint
+        if asked is None:
+            return
+        _check_best(job)
+        best = asked.best or BestConfig()
+        directory = asked.directory or f"{job.config.output}/checkpoints"
+        try:
+            self._manager = CheckpointManager(
+                directory,
+                keep=asked.keep,
+                every=asked.every,
+                minutes=asked.minutes,
+                best=best.mode if asked.best else None,
+                keep_best=best.keep,
+                tell=self._tell,
+            )
+        except ConfigError as error:
+            text = str(error).replace("CheckpointManager", "checkpoint", 1).replace("keep_best", "best.keep")
+            raise ConfigError(text) from None
+        if asked.resume == "never" and (steps := self._manager.steps()):
+            self._manager.close()
+            raise ConfigError(
+                f"checkpoint: resume is never, but {directory} holds steps {steps} of another run. Remedy: another directory, or resume: auto."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._manager is not None
+
+    @property
+    def directory(self) -> Path | None:
+        """Of the run's checkpoints."""
+        return None if self._manager is None else self._manager.directory
+
+    def restore(self, like: Any = None) -> Restored | None:
+        """The newest good step, laid out as this run wants it, if there is one and it may be taken.
+
+        Args:
+          like: the state, where it is not what the layout, model and optimizer say alone.
+
+        Raises:
+          CheckpointError: there is none and ``resume`` is ``must``; none is good; it is of another model, or beyond the run's last step.
+        """
+        asked, job = self._job.config.checkpoint, self._job
+        if self._manager is None or asked is None or asked.resume == "never":
+            return None
+        found = self._manager.restore_latest(self._like(like))
+        if found is None:
+            if asked.resume == "must":
+                raise CheckpointError(
+                    f"checkpoint: resume is must, but {self._manager.directory} holds none. Remedy: the directory of the run to go on with, or "
+                    f"resume: auto."
+                )
+            return None
+        if found.step > job.config.train.steps:
+            raise CheckpointError(
+                f"checkpoint: {self._manager.directory} is at step {found.step}, beyond train.steps={job.config.train.steps}. Remedy: more steps, "
+                f"or another directory."
+            )
+        self._console.print(f"resumed from step {found.step} of {escape(str(self._manager.directory))}")
+        for line in _changes(found.manifest.about.get("config"), _plain(job)):
+            self._console.print(escape(line))
+        return found
+
+    def disk(self, found: Restored | None) -> Path | None:
+        """Where a restored step has the files of an optimizer on disk."""
+        if found is None or self._manager is None or self._job.config.parallel.offload.optimizer != "disk":
+            return None
+        return self._manager.directory / str(found.step) / DISK
+
+    @property
+    def overdue(self) -> bool:
+        """Whether this process's clock says that it is time to save."""
+        return self._manager is not None and self._manager.overdue
+
+    def after(
+        self,
+        step: int,
+        state: jp.TrainState,
+        about: Callable[[], Mapping[str, Any]],
+        runner: Any,
+        *,
+        overdue: bool | None = None,
+        failing: bool = False,
+    ) -> None:
+        """Save what is the state after ``step``, where it is time to: not while steps are ``failing``, but as soon as one is good again."""
+        if self._manager is None:
+            return
+        self._postponed |= self._manager.due(step, overdue=overdue)
+        if self._postponed and not failing:
+            self.save(step, state, about(), runner)
+
+    def last(self, step: int, state: jp.TrainState, about: Callable[[], Mapping[str, Any]], runner: Any) -> None:
+        """Save the state after ``step``, until it is whole; nothing is done where it is kept already."""
+        if self._manager is None:
+            return
+        self._manager.wait()
+        if self._manager.saved != step:
+            self.save(step, state, about(), runner)
+            self._manager.wait()
+
+    def roll_back(self, like: Any, before: int) -> Restored | None:
+        """The newest good step before this one, ``None`` where there is none; what came after it is deleted.
+
+        Raises:
+          CheckpointError: there are such steps, but none is good.
+        """
+        if self._manager is None:
+            return None
+        found = self._manager.restore_latest(self._like(like), before=before)
+        if found is not None:
+            self._manager.forget(found.step)
+        return found
+
+    def save(self, step: int, state: jp.TrainState, about: Mapping[str, Any], runner: Any) -> None:
+        """Begin to save a step, in the place of what was saved of it before."""
+        if self._manager is None:
+            return
+        began = time.perf_counter()
+        disk = runner if isinstance(runner, jp.DiskStep) else None
+        told = {**about, "config": _plain(self._job), "name": self._job.name}
+        metric = _metric(self._job, about)
+        self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, about=told, disk=disk)
+        self._postponed = False
+        self.pause = max(self.pause, time.perf_counter() - began)
+
+    def _like(self, like: Any) -> Any:
+        job = self._job
+        return jp.abstract_state(self._layout, job.make_model, job.tx, job.precision) if like is None else like
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def _tell(self, text: str) -> None:
+        self._console.print(f"[bold]{escape(text)}[/]")
+
+
+def _check_best(job: Job) -> None:
+    """Whether steps that are saved have the metric that the best of them are to be known by."""
+    asked, train = job.config.checkpoint, job.config.train
+    if asked is None or asked.best is None or asked.best.metric == "loss":
+        return
+    if asked.minutes is None and (asked.every is None or asked.every < 1):
+        return  # the last step alone, or what the manager refuses
+    if asked.every is None or math.lcm(asked.every, train.eval_every) > train.steps:
+        when = "by the clock" if asked.every is None else f"every {asked.every} steps"
+        raise ConfigError(
+            f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved {when} before step {train.steps} "
+            f"has none. Remedy: every: {train.eval_every}, or metric: loss."
+        )
+
+
+def _metric(job: Job, about: Mapping[str, Any]) -> float | None:
+    """By which the best steps are known, if this one has it."""
+    asked = job.config.checkpoint
+    value = about.get("metrics", {}).get(asked.best.metric) if asked is not None and asked.best is not None else None
+    return None if value is None else float(value)
+
+
+def here(position: Mapping[str, Any]) -> dict[str, Any]:
+    """A position in the data as this process has it: all processes are at the same one, whichever saved it."""
+    fingerprint = position.get("fingerprint")
+    if not isinstance(fingerprint, Mapping):
+        return dict(position)  # no position, which `set_state` says
+    mine = {"process_count": jax.process_count(), "process_index": jax.process_index()}
+    return {**position, "fingerprint": {**fingerprint, **mine}}
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """The run's configuration and its layout as JSON has them."""
+    config = {key: value for key, value in asdict(job.config).items() if key not in _OWN}
+    return dict(_json({**config, "layout": job.layout_data}))
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if odd or not isinstance(value, str | int | float | bool | None) else value
+
+
+def _changes(was: Any, now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key that has another value than in the run that saved."""
+    before, after = dict(_flat(was)), dict(_flat(now))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{key} was {before.get(key)}, is {after.get(key)}"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, item in value.items():
+        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))

@@ -1,0 +1,267 @@
+"""``jaxpar train`` as one process, as one of several, or as the supervisor of several; and that supervisor for ``jaxpar generate`` too."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from jaxpar.app.config import Loaded, RunConfig, load_run
+from jaxpar.app.launch import device_assignment, heartbeat
+from jaxpar.app.launch.cluster_detection import Cluster, detect
+from jaxpar.app.launch.host_supervisor import Member
+from jaxpar.app.launch.join import Place, found, join, place_of
+from jaxpar.app.launch.peers import Cause
+from jaxpar.app.launch.process_group import Command, Group, Local
+from jaxpar.app.launch.supervisor import Policy, Supervisor
+from jaxpar.checkpoint.verify import steps_in
+from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
+from jaxpar.parallel.zero.stages import Zero
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of processes; see ``jaxpar train --help``."""
+
+    processes: int | None = None
+    coordinator: str | None = None
+    process_count: int | None = None
+    process_id: int | None = None
+    ray: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the processes of a group do, and how their supervisor goes with it.
+
+    Attributes:
+      verb, words: the command of ``jaxpar``, and what follows its settings.
+      batch: rows that processes are to divide; the configuration's for ``None``, 0 where any number will do.
+      logs: the folder of their logs; by default in the run's output.
+      stdin: what process 0 reads.
+      tell: takes each line for the user.
+    """
+
+    verb: str = "train"
+    words: tuple[str, ...] = ()
+    batch: int | None = None
+    logs: Path | None = None
+    stdin: IO[bytes] | None = None
+    tell: Callable[[str], None] = print
+
+
+def go(config: Path, settings: Sequence[str], asked: Asked) -> int:
+    """Train, or supervise processes that do; returns the exit status.
+
+    Raises:
+      LaunchError: processes cannot be started, shared out or found.
+      JaxparError: as :func:`jaxpar.app.train.loop.train`.
+    """
+    loaded = load_run(config, settings)
+    if heartbeat.connect():
+        with reporting():
+            return _train(loaded, asked)
+    policy = policy_of(loaded.config)
+    count = asked.processes if asked.processes is not None else loaded.config.supervise.processes
+    if count is None and not asked.ray:
+        return _train(loaded, asked)
+    return supervise(config, settings, loaded, asked, policy, 1 if count is None else count)
+
+
+def _train(loaded: Loaded, asked: Asked) -> int:
+    """Train in this process, which may be one of several."""
+    from rich.console import Console
+
+    place = place_of(asked.coordinator, asked.process_count, asked.process_id)
+    what, console = found(place, alone=asked.process_count == 1), Console(highlight=False, soft_wrap=True)
+    if what is not None:
+        # A host that is gone is noticed by the others' supervisors through jax alone.
+        join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
+    choose_devices(loaded.config, what)
+    from jaxpar.app.job import make_job
+    from jaxpar.app.train.compile import leave
+    from jaxpar.app.train.loop import train
+
+    job = make_job(loaded)
+    if what is not None:
+        console.print(f"launch  {what}")
+    if train(job, console).left:
+        leave()
+    return 0
+
+
+def choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
+    """The devices that this process simulates, where there are no others."""
+    from jaxpar.utils.simulate_devices import prefer_accelerators
+
+    count = 1 if what is None else what.count or 1
+    if config.simulate is not None:
+        prefer_accelerators(device_assignment.share(config.simulate, count, "simulated devices ('simulate')"))
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Tell the supervisor of an error, and end at once: at an ordinary end jax waits minutes for its peers, which wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        heartbeat.raised(
+            error,
+            again=not isinstance(error, JaxparError) or isinstance(error, CheckpointError | DiskError | LaunchError),
+        )
+        if isinstance(error, JaxparError):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def policy_of(config: RunConfig) -> Policy:
+    """How a run's processes are kept, as its table ``supervise`` says.
+
+    Raises:
+      ConfigError: a number that is none.
+    """
+    said = config.supervise
+    for name in ("allowance", "compile_allowance"):
+        if not getattr(said, name) > 0:
+            raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but seconds above 0 are wanted.")
+    for name in ("restarts", "backoff"):
+        if not getattr(said, name) >= 0:
+            raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but 0 or more is wanted.")
+    return Policy(said.allowance, said.compile_allowance, said.restarts, said.backoff, said.elastic)
+
+
+def supervise(
+    config: Path,
+    settings: Sequence[str],
+    loaded: Loaded,
+    asked: Asked,
+    policy: Policy,
+    count: int,
+    task: Task | None = None,
+) -> int:
+    """Run ``count`` processes of this run to their end."""
+    task = task or Task()
+    run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
+    _check_nesting(count, asked)
+    _check_hosts(count, total, first, asked)
+    devices = device_assignment.simulated(run.simulate, os.environ)
+    real = [] if asked.ray else device_assignment.gpus(os.environ)
+    each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
+    batch = run.data.batch if task.batch is None else task.batch
+    fits = functools.partial(_misfit, loaded, batch, each=each) if known else lambda count: None
+    if (why := fits(total)) is not None:
+        raise LaunchError(
+            f"{total} processes of {each} devices: {why}. Remedy: another number of processes{', mesh or batch' if batch else ' or mesh'}."
+        )
+    if run.checkpoint is None and policy.restarts:
+        print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
+
+    def command_of(again: bool) -> Command:
+        """What to run as one of the processes, the first time or ``again``."""
+        resume = ["checkpoint.resume=auto"] if run.checkpoint is not None and again else []
+
+        def command(rank: int, total: int, address: str) -> list[str]:
+            share = [] if devices is None or real else [f"simulate={each * total}"]
+            place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
+            sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
+            words = [sys.executable, "-m", "jaxpar.app.cli", task.verb, str(config), *sets, *task.words]
+            return [*words, "--process-count", str(total), *place]
+
+        return command
+
+    group = _group(run, asked, real, each, task)
+    latest, refit = functools.partial(_latest, run), functools.partial(device_assignment.refit, each=each, reason=fits)
+    if isinstance(group, Local) and asked.coordinator is not None and total != count:
+        folder = Path(run.output) / "leader" if policy.elastic else None
+        place = (first, count, total)
+        return Member(group, command_of, *place, asked.coordinator, policy, latest, refit, folder, task.tell).run()
+    causes: list[Cause] = []
+    again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
+    return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
+
+
+def _check_hosts(count: int, total: int, first: int, asked: Asked) -> None:
+    """Whether what is asked of this host goes with what is said of all."""
+    if count < 1:
+        raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
+    if asked.coordinator is None and (total != count or first):
+        raise LaunchError(
+            f"--processes {count} with --process-count {total} and --process-id {first} are some of several hosts' processes. Remedy: --coordinator "
+            f"HOST:PORT, an address of process 0's host."
+        )
+    if first + count > total:
+        raise LaunchError(f"--processes {count} from --process-id {first} on are more than --process-count {total}.")
+    if not asked.ray and device_assignment.has_tpu(os.environ) and count > 1:
+        raise LaunchError(
+            f"--processes is {count}, but the chips of a TPU host belong to one process. Remedy: --processes 1."
+        )
+    if asked.ray and (asked.coordinator or asked.process_count or asked.process_id):
+        raise LaunchError(
+            "--ray places all processes itself. Remedy: leave --coordinator, --process-count and --process-id out."
+        )
+
+
+def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | None, *, ray: bool) -> tuple[int, bool]:
+    """Devices of one process; and whether that is known."""
+    placed = run.supervise.resources.get("GPU", run.supervise.resources.get("TPU")) if ray else None
+    if placed is not None:
+        return int(placed), True
+    if real:
+        return device_assignment.share(real, count, "GPUs"), True
+    return (1, False) if simulated is None else (device_assignment.share(simulated, total, "simulated devices"), True)
+
+
+def _check_nesting(count: int, asked: Asked) -> None:
+    """A launcher's task that starts processes of its own would make several runs of one."""
+    if asked.coordinator is not None or asked.process_count is not None:
+        return
+    cluster = detect(os.environ)
+    if cluster is not None and cluster.rank is not None:
+        raise LaunchError(
+            f"--processes {count} starts a run of its own, but this is process {cluster.rank} of {cluster.count} of {cluster.name}, each of which would. "
+            f"Remedy: leave --processes out, as {cluster.name} starts all processes; or say with --coordinator, --process-count and --process-id which of "
+            f"the run's processes these are."
+        )
+
+
+def _misfit(loaded: Loaded, batch: int, count: int, *, each: int) -> str | None:
+    asked, layout = loaded.config.parallel.optimizer, loaded.layout
+    zero = Zero(0) if asked is None else Zero(asked.stage, "data", shard_group=asked.shard_group)
+    return device_assignment.misfit(count, each, batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
+
+
+def _group(run: RunConfig, asked: Asked, real: list[str], each: int, task: Task) -> Group:
+    logs = task.logs or Path(run.output) / "logs"
+
+    def variables(index: int) -> dict[str, str | None]:
+        found: dict[str, str | None] = {"PYTHONUNBUFFERED": "1"}
+        if "XLA_FLAGS" in os.environ:
+            found["XLA_FLAGS"] = device_assignment.without_flag(os.environ["XLA_FLAGS"])
+        if real:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(real[index * each : (index + 1) * each])
+        return found
+
+    if asked.ray:
+        from jaxpar.app.launch.ray import RayGroup
+
+        return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
+    return Local(logs, coordinator=asked.coordinator, variables=variables, stdin=task.stdin)
+
+
+def _latest(run: RunConfig) -> int | None:
+    """The newest step that a restart finds, if its bytes are as they were written."""
+    if run.checkpoint is None:
+        return None
+    steps: list[Any] = steps_in(Path(run.checkpoint.directory or f"{run.output}/checkpoints"))
+    return steps[-1] if steps else None

@@ -1,0 +1,188 @@
+"""Where a run's numbers go: JSON lines, TensorBoard, the loss curve; and what the hardware could do at best."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxpar.errors import need
+from jaxpar.sharding.hardware.accelerators import of_device
+
+_SECONDS = 30.0
+"""Between two times that TensorBoard's file is brought up to date, or tried again."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a device kind as jax names it, or ``None`` when it is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3") == 989e12, peak_flops("cpu")
+    (True, None)
+    """
+    device = of_device(device_kind)
+    return device.bf16 if device else None
+
+
+class MetricsWriter:
+    """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
+
+    A disk that takes none of it ends no run: it is told, and the records wait in memory.
+
+    A run that goes on after step ``after`` keeps the records up to there: ``before`` has them, ``found`` all that there were. Of several processes
+    one writes; in the others, which are told ``writes=False``, nothing happens.
+
+    Raises:
+      MissingExtraError: tensorboardX is not installed.
+    """
+
+    def __init__(
+        self, folder: Path, after: int | None = None, *, writes: bool = True, tell: Callable[[str], None] = print
+    ):
+        self.found: list[dict[str, Any]] = []
+        self.before: list[dict[str, Any]] = []
+        self._lines: FileIO | None = None
+        self._tell, self._pending, self._told = tell, b"", False
+        if not writes:
+            return
+        self._board = _Board(folder / "tensorboard")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "metrics.jsonl"
+        if after is not None:
+            self.found = _records(file)
+            self.before = [record for record in self.found if record["step"] <= after]
+        # What was there stays there until all that is kept of it is on the new file.
+        new = file.with_suffix(".new")
+        new.write_text("".join(json.dumps(record) + "\n" for record in self.before), encoding="utf-8")
+        new.replace(file)
+        self._lines = file.open("ab", buffering=0)
+
+    def write(self, step: int, **values: float) -> None:
+        """One record: the step and its values. Numbers that are not finite are written as strings, so the line stays JSON."""
+        self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
+        if self._lines is not None:
+            self._board.add(step, values)
+
+    def note(self, step: int, **values: Any) -> None:
+        """One record of anything that is JSON, which TensorBoard does not see."""
+        if self._lines is None:
+            return
+        self._pending += json.dumps({"step": step, **values}).encode() + b"\n"
+        try:
+            while self._pending:
+                self._pending = self._pending[self._lines.write(self._pending) :]
+            self._told = False
+        except OSError as error:  # no reason to end a run
+            if not self._told:
+                self._tell(
+                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept, and written when it can be."
+                )
+            self._told = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lines is not None:
+            if self._pending:
+                lost = self._pending.count(b"\n")
+                self._tell(f"metrics: {lost} records are lost, as {self._lines.name} could not be written to the end.")
+            self._lines.close()
+            self._board.close()
+
+
+class _Board:
+    """TensorBoard's files. Written here, not by tensorboardX's own thread: that one ends on a full disk, and who gives it more waits for ever."""
+
+    def __init__(self, folder: Path):
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.summary import scalar
+        except ImportError as error:
+            raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
+        self._folder, self._open, self._event, self._scalar = folder, EventsWriter, Event, scalar
+        self._events: Any = None
+        self._retry = self._flush = 0.0
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Numbers of a step; what the disk does not take is left out, and a while later a new file is begun."""
+        now = time.monotonic()
+        if now < self._retry:
+            return
+        try:
+            if self._events is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._events = self._open(str(self._folder / "events"))
+            for name, value in values.items():
+                event = self._event(step=step, wall_time=time.time(), summary=self._scalar(name, value))
+                self._events.write_event(event)
+            if now >= self._flush:
+                self._events.flush()
+                self._flush = now + _SECONDS
+        except OSError:
+            self.close()
+            self._retry = now + _SECONDS
+
+    def close(self) -> None:
+        """End the file."""
+        events, self._events = self._events, None
+        with suppress(OSError):
+            if events is not None:
+                events.close()
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file; a line that a kill cut short is none."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def draw_loss(
+    path: Path,
+    losses: Sequence[float],
+    evals: Sequence[tuple[int, float]],
+    lines: dict[str, float],
+    title: str,
+) -> None:
+    """The loss curve as a picture.
+
+    Args:
+      path: of the PNG.
+      losses: training loss of step 1, 2, ...
+      evals: (step, held-out loss) pairs.
+      lines: horizontal lines to draw, label → loss.
+      title: of the picture.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise need("matplotlib", "plots", "drawing the loss curve") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    ax: Any = figure.subplots()
+    ax.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.45, linewidth=1, label="training loss")
+    if evals:
+        ax.plot(*zip(*evals, strict=True), color="tab:blue", marker="o", label="held-out loss")
+    for (label, value), color in zip(lines.items(), ("tab:red", "tab:gray", "tab:green"), strict=False):
+        ax.axhline(value, color=color, linestyle="--", linewidth=1, label=f"{label} {value:.3f}")
+    ax.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,164 @@
+"""What a run makes of its losses: steps that were skipped, spikes, when it rolls back, and which batches are passed over. No device is asked."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.app.config import SpikeConfig, TrainConfig
+
+_SIGMAS = 6.0
+_NORMAL = 1.4826  # median of absolute deviations → standard deviation, for a normal distribution
+_FLOOR = 1e-3  # of the median: a loss that does not move has no deviation
+
+
+class Watch:
+    """Judges step after step; a state that JSON can hold goes with each checkpoint.
+
+    Args:
+      max_skipped: so many steps in a row that were not finite are trouble.
+      spike: which losses are spikes, and how many in a row are trouble; none are without it.
+
+    >>> watch = Watch(2, SpikeConfig(factor=2.0, window=3, patience=1))
+    >>> for loss in (1.0, 1.1, 0.9, 1.2, 2.5):
+    ...     watch.see(loss)
+    >>> watch.trouble, watch.bad, round(watch.bound, 6)
+    ('spike', 1, 2.2)
+    """
+
+    def __init__(self, max_skipped: int, spike: SpikeConfig | None = None):
+        self._most, self._spike = max_skipped, spike
+        self.bad = self.skipped = self.high = 0
+        """In a row, at the end: steps that were not good; of them, skipped ones, and spikes."""
+        self.bound = math.inf
+        """The loss above which the last step would have been a spike."""
+        self._recent: deque[float] = deque(maxlen=spike.window if spike else 1)
+
+    def see(self, loss: float, *, skipped: bool = False, searching: bool = False) -> None:
+        """A step's loss; ``skipped`` if it was not finite and changed nothing, ``searching`` if that was to find the loss scale."""
+        if searching:
+            self.skipped = 0
+            self.bad = self.high
+            return
+        self.skipped = self.skipped + 1 if skipped else 0
+        self.bound = self._bound()
+        high = self._spike is not None and not skipped and not loss <= self.bound  # NaN too
+        self.high = self.high + 1 if high else self.high if skipped else 0
+        self.bad = self.bad + 1 if skipped or high else 0
+        if not self.bad:
+            self._recent.append(loss)
+
+    @property
+    def trouble(self) -> str | None:
+        """``skipped`` or ``spike``, where there are too many in a row."""
+        if self.skipped >= self._most:
+            return "skipped"
+        return "spike" if self._spike is not None and self.high >= self._spike.patience else None
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on must know."""
+        counts = {"bad": self.bad, "skipped": self.skipped, "high": self.high}
+        return {**counts, "recent": list(self._recent)} if self._spike else counts
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Be as the run that saved this was; what it does not say is as at the beginning."""
+        self.skipped, self.high = int(state.get("skipped", 0)), int(state.get("high", 0))
+        self.bad = int(state.get("bad", self.skipped))
+        self._recent.clear()
+        self._recent.extend(map(float, state.get("recent", ())))
+
+    def _bound(self) -> float:
+        if self._spike is None:
+            return math.inf
+        if len(self._recent) < self._spike.window:
+            return math.nextafter(math.inf, 0)  # nothing to judge by, but infinity is none
+        middle = statistics.median(self._recent)
+        if self._spike.factor is not None:
+            return middle * self._spike.factor
+        spread = _NORMAL * statistics.median(abs(loss - middle) for loss in self._recent)
+        return middle + (self._spike.sigmas or _SIGMAS) * max(spread, _FLOOR * abs(middle))
+
+
+@dataclass
+class Passed:
+    """Batches that a run passed over, as ranges of their numbers in the stream (from 1, both ends included), and its rollbacks."""
+
+    ranges: list[list[int]] = field(default_factory=list)
+    rollbacks: int = 0
+
+    @property
+    def count(self) -> int:
+        """Of batches."""
+        return sum(last - first + 1 for first, last in self.ranges)
+
+    def roll_back(self, step: int, to: int, saved: Mapping[str, Any]) -> tuple[int, int]:
+        """The run goes back from ``step`` to ``to``, saved with the state ``saved``; returns the first and last batch that are passed over.
+
+        >>> passed = Passed()
+        >>> passed.roll_back(9, 6, {})
+        (7, 9)
+        >>> passed.roll_back(8, 6, passed.state())  # steps 7 and 8 had batches 10 and 11
+        (7, 11)
+        >>> passed
+        Passed(ranges=[[7, 11]], rollbacks=2)
+        """
+        last = step + self.count
+        before = Passed.of(saved)
+        first = to + before.count + 1
+        self.ranges, self.rollbacks = _joined([*before.ranges, [first, last]]), self.rollbacks + 1
+        return next((a, b) for a, b in self.ranges if a <= first <= b)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"passed": [list(pair) for pair in self.ranges], "rollbacks": self.rollbacks}
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Passed:
+        """Of a run that saved this."""
+        return Passed([[int(a), int(b)] for a, b in state.get("passed", ())], int(state.get("rollbacks", 0)))
+
+
+def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
+    """Ranges that touch, as one."""
+    found: list[list[int]] = []
+    for first, last in ranges:
+        if found and first <= found[-1][1] + 1:
+            found[-1] = [found[-1][0], last]
+        else:
+            found.append([first, last])
+    return found
+
+
+def told(watch: Watch, number: int, loss: float, where: str) -> str:
+    """The trouble that came to a head in step ``number``, as a sentence; ``where`` its numbers first were not finite."""
+    if watch.trouble == "skipped":
+        return f"{_steps(watch.skipped, number)} not finite, first in {where}."
+    return f"{_steps(watch.high, number)} {'spikes' if watch.high > 1 else 'a spike'}: the loss is {loss:.4g}, above {watch.bound:.4g}."
+
+
+def _steps(count: int, number: int) -> str:
+    return f"{count} steps in a row, up to step {number}, were" if count > 1 else f"step {number} was"
+
+
+def hopeless(what: str, watch: Watch, passed: Passed, config: TrainConfig, *, first: int, checkpoints: bool) -> str:
+    """The error of a run that cannot roll back: ``what`` is the trouble, ``first`` its first step."""
+    kept = "Nothing of them was kept" if watch.trouble == "skipped" else "They changed the state"
+    remedies = ["a smaller optimizer.learning_rate or a clip_norm"]
+    if watch.trouble == "skipped":
+        remedies.append(f"train.max_skipped={config.max_skipped} allows more of them")
+    else:
+        remedies.append("a larger train.spike.sigmas, factor or patience")
+    if not checkpoints:
+        back = "without checkpoint: there is nothing to roll back to"
+        remedies.append("checkpoint: {every: 100}, to go back and pass over these batches")
+    elif passed.rollbacks >= config.rollbacks:
+        times = f"{passed.rollbacks} time{'s' * (passed.rollbacks != 1)}"
+        back = f"the run was rolled back {times}, as often as train.rollbacks={config.rollbacks} allows"
+    else:
+        back = f"there is no good checkpoint of a step before {first} to roll back to"
+        remedies.append("a smaller checkpoint.every")
+    return f"{what} {kept}, and {back}. Remedy: {'; '.join(remedies)}."

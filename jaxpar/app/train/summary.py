@@ -1,0 +1,151 @@
+"""What a run says before its first step and after its last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import jaxpar as jp
+from jaxpar.analysis.units import show_bytes
+from jaxpar.app.job import Job
+from jaxpar.app.train import goodput, signals
+from jaxpar.app.train.checkpointing import Saver
+from jaxpar.app.train.metrics import draw_loss
+from jaxpar.data import Text
+
+
+@dataclass
+class Summary:
+    """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``, ``skipped`` in a row at the end.
+
+    ``signal`` is the one that ended it, or 0, and ``left`` whether that was before its first step; ``goodput`` the account of :class:`jaxpar.app.train.goodput.Goodput`; ``passed`` the batches that were
+    passed over, as ranges; ``slow`` the processes that kept the others waiting at the end.
+    """
+
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    evals: list[tuple[int, float]] = field(default_factory=list)
+    step_times: list[float] = field(default_factory=list)
+    bigram: float = math.nan
+    tokens_per_second: float = math.nan
+    mfu: float | None = None
+    compile_seconds: float = 0.0
+    seconds: float = 0.0
+    signal: int = 0
+    left: bool = False
+    skipped: int = 0
+    rollbacks: int = 0
+    passed: list[list[int]] = field(default_factory=list)
+    own_times: list[float] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)
+    goodput: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run."""
+        return self.signal != 0
+
+    @property
+    def heldout(self) -> float:
+        """The last held-out loss."""
+        return self.evals[-1][1] if self.evals else math.nan
+
+    def latest(self) -> dict[str, float]:
+        """What is known of the last step, as far as it is finite: its loss, and the held-out one if it was looked for."""
+        found = {"loss": self.losses[-1]} if self.losses else {}
+        if self.evals and self.evals[-1][0] == self.steps:
+            found["heldout_loss"] = self.evals[-1][1]
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None:
+    """What will run and where, checked: the mesh, the bytes on each device, the text.
+
+    Raises:
+      LayoutError: the layout does not fit.
+    """
+    report = jp.check(
+        layout,
+        job.make_model,
+        job.tx,
+        batch=job.batch_spec(),
+        loss_fn=job.loss_fn,
+        step=job.step_options(),
+        strict=False,
+    )
+    total, params = report.total(), report.total("params")
+    config = job.config
+    console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")
+    console.print(
+        f"model   {config.model['family']}, {job.model.params:,} parameters in {params.tensors} tensors, "
+        f"{job.model.dtype} compute"
+    )
+    console.print(
+        f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on each "
+        f"device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes whole on every device)"
+    )
+    console.print(
+        f"text    {text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
+        f"({text.heldout_files} of {text.files} files); batch {config.data.batch} × {config.data.seq} tokens"
+    )
+    for line in report.remarks():
+        console.print(line)
+
+
+def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
+    """One screen at the end, and the picture: not on SIGTERM, after which a machine is taken away soon."""
+    hurry = summary.interrupted and signals.told(summary.signal) == "SIGTERM"
+    if not hurry and jax.process_index() == 0:
+        speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
+        title = f"{summary.steps} steps{speed}"
+        draw_loss(
+            folder / "loss.png", summary.losses, summary.evals, {"held-out bigram entropy": summary.bigram}, title
+        )
+    console.print()
+    console.print(f"[bold]stopped by {signals.told(summary.signal)}[/]" if summary.interrupted else "[bold]done[/]")
+    if summary.interrupted and not saver.active:
+        console.print("nothing was saved, as the run has no checkpoint: key")
+    console.print(
+        f"steps             {summary.steps} in {summary.seconds:.0f} s (compile {summary.compile_seconds:.0f} s)"
+    )
+    _speed(summary, console)
+    if summary.losses:
+        console.print(f"training loss     {summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per token")
+    if summary.evals:
+        verdict = "below" if summary.heldout < summary.bigram else "above"
+        console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
+        console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: the model ends {verdict} their entropy")
+    if summary.rollbacks:
+        console.print(f"rollbacks         {summary.rollbacks}; batches {ranges(summary.passed)} were passed over")
+    if saver.active:
+        console.print(
+            f"checkpoints       {saver.saves} in {saver.directory}; the longest pause {saver.pause * 1e3:.0f} ms"
+        )
+    picture = "" if hurry else f", {folder}/loss.png"
+    console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard{picture}")
+
+
+def _speed(summary: Summary, console: Console) -> None:
+    """Where the time went."""
+    if summary.step_times:
+        console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
+    if summary.mfu is not None:
+        console.print(f"MFU               {summary.mfu:.1%}")
+    console.print(f"goodput           {goodput.told(summary.goodput)}")
+    for rank, seconds in enumerate(summary.own_times):
+        late = ": the others wait for it" if rank in summary.slow else ""
+        console.print(f"process {rank:<10}{seconds * 1e3:.1f} ms of its own in a step{late}")
+
+
+def ranges(passed: list[list[int]]) -> str:
+    """Ranges of batches as text.
+
+    >>> ranges([[7, 11], [20, 20]])
+    '7 to 11, 20'
+    """
+    return ", ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in passed)

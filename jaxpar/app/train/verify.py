@@ -1,0 +1,74 @@
+"""``jaxpar verify``: a run's layout against one device."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+import jaxpar as jp
+from jaxpar.analysis.compare import Verdict, compare
+from jaxpar.app.job import BATCH_DIMS, Job, in_fp32
+from jaxpar.data import batches, load_text
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.precision.policy import FP8, INT8
+from jaxpar.training.one_bit_adam import NAME, without_signs
+
+
+def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
+    """Run ``steps`` steps of a job on one device and in its layout, in fp32, and print how far they are apart.
+
+    Args:
+      job: the run. It is recast to fp32 with the highest matmul precision, so that the bound can be tight.
+      steps: how many steps, at least 1.
+      bound: the largest relative difference allowed, in the loss and in any gradient tensor.
+      console: where the verdict goes.
+
+    Raises:
+      ConfigError: ``steps`` is below 1, or the optimizer's state is on disk.
+    """
+    if steps < 1:
+        raise ConfigError(f"verify: steps is {steps}, but at least 1 is wanted.")
+    if job.config.parallel.offload.optimizer == "disk":
+        raise ConfigError(
+            "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
+            "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
+        )
+    if isinstance(job.pipeline, jp.Asynchronous):
+        raise ConfigError(
+            f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are of weights of steps before, so no step is that of one device. "
+            f"Remedy: --set parallel.pipeline.schedule=1f1b."
+        )
+    rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
+    job = in_fp32(job)
+    data = job.config.data
+    layout = job.layout()
+    cut = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
+    stream = batches(load_text(data.source).train, **cut)
+    mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"
+    console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
+    if rounded:
+        console.print(f"left out            precision: {', '.join(rounded)}, which rounds to 8 bits")
+    tx = without_signs(job.tx, steps)
+    if tx is not job.tx:
+        console.print(f"left out            optimizer: the signs of {NAME}, which depend on the number of devices")
+    verdict = compare(
+        layout.on_one_device(),
+        layout,
+        job.make_model,
+        tx,
+        job.loss_fn,
+        [next(stream) for _ in range(steps)],
+        dict.fromkeys(job.batch_names(), BATCH_DIMS),
+        bound=bound,
+        seed=job.config.train.seed,
+        **job.step_options(),
+    )
+    stream.close()
+    console.print(f"initial parameters  {'bitwise equal' if verdict.parameters_equal else 'DIFFER'}")
+    console.print(f"loss                largest relative difference {verdict.loss:.2e} over {steps} steps")
+    console.print(f"gradients           largest relative difference {verdict.gradients:.2e} ({verdict.worst})")
+    console.print(f"updates             largest relative difference {verdict.updates:.2e}")
+    if verdict.passed:
+        console.print(f"[bold]verified[/]            within {bound:.0e}")
+    else:
+        console.print(f"[bold]NOT verified[/]        beyond {bound:.0e}; first module that diverges: {verdict.first}")
+    return verdict

@@ -1,1 +1,0 @@
-"""Attention: one function, with the kernel that the accelerator wants."""

@@ -1,0 +1,313 @@
+"""``CheckpointManager``: a run's checkpoints in one folder, a folder for each step; the newest good one is what a restart gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+
+from jaxpar.checkpoint.lock import Lock
+from jaxpar.checkpoint.manifest import Manifest, read
+from jaxpar.checkpoint.restore import restore
+from jaxpar.checkpoint.save import UNFINISHED, Saving, begin
+from jaxpar.checkpoint.verify import STEP, check, steps_in, unfinished_in
+from jaxpar.errors import CheckpointError, ConfigError, DamagedError
+from jaxpar.sharding.layout import Layout
+
+RETRY = 30.0
+"""Seconds after which a save that failed is tried again."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state, the step it was saved at, and its manifest (``about`` holds what was given to ``save``)."""
+
+    state: Any
+    step: int
+    manifest: Manifest
+
+
+class CheckpointManager:
+    """A folder of checkpoints, locked for as long as this is open; a context.
+
+    A save that fails (a full disk, a folder that cannot be written) is told, and tried again later: it never ends a run, and what was
+    saved before stays. A step counts once its manifest is written, which is last, so neither a killed save nor a strange folder is
+    ever taken for one.
+
+    Args:
+      directory: of the run's checkpoints; made when needed.
+      keep: how many of the newest steps to keep; ``None`` keeps all. The best ones are kept beside.
+      every: save when so many steps have passed, or ``minutes``; what :meth:`due` says.
+      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal ones the oldest. Manifests hold it, so it outlives the process.
+      keep_best: how many of the best steps to keep.
+      asynchronous: write in the background; a save waits for the one before.
+      verify: read back what was written, and hold it against what was in memory.
+      tell: takes what a user should know, as a text; by default it is a warning.
+
+    Raises:
+      CheckpointError: another run holds the folder.
+      ConfigError: an argument makes no sense.
+
+    >>> import tempfile, jax, jax.numpy as jnp
+    >>> with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder, keep=2) as manager:
+    ...     for step in (1, 2, 3):
+    ...         _ = manager.save(step, {"w": jnp.ones(4) * step})
+    ...     found = manager.restore_latest({"w": jax.ShapeDtypeStruct((4,), "float32")})
+    ...     manager.steps(), found.step, found.state["w"].tolist()
+    ([2, 3], 3, [3.0, 3.0, 3.0, 3.0])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        minutes: float | None = None,
+        best: Literal["min", "max"] | None = None,
+        keep_best: int = 1,
+        asynchronous: bool = True,
+        verify: bool = True,
+        tell: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=3),
+    ):
+        for name, value, kind in (
+            ("keep", keep, int),
+            ("every", every, int),
+            ("minutes", minutes, int | float),
+            ("keep_best", keep_best, int),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
+                raise ConfigError(f"CheckpointManager: {name} is {value!r}, but a number above 0 is wanted.")
+        if every is not None and minutes is not None:
+            raise ConfigError("CheckpointManager: every and minutes both say when to save. Remedy: leave one out.")
+        if best not in (None, "min", "max"):
+            raise ConfigError(f"CheckpointManager: best is {best!r}, but 'min' or 'max' is wanted.")
+        self.directory = Path(os.path.abspath(directory))
+        self._keep, self._every, self._minutes, self._best, self._keep_best = keep, every, minutes, best, keep_best
+        self._asynchronous, self._verify, self._tell = asynchronous, verify, tell
+        self._lock: Lock | None = None
+        self._saving: tuple[int, Saving] | None = None
+        self._saved: int | None = None
+        self._bad: set[int] = set()
+        self._last, self._retry = time.monotonic(), float("inf")
+        try:
+            self._hold()
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
+
+    def steps(self) -> list[int]:
+        """The steps that are whole as far as their manifests go, oldest first."""
+        return steps_in(self.directory)
+
+    def latest(self) -> int | None:
+        """The newest of them."""
+        return next(reversed(self.steps()), None)
+
+    def best(self) -> int | None:
+        """The step whose metric is best, of those that have one; ``None`` without."""
+        return next(iter(self._ranked()), None)
+
+    def due(self, step: int, *, overdue: bool | None = None) -> bool:
+        """Whether it is time to save after ``step``: by number, by the clock, or because the last save failed a while ago.
+
+        Of several processes all must save the same steps: ``overdue`` is then that of the first one, in the place of this one's.
+        """
+        if self._saving is not None and self._saving[1].done:
+            self.wait()
+        if self.overdue if overdue is None else overdue:
+            return True
+        return self._every is not None and step % self._every == 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether this process's clock says that it is time to save, or to try again."""
+        now = time.monotonic()
+        return now >= self._retry or (self._minutes is not None and now - self._last >= self._minutes * 60)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        layout: Layout | None = None,
+        metric: float | None = None,
+        about: Mapping[str, Any] | None = None,
+        disk: Any = None,
+    ) -> bool:
+        """Save a step; arguments are those of :func:`jaxpar.save`. It returns when the state is copied, unless ``asynchronous`` is off.
+
+        Returns:
+          Whether all went well so far; if not, it was told, and :meth:`due` will say when to try again.
+
+        Raises:
+          CheckpointError: the state is nothing that can be saved; never for the disk's sake.
+        """
+        self.wait()
+        self._last = time.monotonic()
+        told = {**(about or {}), **({} if metric is None else {"metric": metric})}
+        try:
+            self._hold()
+            folder = self.directory / str(step)
+            self._saving = (
+                step,
+                begin(folder, state, step=step, layout=layout, about=told, disk=disk, verify=self._verify),
+            )
+        except OSError as error:
+            if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
+                raise
+            self._failed(step, str(error))
+            return False
+        return True if self._asynchronous else self.wait()
+
+    def wait(self) -> bool:
+        """Until the save at work has ended; whether it went well."""
+        if self._saving is None:
+            return True
+        (step, saving), self._saving = self._saving, None
+        try:
+            saving.wait()
+        except CheckpointError as error:
+            self._failed(step, str(error))
+            return False
+        self._retry, self._saved = float("inf"), step
+        self._bad.discard(step)
+        try:
+            self._clear(step)
+        except CheckpointError as error:  # what is too much does no harm
+            self._tell(f"checkpoint: {error}")
+        return True
+
+    @property
+    def saved(self) -> int | None:
+        """The last step that this manager saved, whole; :meth:`wait` first."""
+        return self._saved
+
+    def restore(
+        self, step: int, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None
+    ) -> Restored:
+        """One step; arguments and errors are those of :func:`jaxpar.restore`."""
+        self.wait()
+        folder = self.directory / str(step)
+        return Restored(restore(folder, like, only=only, rename=rename, step=step), step, read(folder))
+
+    def restore_latest(
+        self,
+        like: Any,
+        *,
+        only: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        before: int | None = None,
+    ) -> Restored | None:
+        """The newest step that is as it was written (of those ``before`` a step); every newer one that is not is told with what is wrong with it.
+
+        Returns:
+          ``None`` where no step was ever saved.
+
+        Raises:
+          CheckpointError: the newest good step is of another model; or there are steps, but none is good.
+        """
+        self.wait()
+        problems = [
+            f"{self.directory / name} is not finished" for name in unfinished_in(self.directory) if STEP.fullmatch(name)
+        ]
+        steps = [step for step in self.steps() if before is None or step < before]
+        for step in reversed(steps):
+            try:
+                if jax.process_count() > 1:  # what one process does not read another would: they must all take one step
+                    check(self.directory / str(step), step)
+                found = self.restore(step, like, only=only, rename=rename)
+            except DamagedError as error:
+                self._bad.add(step)
+                problems.append(str(error))
+                continue
+            if self._bad:
+                self._tell(f"checkpoint: going back to step {step}, the newest good one: {' '.join(problems)}")
+            return found
+        if steps:
+            raise CheckpointError(
+                f"{self.directory}: none of the steps {steps} is as it was written: {' '.join(problems)}"
+            )
+        return None
+
+    def forget(self, after: int) -> None:
+        """Delete the steps after this one, which a run that goes back to it will not come to; what cannot be deleted is told."""
+        self.wait()
+        if self._saved is not None and self._saved > after:
+            self._saved = None
+        for step in self.steps() if jax.process_index() == 0 else []:
+            if step > after:
+                self._delete(self.directory / str(step))
+
+    def close(self) -> None:
+        """Wait for the save at work, and give the folder back."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hold(self) -> None:
+        if self._lock is None and jax.process_index() == 0:
+            self._lock = Lock(self.directory)
+
+    def _failed(self, step: int | None, text: str) -> None:
+        self._retry = time.monotonic() + RETRY
+        last = f"step {self._saved} stays" if self._saved is not None else "what was saved before stays"
+        what = "checkpoint" if step is None else f"checkpoint of step {step} not saved"
+        self._tell(f"{what}: {text} {last}; it will be tried again in {RETRY:g} s.")
+
+    def _ranked(self) -> list[int]:
+        """The steps that have a metric, the best one first; none if nothing is best."""
+        if self._best is None:
+            return []
+        found = [(value, step) for step in self.steps() if (value := self._metric(step)) is not None]
+        sign = 1 if self._best == "min" else -1
+        return [step for _, step in sorted(found, key=lambda pair: (sign * pair[0], pair[1]))]
+
+    def _metric(self, step: int) -> float | None:
+        try:
+            value = read(self.directory / str(step)).about.get("metric")
+        except CheckpointError:
+            return None
+        return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+
+    def _clear(self, newest: int) -> None:
+        """Delete what need not be kept: older steps, and what killed saves left."""
+        if self._keep is None or jax.process_index() != 0:
+            return
+        good = [step for step in self.steps() if step <= newest and step not in self._bad]
+        kept = {*good[-self._keep :], *self._ranked()[: self._keep_best]}
+        for step in self.steps():
+            if step < min(good[-self._keep :]) and step not in kept:
+                self._delete(self.directory / str(step))
+        for name in unfinished_in(self.directory):
+            if name.endswith((UNFINISHED, ".replaced", ".deleted")):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def _delete(self, folder: Path) -> None:
+        """First under another name, so that no half of it is ever taken for a step."""
+        aside = folder.with_name(f"{folder.name}.deleted")
+        try:
+            os.rename(folder, aside)
+        except OSError as error:
+            self._tell(f"checkpoint: {folder} cannot be deleted: {error.strerror}.")
+        shutil.rmtree(aside, ignore_errors=True)

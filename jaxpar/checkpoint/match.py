@@ -1,0 +1,146 @@
+"""Which tensor of a checkpoint becomes which of a state: by path, by a table of other names, stacked layers from single ones and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpar.checkpoint.manifest import Tensor
+from jaxpar.checkpoint.snapshot import Leaf
+from jaxpar.errors import CheckpointError, did_you_mean
+
+_MOST = 20
+"""How many tensors of a kind an error lists."""
+_NUMBERED = re.compile(r"(?:(.*)_)?([0-9]{1,6})")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor's values come from: one tensor of the checkpoint, one row of it, or a tensor for each of its own rows."""
+
+    tensors: tuple[tuple[str, Tensor], ...]
+    row: int | None = None
+    stacked: bool = False
+
+
+def match(
+    leaves: Sequence[Leaf],
+    tensors: Mapping[str, Tensor],
+    where: str,
+    *,
+    only: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+) -> dict[str, Source]:
+    """A source for every leaf whose path begins as ``only`` says (all, if it says nothing).
+
+    Layers that were single ones (``blocks/0/w``, ``blocks/1/w`` or ``block_0/w``, ...) become a stack (``blocks/w``, ``block/w``) whose first
+    dim they are, and the other way round, wherever a path is not there itself and the shapes say so.
+
+    Raises:
+      CheckpointError: listing what is missing, what is too much, and what has another shape or dtype; or a name of ``rename`` or
+        ``only`` means nothing.
+    """
+    named = _renamed(tensors, rename or {}, where)
+    for prefix in only:
+        if not any(_below(leaf.path, prefix) for leaf in leaves):
+            raise CheckpointError(
+                f"only: {prefix!r} is in no path of `like`.{did_you_mean(prefix, {p.path.split('/')[0] for p in leaves})}"
+            )
+    wanted = {leaf.path: leaf for leaf in leaves if not only or any(_below(leaf.path, prefix) for prefix in only)}
+    stacks, found, used = _stacks(named), dict[str, Source](), set[str]()
+    missing, other = list[str](), list[str]()
+    for path, leaf in wanted.items():
+        source = _source(leaf, named, stacks)
+        if source is None:
+            missing.append(f"{path} {_said(leaf)}")
+            continue
+        used |= {name for name, _ in source.tensors}
+        if not _fits(leaf, source):
+            other.append(f"{path} is {source.tensors[0][1].said()} there, but {_said(leaf)} here")
+        found[path] = source
+    left = [name for name in named if name not in used and (not only or any(_below(name, prefix) for prefix in only))]
+    extra = [f"{name} {named[name].said()}" for name in left]
+    kinds = (("missing in it", missing), ("only in it", extra), ("of another shape or dtype", other))
+    lines = [line for title, texts in kinds if texts for line in _listed(title, texts)]
+    if lines:
+        remedy = "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as only=['params']."
+        raise CheckpointError("\n".join([f"{where} is a checkpoint of another state:", *lines, remedy]))
+    return found
+
+
+def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str], where: str) -> dict[str, Tensor]:
+    """The tensors by the names that the state has for them; the longest old name that fits counts."""
+    olds = sorted(rename, key=len, reverse=True)
+    for old in olds:
+        if not any(_below(path, old) for path in tensors):
+            raise CheckpointError(f"rename: {where} has no tensor {old!r}.{did_you_mean(old, tensors)}")
+    named: dict[str, Tensor] = {}
+    for path, tensor in tensors.items():
+        fits = next((old for old in olds if _below(path, old)), None)
+        name = path if fits is None else rename[fits] + path[len(fits) :]
+        if name in named:
+            raise CheckpointError(f"rename: two tensors of {where} would become {name!r}.")
+        named[name] = tensor
+    return named
+
+
+def _below(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(prefix.rstrip("/") + "/")
+
+
+def _stacks(named: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Paths that differ in one number: what they would be as a stack, and which is which row."""
+    found: dict[str, dict[int, str]] = {}
+    for path in named:
+        for stack, row in _rows(path):
+            found.setdefault(stack, {})[row] = path
+    return found
+
+
+def _rows(path: str) -> list[tuple[str, int]]:
+    """Each way to read a path as a row of a stack."""
+    parts, found = path.split("/"), []
+    for i, part in enumerate(parts):
+        if number := _NUMBERED.fullmatch(part):
+            stem = [number[1]] if number[1] else []
+            found.append(("/".join([*parts[:i], *stem, *parts[i + 1 :]]), int(number[2])))
+    return found
+
+
+def _source(leaf: Leaf, named: Mapping[str, Tensor], stacks: Mapping[str, Mapping[int, str]]) -> Source | None:
+    if leaf.path in named:
+        return Source(((leaf.path, named[leaf.path]),))
+    rows = stacks.get(leaf.path, {})
+    if leaf.shape and rows and sorted(rows) == list(range(leaf.shape[0])):
+        source = Source(tuple((rows[i], named[rows[i]]) for i in range(leaf.shape[0])), stacked=True)
+        if _fits(leaf, source):
+            return source
+    for stack, row in _rows(leaf.path):
+        if stack in named:
+            source = Source(((stack, named[stack]),), row=row)
+            if _fits(leaf, source):
+                return source
+    return None
+
+
+def _fits(leaf: Leaf, source: Source) -> bool:
+    for _, tensor in source.tensors:
+        shape = tensor.shape
+        if source.row is not None:
+            if not shape or source.row >= shape[0]:
+                return False
+            shape = shape[1:]
+        wanted = leaf.shape[1:] if source.stacked else leaf.shape
+        if shape != wanted or tensor.dtype != str(leaf.dtype) or tensor.key != leaf.key:
+            return False
+    return True
+
+
+def _said(leaf: Leaf) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}{f' of {leaf.key} keys' if leaf.key else ''}"
+
+
+def _listed(title: str, texts: Sequence[str]) -> list[str]:
+    more = [f"and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
+    return [f"- {title}: {text}" for text in [*texts[:_MOST], *more]]

@@ -1,0 +1,46 @@
+"""What a manifest says of a run beside its tensors: versions, layout, keys, the hour."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.checkpoint.snapshot import Leaf
+from jaxpar.sharding.layout import Layout
+
+
+def said_of(layout: Layout | None, leaves: list[Leaf]) -> dict[str, Any]:
+    """The mesh (of the layout, or of the first tensor that has one), how many processes, and a digest of the rules."""
+    found = (getattr(getattr(leaf.value, "sharding", None), "mesh", None) for leaf in leaves)
+    mesh = layout.mesh if layout is not None else next((m for m in found if m is not None), None)
+    sizes = {} if mesh is None else {str(axis): int(size) for axis, size in mesh.shape.items()}
+    said: dict[str, Any] = {"mesh": sizes, "processes": jax.process_count()}
+    if layout is not None:
+        text = json.dumps(layout.rules.to_dict(), sort_keys=True)
+        said["rules"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return said
+
+
+def keys_of(leaves: list[Leaf]) -> dict[str, Any]:
+    """The state's keys, for people: what is restored is the tensor."""
+    few = [leaf for leaf in leaves if leaf.key is not None and leaf.value.is_fully_addressable and leaf.value.size <= 8]
+    return {leaf.path: {"impl": leaf.key, "data": np.asarray(leaf.value).tolist()} for leaf in few}
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of what wrote it."""
+    names = ("jaxpar", "jax", "orbax-checkpoint", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def now() -> str:
+    """As ISO 8601 has it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

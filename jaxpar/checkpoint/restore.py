@@ -1,0 +1,149 @@
+"""``restore``: a checkpoint onto any layout; each process reads the pieces that its own devices need, and checks them as it reads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jaxpar.checkpoint.manifest import Bounds, Manifest, Tensor, read
+from jaxpar.checkpoint.match import Source, match
+from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
+from jaxpar.checkpoint.verify import check_values, load, wrong_step
+from jaxpar.errors import CheckpointError, DamagedError
+
+_WORKERS = 4
+"""How many pieces (of at most 16 MiB, if jaxpar wrote them) a process reads at once."""
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    like: Any,
+    *,
+    only: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    step: int | None = None,
+) -> Any:
+    """A state from a checkpoint, bit for bit, laid out as ``like`` says, whatever the layout it was saved in.
+
+    Every piece that is read is held against its checksum. A process reads the pieces that its devices need, of 16 MiB or less, and a
+    device is given its shard alone.
+
+    Args:
+      directory: the checkpoint's own folder.
+      like: what is wanted, as :func:`jaxpar.abstract_state` gives it for any layout: arrays or ``ShapeDtypeStruct`` with a sharding.
+        A shape without a sharding becomes a numpy array.
+      only: paths, or beginnings of paths: restore these, as ``["params"]``, and leave the others as ``like`` has them.
+      rename: the checkpoint's paths, or beginnings of them, by the names that ``like`` has, as ``{"params/old": "params/new"}``.
+      step: refuse a checkpoint of another step.
+
+    Returns:
+      A pytree as ``like``. Stacked layers are made of single ones, and the other way round, where paths and shapes say so.
+
+    Raises:
+      CheckpointError: no checkpoint, or one of another model: missing, surplus and mis-shaped tensors are listed.
+      DamagedError: bytes are not as they were written; tensor and file are named.
+    """
+    root, manifest = Path(directory), read(directory)
+    if step is not None and manifest.step != step:
+        raise DamagedError(wrong_step(root, manifest, step))
+    leaves, structure = jax.tree.flatten(like)
+    wanted = leaves_of(like)
+    sources = match(wanted, manifest.tensors, str(root), only=only, rename=rename)
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for i, leaf in enumerate(wanted):
+            if leaf.path in sources:
+                leaves[i] = _made(pool, root, manifest, leaf, sources[leaf.path])
+            elif isinstance(leaf.value, jax.ShapeDtypeStruct):
+                raise CheckpointError(
+                    f"{leaf.path} is not restored, as only= says, but `like` has no value for it. Remedy: like=jp.init(...), or a part of the state."
+                )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _made(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:
+    """One tensor, each shard on its devices."""
+    sharding = leaf.value.sharding
+    if sharding is None:
+        block = np.empty(leaf.shape, leaf.dtype)
+        _fill(pool, root, manifest, source, {tuple((0, n) for n in leaf.shape): block})
+        return block if leaf.key is None else jax.random.wrap_key_data(jnp.asarray(block), impl=leaf.key)
+    if not isinstance(sharding, NamedSharding | SingleDeviceSharding) or not _concrete(sharding):
+        raise CheckpointError(
+            f"{leaf.path}: `like` lies on no devices, so nothing can be put there. Remedy: a layout of a mesh that holds devices."
+        )
+    places = {d: bounds(i or (), leaf.shape) for d, i in sharding.addressable_devices_indices_map(leaf.shape).items()}
+    blocks = {at: np.empty([stop - start for start, stop in at], leaf.dtype) for at in places.values()}
+    _fill(pool, root, manifest, source, blocks)
+    home = lambda device: SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    parts = [jax.device_put(blocks[at], home(device)) for device, at in places.items()]
+    made = jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+    return made if leaf.key is None else jax.random.wrap_key_data(made, impl=leaf.key)
+
+
+def _concrete(sharding: Any) -> bool:
+    return isinstance(sharding, SingleDeviceSharding) or isinstance(sharding.mesh, jax.sharding.Mesh)
+
+
+def _fill(
+    pool: ThreadPoolExecutor, root: Path, manifest: Manifest, source: Source, blocks: Mapping[Bounds, np.ndarray]
+) -> None:
+    """Fill blocks of a tensor, each with its bounds, from whatever its pieces are."""
+    tasks = [
+        functools.partial(_piece, root, manifest, path, tensor, piece, targets)
+        for path, tensor, some in _plan(source, blocks)
+        for piece in tensor.pieces()
+        if (targets := [(at, block) for at, block in some.items() if _meet(at, piece[1])])
+    ]
+    for _ in pool.map(lambda task: task(), tasks):
+        pass
+
+
+def _plan(
+    source: Source, blocks: Mapping[Bounds, np.ndarray]
+) -> Iterator[tuple[str, Tensor, dict[Bounds, np.ndarray]]]:
+    """Each tensor of the checkpoint with the blocks to fill from it, whose bounds are in it."""
+    for row, (path, tensor) in enumerate(source.tensors):
+        if source.stacked:
+            mine = [(at, block) for at, block in blocks.items() if at[0][0] <= row < at[0][1]]
+            yield path, tensor, {at[1:]: block[row - at[0][0]] for at, block in mine}
+        elif source.row is not None:
+            yield path, tensor, {((source.row, source.row + 1), *at): block[None] for at, block in blocks.items()}
+        else:
+            yield path, tensor, dict(blocks)
+
+
+def _piece(
+    root: Path,
+    manifest: Manifest,
+    path: str,
+    tensor: Tensor,
+    piece: tuple[str, Bounds, int],
+    targets: list[tuple[Bounds, np.ndarray]],
+) -> None:
+    """Read a piece, check it, and copy what the targets want of it; read it in place where a target is just that piece."""
+    name, at, total = piece
+    shape = tuple(stop - start for start, stop in at)
+    whole = next((b for where, b in targets if where == at and shape == tensor.chunk and b.flags.c_contiguous), None)
+    buffer = np.empty(tensor.piece_bytes, np.uint8) if whole is None else whole.reshape(-1).view(np.uint8)
+    load(root, name, manifest, path, memoryview(buffer))
+    check_values(root / name, path, buffer, tensor, at, total, manifest.files[name][1])
+    values = buffer.view(targets[0][1].dtype).reshape(tensor.chunk)
+    for where, block in targets:
+        if block is not whole:
+            cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, where, strict=True)]
+            there = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, where, strict=True))
+            here = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, at, strict=True))
+            block[there] = values[here]
+
+
+def _meet(a: Bounds, b: Bounds) -> bool:
+    return all(max(x, u) < min(y, v) for (x, y), (u, v) in zip(a, b, strict=True))

@@ -1,0 +1,267 @@
+"""``save``: a state as orbax writes it, and the manifest that vouches for it, written last.
+
+Arrays go to disk raw, piece by piece (zarr, no compression: weights hardly shrink), so that a piece's file can be checked without any
+library, and restored by whoever needs it alone. Everything is made in a folder beside, which takes its name at the end, at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.checkpoint import manifest
+from jaxpar.checkpoint.array_files import entry, write_arrays
+from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, Tensor
+from jaxpar.checkpoint.metadata import keys_of, now, said_of, versions
+from jaxpar.checkpoint.multihost_merge import gather
+from jaxpar.checkpoint.snapshot import Leaf, copied, dims_of, leaves_of, on_disk, shards
+from jaxpar.checkpoint.verify import check_values, crc_of
+from jaxpar.errors import CheckpointError
+from jaxpar.sharding.layout import Layout
+
+UNFINISHED = ".unfinished"
+"""What the name of a folder ends in while a save is at work in it."""
+_ONE_AT_A_TIME = threading.Lock()
+
+
+_NO_SPACE = os.strerror(errno.ENOSPC)
+
+
+@dataclass
+class Saving:
+    """A save at work in the background."""
+
+    directory: Path
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the checkpoint is whole and verified.
+
+        Raises:
+          CheckpointError: it could not be written; what was there before stays.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def save(
+    directory: str | os.PathLike[str],
+    state: Any,
+    *,
+    layout: Layout | None = None,
+    about: Mapping[str, Any] | None = None,
+    disk: Any = None,
+    verify: bool = True,
+) -> None:
+    """Write a checkpoint: all of a state's tensors, and a manifest with a checksum of every piece of them.
+
+    The folder takes its name when everything is in it; one of that name is replaced then. Call it outside of any mesh context, in
+    every process.
+
+    Args:
+      directory: the checkpoint's own folder.
+      state: a :class:`jaxpar.TrainState`, or any pytree of jax arrays.
+      layout: its mesh and rules, for the manifest.
+      about: what else the manifest is to keep, as JSON: a configuration, the position in the data.
+      disk: the :class:`jaxpar.DiskStep` of a state whose optimizer is on disk: its files are kept too.
+      verify: read back what was written, and hold it against what was in memory.
+
+    Raises:
+      CheckpointError: a leaf is no array, the disk failed or is full, or gave back other bytes than were written.
+
+    >>> import tempfile, jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/one", {"w": jnp.arange(6.0)})
+    ...     jp.restore(f"{folder}/one", {"w": jax.ShapeDtypeStruct((6,), "float32")})["w"].tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    begin(directory, state, layout=layout, about=about, disk=disk, verify=verify).wait()
+
+
+def begin(
+    directory: str | os.PathLike[str],
+    state: Any,
+    *,
+    layout: Layout | None = None,
+    about: Mapping[str, Any] | None = None,
+    disk: Any = None,
+    verify: bool = True,
+    step: int | None = None,
+) -> Saving:
+    """As :func:`save`, but it returns when the state is copied (in the host's memory): the next step may be given the state's own.
+
+    ``step`` is what the manifest says, in the place of the state's own.
+
+    Raises:
+      CheckpointError: what can be known at once.
+    """
+    target = Path(os.path.abspath(directory))
+    leaves = leaves_of(state)
+    if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise CheckpointError("the state holds shapes, but arrays are wanted. Remedy: jp.init gives a state of arrays.")
+    if disk is None and on_disk(state):
+        raise CheckpointError(
+            "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the jp.DiskStep at work."
+        )
+    count = getattr(state, "step", None)
+    if step is None and isinstance(count, jax.Array) and count.shape == ():
+        step = int(count)
+    head = Manifest(
+        {}, {}, step, versions(), said_of(layout, leaves), {"when": now(), "rng": keys_of(leaves), **(about or {})}
+    )
+    head.to_json()  # raises what `about` does wrong before anything is written
+    here = target.with_name(target.name + UNFINISHED)
+    with _naming(target, "the folder"):
+        if jax.process_index() == 0:
+            shutil.rmtree(here, ignore_errors=True)  # of a save that was killed
+            _check_room(target, leaves)
+            here.mkdir(mode=0o700, parents=True)
+    copies = copied([leaf.value for leaf in leaves])
+    if disk is not None:
+        disk.snapshot(here / DISK)
+    kept = [Leaf(leaf.path, copy, leaf.key) for leaf, copy in zip(leaves, copies, strict=True)]
+    work = functools.partial(_finish, here, target, kept, dims_of(state), [leaf.spec for leaf in leaves], head, verify)
+    saving = Saving(target)
+    if (
+        jax.process_count() > 1
+    ):  # orbax asks the other processes at the beginning, which must not cross a step's own questions
+        waiting = write_arrays(here, kept)
+        work = functools.partial(work, waiting)
+
+    def run() -> None:
+        try:
+            with _ONE_AT_A_TIME, _naming(target, "writing"):
+                work()
+        except BaseException as error:  # noqa: BLE001 (it is raised where somebody waits)
+            saving._error = error
+            if jax.process_index() == 0:  # on a full disk nothing else would fit beside it
+                shutil.rmtree(here, ignore_errors=True)
+
+    saving._thread = threading.Thread(target=run, name=f"save {target.name}")
+    saving._thread.start()
+    return saving
+
+
+def _finish(
+    here: Path,
+    target: Path,
+    leaves: list[Leaf],
+    dims: Mapping[str, Any],
+    specs: list[str],
+    head: Manifest,
+    verify: bool,
+    waiting: Callable[[], None] | None = None,
+) -> None:
+    """All of a save that nothing waits for."""
+    (waiting or write_arrays(here, leaves))()
+    tensors, files = dict[str, Tensor](), dict[str, tuple[int, int]]()
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        entries = [entry(here, leaf, dims.get(leaf.path), spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        for leaf, (tensor, some) in zip(
+            leaves, pool.map(lambda t, x: _sums(here, t, x, verify), entries, leaves), strict=True
+        ):
+            tensors[leaf.path] = tensor
+            files |= some
+    tensors, files = gather(here, tensors, files)
+    if jax.process_index() == 0:
+        others = sorted(p for p in here.rglob("*") if p.is_file() and p.relative_to(here).as_posix() not in files)
+        files |= {p.relative_to(here).as_posix(): crc_of(p) for p in others}
+        made = Manifest(tensors, files, head.step, head.versions, head.layout, head.about)
+        manifest.write(here, made)
+        _rename(here, target)
+
+
+def _sums(here: Path, tensor: Tensor, leaf: Leaf, verify: bool) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+    """An entry with the checksums of its pieces, of the values in memory, and of their files, which are read back.
+
+    Pieces that other processes vouch for have -1.
+    """
+    held = shards(leaf.value) if leaf.value.size else []
+    sums, files = list[int](), dict[str, tuple[int, int]]()
+    for name, bounds in tensor.grid():
+        values = next((_part(array, at, bounds) for at, array in held if _within(bounds, at)), None)
+        sums.append(-1)
+        if values is None:
+            continue
+        sums[-1] = of_file = zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        if verify or values.shape != tensor.chunk:
+            buffer = np.fromfile(here / name, np.uint8)
+            of_file = zlib.crc32(buffer)
+            if buffer.size != tensor.piece_bytes:
+                raise CheckpointError(
+                    f"{here / name}, which holds {leaf.path}, was read back with {buffer.size:,} bytes."
+                )
+            check_values(here / name, leaf.path, buffer, tensor, bounds, sums[-1], of_file)
+        files[name] = (tensor.piece_bytes, of_file)
+    return replace(tensor, sums=tuple(sums)), files
+
+
+def _within(inner: Bounds, outer: Bounds) -> bool:
+    return all(a <= b and c >= d for (a, c), (b, d) in zip(outer, inner, strict=True))
+
+
+def _part(array: np.ndarray, at: Bounds, bounds: Bounds) -> np.ndarray:
+    """What a shard with the bounds ``at`` has within ``bounds``."""
+    return array[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(bounds, at, strict=True))]
+
+
+def _rename(here: Path, target: Path) -> None:
+    """Give a finished folder its name, in the place of what had it."""
+    old = target.with_name(f"{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    os.rename(here, target)
+    manifest.sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _naming(target: Path, what: str) -> Iterator[None]:
+    """Whatever goes wrong with the disk, or in orbax, is an error that names the checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        said = (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _NO_SPACE in said
+        if full and not isinstance(error, OSError):
+            said = _NO_SPACE  # orbax tells all that it was about to do
+        remedy = f" {shutil.disk_usage(_existing(target)).free:,} bytes are free. Remedy: make room." if full else ""
+        raise CheckpointError(f"{target}: {what}: {said}.{remedy}") from error
+
+
+def _check_room(target: Path, leaves: list[Leaf]) -> None:
+    """Nothing is begun that cannot fit: it would take what room there is from all else. Several processes must begin together, and find out."""
+    usage = shutil.disk_usage(_existing(target))
+    needed = sum(leaf.value.nbytes for leaf in leaves)
+    if jax.process_count() == 1 and usage.total and usage.free < needed:
+        raise OSError(errno.ENOSPC, f"{_NO_SPACE} for {needed:,} bytes")
+
+
+def _existing(path: Path) -> Path:
+    return next(p for p in (path, *path.parents) if p.exists())

@@ -1,0 +1,275 @@
+"""Whether what lies on disk is what was written: one checkpoint's files, or every step of a run. No jax, so it is quick to ask."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, Tensor, read
+from jaxpar.checkpoint.validate import inside, opened
+from jaxpar.errors import CheckpointError, DamagedError
+
+_AT_ONCE = 1 << 20
+STEP = re.compile(r"0|[1-9][0-9]{0,14}")
+"""The name of a step's folder. Other names in a run's folder are nobody's business."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """A step of a run: ``good``, or why not. Sizes in bytes; ``when`` is what the manifest says, or empty."""
+
+    step: int
+    problems: tuple[str, ...]
+    bytes: int = 0
+    tensors: int = 0
+    when: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None, *, most: int = 20) -> list[str]:
+    """All that is wrong with a checkpoint: every file is read, whole.
+
+    Args:
+      folder: of one checkpoint.
+      manifest: its own, if at hand.
+      most: how many problems to name before the search ends.
+
+    Returns:
+      A text for each, with the tensor and the file; empty for a checkpoint as it was written.
+    """
+    root = Path(folder)
+    try:
+        manifest = manifest or read(root)
+    except CheckpointError as error:
+        return [str(error)]
+    owners = {
+        name: (path, tensor, total, bounds)
+        for path, tensor in manifest.tensors.items()
+        for name, bounds, total in tensor.pieces()
+    }
+
+    def look(name: str) -> str | None:
+        if name not in owners:
+            return file_problem(root, name, manifest)
+        path, tensor, total, bounds = owners[name]
+        return piece_problem(root, name, manifest, path, tensor, bounds, total)
+
+    found: list[str] = []
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for problem in pool.map(look, sorted(manifest.files)):
+            if problem is not None:
+                found.append(problem)
+            if len(found) == most:
+                pool.shutdown(cancel_futures=True)
+                return [*found, "and perhaps more: the search ended here."]
+    return found
+
+
+def check(folder: str | os.PathLike[str], step: int | None = None) -> Manifest:
+    """The manifest of a checkpoint of which every byte was found as it was written.
+
+    Raises:
+      CheckpointError: there is none.
+      DamagedError: listing what is wrong, or it is of another step than ``step``.
+    """
+    manifest = read(folder)
+    found = problems_of(folder, manifest)
+    if step is not None and manifest.step not in (None, step):
+        found.insert(0, wrong_step(Path(folder), manifest, step))
+    if found:
+        lines = "\n".join(f"{i}. {p}" for i, p in enumerate(found, 1))
+        raise DamagedError(found[0] if len(found) == 1 else f"{folder}: {len(found)} problems:\n{lines}")
+    return manifest
+
+
+def wrong_step(folder: Path, manifest: Manifest, step: int) -> str:
+    return (
+        f"{folder / NAME} is of step {manifest.step}, but lies where step {step} belongs: it is another checkpoint's."
+    )
+
+
+def steps_in(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps that have a folder with a manifest, oldest first; their bytes are not looked at.
+
+    Raises:
+      CheckpointError: the folder is there, but may not be read: it is not for lack of steps that none is found.
+    """
+    with _readable(Path(folder)):
+        return sorted(int(p.name) for p in _entries(Path(folder)) if STEP.fullmatch(p.name) and (p / NAME).is_file())
+
+
+def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
+    """Folders of steps without a manifest, and what an interrupted save left behind. Raises as :func:`steps_in`."""
+    with _readable(Path(folder)):
+        found = [p for p in _entries(Path(folder)) if p.is_dir()]
+        return sorted(
+            p.name
+            for p in found
+            if re.match(r"[0-9]+(\.|$)", p.name) and not (STEP.fullmatch(p.name) and (p / NAME).is_file())
+        )
+
+
+def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
+    """Each step of a run's folder (or the one checkpoint that a folder is), oldest first, every byte read.
+
+    Raises:
+      CheckpointError: there is neither a checkpoint nor a step.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is no folder, so it holds no checkpoint.")
+    alone = (root / NAME).exists()
+    steps = [None] if alone else steps_in(root)
+    if not steps:
+        raise CheckpointError(f"{root} holds no checkpoint: neither {NAME} nor a folder of a step with one.")
+    for step in steps:
+        at = root if step is None else root / str(step)
+        try:
+            manifest = read(at)
+        except CheckpointError as error:
+            yield Health(step or 0, (str(error),))
+            continue
+        found = problems_of(at, manifest)
+        if step is not None and manifest.step not in (None, step):
+            found.insert(0, wrong_step(at, manifest, step))
+        when = manifest.about.get("when", "")
+        number = (manifest.step or 0) if step is None else step
+        yield Health(number, tuple(found), manifest.bytes, len(manifest.tensors), when if isinstance(when, str) else "")
+
+
+def locate(root: Path, name: str) -> Path:
+    """The file of a name from a manifest.
+
+    Raises:
+      DamagedError: it would lie outside of the checkpoint's folder, through a link.
+    """
+    file = root / name
+    if not inside(name) or os.path.realpath(file) != os.path.join(os.path.realpath(root), *name.split("/")):
+        raise DamagedError(f"{file} leads out of the checkpoint's folder.")
+    return file
+
+
+def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
+    """What is wrong with a file that holds no tensor's values."""
+    size, total = manifest.files[name]
+    try:
+        file = locate(root, name)
+        there = file.stat().st_size
+        if there != size:
+            return f"{file} has {there:,} bytes, but {size:,} are wanted."
+        found = crc_of(file)[1]
+    except (OSError, ValueError) as error:
+        return unreadable(root / name, error)
+    return (
+        None
+        if found == total
+        else f"{file} is not what was written: its checksum is {found:08x}, but {total:08x} is wanted."
+    )
+
+
+def piece_problem(
+    root: Path, name: str, manifest: Manifest, path: str, tensor: Tensor, bounds: Bounds, total: int
+) -> str | None:
+    """What is wrong with a file that holds a piece of a tensor: in its bytes, or in the values that they are."""
+    buffer = np.empty(tensor.piece_bytes, np.uint8)
+    try:
+        load(root, name, manifest, path, memoryview(buffer))
+        check_values(root / name, path, buffer, tensor, bounds, total, manifest.files[name][1])
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview) -> None:
+    """Read a piece's file into memory, and hold it against its checksum.
+
+    Raises:
+      DamagedError: naming tensor and file.
+    """
+    size, total = manifest.files[name]
+    try:
+        with opened(locate(root, name)) as f:
+            there = os.fstat(f.fileno()).st_size
+            if there != size or size != into.nbytes:
+                raise DamagedError(
+                    f"{root / name}, which holds {path}, has {there:,} bytes, but {into.nbytes:,} are wanted."
+                )
+            at = 0
+            while at < size and (got := f.readinto(into[at:])):
+                at += got
+    except DamagedError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DamagedError(unreadable(root / name, error, path)) from error
+    found = zlib.crc32(into) if at == size else -1
+    if found != total:
+        raise DamagedError(
+            f"{root / name}, which holds {path}, is not what was written: its checksum is {found & 0xFFFFFFFF:08x}, but {total:08x} is wanted."
+        )
+
+
+def check_values(
+    file: Path, path: str, buffer: np.ndarray, tensor: Tensor, bounds: Bounds, total: int, of_file: int
+) -> None:
+    """Hold the values of a piece, whose file has the checksum ``of_file``, against the checksum that they had in memory.
+
+    Raises:
+      DamagedError: naming tensor and file.
+    """
+    shape = tuple(stop - start for start, stop in bounds)
+    found = of_file
+    if shape != tensor.chunk:  # it reaches beyond the tensor
+        whole = buffer.view(f"V{tensor.itemsize}").reshape(tensor.chunk)
+        found = zlib.crc32(np.ascontiguousarray(whole[tuple(slice(size) for size in shape)]))
+    if found != total:
+        raise DamagedError(
+            f"{file} holds other values of {path} than there were: their checksum is {found:08x}, but {total:08x} is wanted."
+        )
+
+
+def crc_of(file: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file."""
+    size = total = 0
+    with opened(file) as f:
+        while block := f.read(_AT_ONCE):
+            size, total = size + len(block), zlib.crc32(block, total)
+    return size, total
+
+
+def unreadable(file: Path, error: Exception, path: str = "") -> str:
+    """A problem with reading a file, as a text."""
+    if isinstance(error, DamagedError):
+        return str(error)
+    what = f"{file}{f', which holds {path},' if path else ''}"
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return f"{what} is missing."
+    return f"{what} cannot be read: {getattr(error, 'strerror', None) or error}."
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = (
+            f"{folder} cannot be read: {error.strerror}. Remedy: the right to read it, and the folders of steps in it."
+        )
+        raise CheckpointError(text) from error

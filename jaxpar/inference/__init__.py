@@ -1,0 +1,1 @@
+"""Prefill, decode, KV cache and sampling, sharded by the same rules."""

@@ -1,0 +1,413 @@
+"""``Generator``: one jitted prefill and one jitted decode step of a model, and the loop that streams their tokens.
+
+Shape suffixes: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.analysis.layout.report import Report
+from jaxpar.errors import ConfigError, DivergedError, ModelError
+from jaxpar.inference import placement
+from jaxpar.inference.cached_model import CACHE_SEQ, Cached
+from jaxpar.inference.pipeline import Circle, last_of, stages_of
+from jaxpar.inference.request import Request, check_requests, check_top_k
+from jaxpar.inference.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
+from jaxpar.parallel.precision.int8 import is_int8
+from jaxpar.sharding.layout import Layout, hint, tracing_under
+from jaxpar.training.model import MakeModel, Tagged, show, to_path
+from jaxpar.training.state import abstract_state
+from jaxpar.utils.contexts import ambient_layout
+from jaxpar.utils.multihost import check_same, settled
+
+_LEAST = 16
+"""Prompts are filled up to a power of two from here on, so that few lengths are compiled."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "at", "left", "keys", "moving"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Decoding:
+    """What a decode step reads and writes; donated.
+
+    Attributes:
+      cache: as the model says it (:class:`jaxpar.Cached`).
+      tokens: the last token of each row [batch] int32, not yet in the cache.
+      at: its position [batch] int32.
+      left: how many tokens each row may still make [batch] int32; 0 where it has ended.
+      keys: a PRNG key for each row [batch].
+      moving: what is on its way between a pipeline's stages, and for how many ticks it has been; ``None`` without.
+    """
+
+    cache: Any
+    tokens: Any
+    at: Any
+    left: Any
+    keys: Any
+    moving: Any = None
+
+
+class Generator:
+    """A model that generates, on a layout: ``prefill``, ``decode``, and the loops over them.
+
+    The two are ordinary jitted functions, with ``.lower()``:
+
+    - ``prefill(params, prompts) -> (state, tokens)``; prompts as :meth:`prompts` makes them;
+    - ``decode(params, state) -> (state, tokens)``; the state is donated. Tokens are [batch] int32, -1 for rows that have ended.
+
+    Over a pipeline (:mod:`jaxpar.inference.pipeline`) a step's tokens are the first group's next and all others' last: -3 for these in the first step.
+
+    Prompts are filled up at their end, to one length; each row counts its own positions and has its own slots, so that no row's tokens depend
+    on the others. The cache lies by the rules: ``batch``, ``kv_heads``, ``head_dim``, and its slots by ``cache_seq``, or as ``seq`` where the
+    rules do not name that.
+
+    Where the mesh lies over several processes, each of them makes the same generator, restores ``params`` (its own bytes), and calls :meth:`prepare`,
+    :meth:`stream` or :meth:`generate` with the same arguments in the same order; each is given all tokens. ``stream`` and ``generate`` compare these
+    arguments first, and raise on every process what is wrong in one. A stream that is left before its end is left by all after the same step.
+
+    Args:
+      layout: where parameters, cache and activations lie; it need not be that of the training.
+      make_model: as for :func:`jaxpar.init`.
+      cached: how the model generates, as ``cached_llama(config)``.
+      batch: rows that are generated at once.
+      slots: of the cache: the longest prompt with what is made from it.
+      sampling: how tokens are drawn.
+      stop: tokens that end a request.
+
+    Raises:
+      LayoutError: the mesh does not divide parameters or cache.
+      ModelError: the model carries variables beside its parameters.
+      ConfigError: a size below 1, a stop token that is none, or a batch that makes no groups for a pipeline's stages.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> from jaxpar.models.llama.decode import cached_llama
+    >>> from jaxpar.models.llama import make_llama, preset
+    >>> layout = jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=jax.devices()[:1])
+    >>> config = preset("tiny", layers=1)
+    >>> params = jp.init(layout, make_llama(config), optax.identity()).params
+    >>> model = Generator(layout, make_llama(config), cached_llama(config), batch=2, slots=32)
+    >>> [len(made) for made in model.generate(params, [[1, 2, 3], [4]], most=[2, 3])]
+    [2, 3]
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        make_model: MakeModel,
+        cached: Cached,
+        *,
+        batch: int,
+        slots: int,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+    ):
+        for name, value in (("batch", batch), ("slots", slots)):
+            if value < 1:
+                raise ConfigError(f"Generator: {name} is {value}, but 1 or more is wanted.")
+        for token in stop:
+            if not 0 <= token < cached.vocab:
+                raise ConfigError(f"Generator: stop token {token} is not in the model's vocabulary of {cached.vocab}.")
+        self.layout, self.cached, self.batch, self.slots = layout, cached, batch, slots
+        self.sampling, self.stop = sampling or Sampling(), tuple(stop)
+        check_top_k(self.sampling.top_k, cached.vocab)
+        state = abstract_state(layout, make_model, optax.identity())
+        carried = [show(("rest", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(state.rest)]
+        if carried:
+            more = f" and {len(carried) - 4} more" if len(carried) > 4 else ""
+            raise ModelError(
+                f"Generator: the model carries {', '.join(carried[:4])}{more} beside its parameters, which generation does not take. Remedy: a make_model "
+                f"without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as before."
+            )
+        self._state = state
+        self._long = _with_cache(layout)
+        self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
+        self.circle = Circle.of(cached, stages_of(layout, cached), batch)
+        self.prepared, weights = placement.prepared(layout, state, cached.prepare)
+        cache, kept = placement.laid_cache(self._short, self._cache())
+        self._tensors = [*weights, *kept]
+        self.abstract = self._abstract(cache)
+        self._together = _processes(layout.mesh) > 1
+        # Each process is to see all tokens; elsewhere they lie as the rows do.
+        everywhere = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec()) if self._together else None
+        self.prefill = jax.jit(self._prefill, out_shardings=(None, everywhere))
+        self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, everywhere))
+
+    @property
+    def params(self) -> Any:
+        """The parameters as shapes with their shardings: what to restore. ``prepared``: those after :meth:`prepare`, to lower for."""
+        return self._state.params
+
+    def prepare(self, params: Any) -> Any:
+        """Parameters as each step reads them fastest: in the dtype of the compute, or in int8. The originals are kept."""
+        place = jax.tree.map(lambda x: x.sharding, self.prepared)
+        return jax.jit(self.cached.prepare, out_shardings=place)(params)
+
+    def explain(self) -> Report:
+        """Where every prepared parameter and every array of the cache lies, and why; as :func:`jaxpar.explain` of a training."""
+        return placement.report(self.layout, self._tensors)
+
+    def prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Requests as ``prefill`` takes them: ``tokens`` [batch, seq], ``lengths``, ``left`` and ``keys`` [batch]; missing rows have ended."""
+        rows = [*requests, *(Request((0,), 0),) * (self.batch - len(requests))]
+        longest = max(len(row.tokens) for row in rows)
+        tokens = np.zeros((self.batch, self._padded(longest)), np.int32)
+        for row, request in enumerate(rows):
+            tokens[row, : len(request.tokens)] = request.tokens
+        return {
+            "tokens": tokens,
+            "lengths": np.array([len(row.tokens) for row in rows], np.int32),
+            "left": np.array([row.most for row in rows], np.int32),
+            "keys": jax.vmap(jax.random.key)(np.array([row.seed for row in rows], np.uint32)),
+        }
+
+    def stream(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        most: int | Sequence[int],
+        seeds: Sequence[int] | None = None,
+        first: int = 0,
+    ) -> Iterator[list[int]]:
+        """The tokens of each step as they come, one for each of at most ``batch`` requests; -1 where a request has ended.
+
+        Args:
+          params: of the model; :meth:`prepare` makes the fastest.
+          prompts: of the requests, each one token or more.
+          most: how many tokens to make, of all or of each.
+          seeds: of each request's own key, 0 to 2**32 - 1; 0, 1, ... if not given.
+          first: the number by which an error of the logits calls the first request.
+
+        Raises:
+          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests;
+            parameters that were not prepared, of a model that keeps them otherwise than it was trained; arguments that differ between processes.
+          DivergedError: logits that are not finite.
+        """
+        requests = self._asked(params, prompts, most, seeds, at_once=True)
+        return self._stream(params, requests, first)
+
+    def generate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        most: int | Sequence[int],
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """What each request makes, without its prompt and without the stop token; ``batch`` requests at a time. As :meth:`stream`."""
+        requests = self._asked(params, prompts, most, seeds)
+        made: list[list[int]] = [[] for _ in requests]
+        for first in range(0, len(requests), self.batch):
+            for tokens in self._stream(params, requests[first : first + self.batch], first):
+                for row, token in enumerate(tokens, first):
+                    if token != NONE and token not in self.stop:
+                        made[row].append(token)
+        return made
+
+    def _asked(self, params: Any, prompts: Any, most: Any, seeds: Any, *, at_once: bool = False) -> list[Request]:
+        """The requests, checked; where there are several processes, by all of them together."""
+
+        def checked() -> list[Request]:
+            self._check_prepared(params)
+            requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
+            if at_once and len(requests) > self.batch:
+                raise ConfigError(
+                    f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), which takes them in turns, or a larger "
+                    f"batch."
+                )
+            return requests
+
+        if not self._together:
+            return checked()
+        jax.block_until_ready(params)  # two programs at once could meet each other's messages
+        requests = settled(checked)
+        whole = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
+        each = {f"request {number}": request.summary() for number, request in enumerate(requests)}
+        check_same("Generator", {**whole, **each}, "the same arguments in every process, prompts and seeds too.")
+        return requests
+
+    def _check_prepared(self, params: Any) -> None:
+        kept = [path for path, x in jax.tree_util.tree_leaves_with_path(self.prepared, is_leaf=is_int8) if is_int8(x)]
+        given = [path for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8) if is_int8(x)]
+        if kept != given:
+            raise ConfigError(
+                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of those given are so. Remedy: "
+                f"params = generator.prepare(params)."
+            )
+
+    def _stream(self, params: Any, requests: Sequence[Request], first: int) -> Iterator[list[int]]:
+        before: list[int] = []
+        for number, found in enumerate(self._steps(params, requests)):
+            tokens = found
+            if self.circle is not None and number:
+                # The first group is a step ahead of all others.
+                tokens = [
+                    old if row % self.circle.stages == 0 else new
+                    for row, (old, new) in enumerate(zip(before, found, strict=True))
+                ]
+            if self.circle is not None:
+                before = found
+                if number == 1:
+                    continue
+            if BROKEN in tokens:
+                raise DivergedError(
+                    f"Generator: the logits of request {first + tokens.index(BROKEN)} are not finite. Remedy: look at the checkpoint's parameters and at the "
+                    f"dtype of the compute."
+                )
+            if all(token == NONE for token in tokens):
+                return
+            yield tokens
+
+    def _steps(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """The requests' tokens of the prefill, and of each step after it."""
+        state, found = self.prefill(params, self.prompts(requests))
+        try:
+            for _ in range(max(request.most for request in requests) + (self.circle is not None)):
+                # The next step is on its way while this one's tokens are looked at.
+                state, coming = self.decode(params, state)
+                yield np.asarray(found).tolist()[: len(requests)]
+                found = coming
+        finally:
+            if self._together:
+                jax.block_until_ready(state.tokens)  # two programs at once could meet each other's messages
+
+    def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
+        tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
+        with _under(self.layout, self._long):
+            model = self._state.static.kind.merge(params, self._state.rest)
+            if self.circle is not None:
+                empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.cache)
+                x, cache = self.circle.prefill(model, tokens_BS, lengths_B, self._laid(empty), self.slots)
+            else:
+                x, cache = self.cached.prefill(model, tokens_BS, self.slots)
+        with _under(self.layout, self._short):
+            x = x if self.circle is not None else last_of(x, lengths_B)
+            moving = None if self.circle is None else self.circle.waiting(model)
+            state = Decoding(self._laid(cache), lengths_B * 0, lengths_B - 1, prompts["left"], prompts["keys"], moving)
+            return self._drawn(state, self.cached.logits(model, x))
+
+    def _decode(self, params: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
+        with _under(self.layout, self._short):
+            model = self._state.static.kind.merge(params, self._state.rest)
+            if self.circle is not None:
+                return self._around(self.circle, model, state)
+            x, cache = self.cached.step(model, state.tokens, state.at, state.cache)
+            return self._drawn(replace(state, cache=self._laid(cache)), self.cached.logits(model, x))
+
+    def _around(self, circle: Circle, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
+        """As many ticks as there are stages; in each, one group's next tokens."""
+        names = ("tokens", "at", "left")
+
+        def tick(carry: tuple[Decoding, jax.Array], t: jax.Array) -> tuple[tuple[Decoding, jax.Array], None]:
+            state, found_B = carry
+            out = (t + 1) % circle.stages
+            entering = circle.take(state.tokens, t)
+            x, moving, cache = circle.tick(model, entering, t, state.at, state.moving["x"], state.cache)
+            group = Decoding(None, *(circle.take(getattr(state, name), out) for name in (*names, "keys")))
+            after, drawn = self._drawn(group, self.cached.logits(model, x))
+            # In the first step after a prefill only the first group has gone all the way.
+            there = state.moving["ticks"] >= circle.stages - 1
+            rows = {
+                name: circle.put(
+                    getattr(state, name), jnp.where(there, getattr(after, name), getattr(group, name)), out
+                )
+                for name in names
+            }
+            found_B = circle.put(found_B, jnp.where(there, drawn, PENDING), out)
+            moving = {"x": moving, "ticks": state.moving["ticks"] + 1}
+            rows = {name: hint(x, "batch") for name, x in rows.items()}
+            return (replace(state, cache=self._laid(cache), moving=moving, **rows), hint(found_B, "batch")), None
+
+        nothing = jnp.full_like(state.tokens, PENDING)
+        carry, _ = jax.lax.scan(tick, (state, nothing), jnp.arange(circle.stages, dtype=jnp.int32))
+        return carry
+
+    def _drawn(self, state: Decoding, logits_BV: jax.Array) -> tuple[Decoding, jax.Array]:
+        """The rows with their next tokens, and these."""
+        live_B = state.left > 0
+        drawn_B = jnp.where(live_B, next_tokens(self.sampling, logits_BV, state.keys, state.at + 1), NONE)
+        ended_B = drawn_B < 0
+        for token in self.stop:
+            ended_B |= drawn_B == token
+        small = {
+            "tokens": jnp.maximum(drawn_B, 0),
+            "at": state.at + live_B,
+            "left": jnp.where(ended_B, 0, state.left - 1),
+            "keys": state.keys,
+        }
+        return replace(state, **{name: hint(x, "batch") for name, x in small.items()}), drawn_B
+
+    def _laid(self, cache: Any) -> Any:
+        return jax.tree.map(lambda x, place: hint(x, *place.dims), cache, self._cache())
+
+    def _cache(self) -> Any:
+        cache = self.cached.cache(self.batch, self.slots)
+        if self.circle is None:
+            return cache
+        return jax.tree.map(self.circle.dims, cache, is_leaf=lambda x: isinstance(x, Tagged))
+
+    def _abstract(self, cache: Any) -> Decoding:
+        """The state as shapes with shardings, around a cache that is so already."""
+        row = self._short.sharding(("batch",), (self.batch,))
+        number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
+        key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        keys = jax.ShapeDtypeStruct((self.batch,), key, sharding=row)
+        moving = None if self.circle is None else self._moving(self.circle)
+        return Decoding(cache, number, number, number, keys, moving)
+
+    def _moving(self, circle: Circle) -> Any:
+        """As a prefill gives it."""
+        with _under(self.layout, self._short):
+            merged = lambda params: self._state.static.kind.merge(params, self._state.rest)
+            shapes = jax.eval_shape(lambda params: circle.waiting(merged(params)), self.prepared)
+        where = {"x": circle.spec(self._short), "ticks": jax.sharding.PartitionSpec()}
+        laid = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.sharding.NamedSharding(self.layout.mesh, spec)
+        )
+        return {name: laid(x, where[name]) for name, x in shapes.items()}
+
+    def _padded(self, longest: int) -> int:
+        """The length that prompts are filled up to, which the rules can split."""
+        ways = 1
+        for dim in self.cached.sequence:
+            found = self.layout.resolve((dim,))
+            ways = math.lcm(ways, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
+        # Twice as many, for a ring's zigzag.
+        return -(-max(_LEAST, 1 << (longest - 1).bit_length()) // (2 * ways)) * 2 * ways
+
+
+def _processes(mesh: Any) -> int:
+    """How many processes have the devices of a mesh; 1 of one that has none."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return 1
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def _with_cache(layout: Layout) -> Layout:
+    """The layout with a rule for a cache's slots."""
+    table = layout.rules.table
+    if CACHE_SEQ in table:
+        return layout
+    return replace(layout, rules=layout.rules.replace(**{CACHE_SEQ: table.get("seq")}))
+
+
+@contextmanager
+def _under(asked: Layout, own: Layout) -> Iterator[None]:
+    """Trace under ``own``, which is ``asked`` with other rules for a sequence; raises where a third layout is ambient."""
+    with tracing_under(asked), ambient_layout(own):
+        yield

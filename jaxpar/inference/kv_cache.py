@@ -1,0 +1,205 @@
+"""Keys and values of past tokens: written in place, each device its own slots, and attended to where they lie; in int8 where asked.
+
+Shape suffixes: L layers, B batch, H query heads, K key/value heads, G query heads of a key head, T slots, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import LayoutError, listing
+from jaxpar.inference.cached_model import CACHE_DIMS
+from jaxpar.parallel.precision.int8 import Int8
+from jaxpar.sharding.layout import current_layout, hint, to_spec
+from jaxpar.sharding.resolve import Resolved
+from jaxpar.sharding.rules import Axes
+from jaxpar.training.model import tag
+
+type Part = jax.Array | Int8
+type Keys = dict[str, Part]
+"""``keys`` and ``values``."""
+Q_DIMS = ("batch", None, "heads", "head_dim")
+NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
+
+
+def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+    """Shapes of keys and values with their logical dims, for :class:`jaxpar.Cached`; of dtype int8 with a scale for each token and head."""
+    shape = (layers, batch, kv_heads, slots, head_dim)
+    made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
+    if jnp.dtype(dtype) == jnp.int8:
+        made = Int8(made, tag(jax.ShapeDtypeStruct(shape[:-1], jnp.float32), *CACHE_DIMS[:-1]), (-1,))
+    return {"keys": made, "values": made}
+
+
+def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> Part:
+    """Keys or values of whole prompts as one layer of a cache of ``dtype`` (theirs, if not given): [batch, kv_heads, slots, head_dim]."""
+    x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
+    missing = slots - x_BKSD.shape[2]
+    kept = _as_kept(jnp.pad(x_BKSD, ((0, 0), (0, 0), (0, missing), (0, 0))), dtype)
+    return jax.tree.map(lambda x: hint(x, *CACHE_DIMS[1 : 1 + x.ndim]), kept)
+
+
+def cached_attention(
+    q_B1HD: jax.Array,
+    k_B1KD: jax.Array,
+    v_B1KD: jax.Array,
+    cache: Keys,
+    layer: Any,
+    at_B: jax.Array,
+    group: tuple[Any, int] = (0, 1),
+) -> tuple[jax.Array, Keys]:
+    """Write a token's keys and values into a layer of the cache, and attend from it to all up to its own position.
+
+    No device sees another's slots: where they are split, each attends to its own, and results are merged by the sums of their weights
+    (three small reductions). Softmax is in fp32 at least.
+
+    Args:
+      q_B1HD: queries [batch, 1, heads, head_dim]; k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
+      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim], arrays or :class:`jaxpar.Int8` with a scale for each token and
+        head; then the new ones are rounded, and scales multiply scores and probabilities.
+      layer: which of the layers; it may be traced.
+      at_B: the position of each row's token, which is its slot.
+      group: (number, groups): these rows are a part of the cache's, row ``i`` its row ``i * groups + number``; the number may be traced.
+
+    Returns:
+      [batch, 1, heads, head_dim], and the cache.
+
+    Raises:
+      LayoutError: the mesh's axes do not divide the cache or the heads; or every axis is manual, and queries and keys have heads of different devices.
+    """
+    layout = current_layout()
+    places: list[Resolved] = [
+        layout.resolve(dims, x.shape, dtype=x.dtype, path=path)
+        for path, dims, x in (
+            ("queries", Q_DIMS, q_B1HD),
+            ("keys", NEW_DIMS, k_B1KD),
+            ("cache/keys", CACHE_DIMS, cache["keys"]),
+            ("positions", ("batch",), at_B),
+        )
+    ]
+    problems = [text for place in places for text in place.problems]
+    if problems:
+        raise LayoutError(problems)
+    _, rows, kv_heads, ring, _ = places[2].axes
+    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    q_spec, kv_spec, cache_spec, at_spec = (to_spec(place) for place in places)
+    heads = places[0].axes[2]
+    moves = bool(kv_heads) and heads != kv_heads
+    if moves:
+        # One token's queries are less than all keys, so they go to the devices that have their keys, and their results come back.
+        _check_free(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads, free)
+        heads, q_spec = kv_heads, PartitionSpec(rows or None, None, kv_heads, cache_spec[4])
+    if places[1].axes[2] != kv_heads:  # a first_of may choose otherwise beside the cache's slots
+        kv_spec = PartitionSpec(rows or None, None, kv_heads or None, cache_spec[4])
+    cache_specs = jax.tree.map(lambda x: PartitionSpec(*cache_spec[: x.ndim]), cache)
+    q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
+
+    groups = group[1]
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, at_B: jax.Array, layer: Any, number: Any) -> Any:
+        first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
+        new = (("keys", k), ("values", v))
+        number = number if groups > 1 else 0  # known, the rows written are all rows to the compiler
+        cache = {name: _written(cache[name], x, layer, at_B - first, (number, groups)) for name, x in new}
+        mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
+        if heads != kv_heads:  # queries' heads are sharded, these are replicated
+            mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
+        return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
+
+    given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
+    # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
+    if not free:
+        found: tuple[jax.Array, Keys] = local(*given)
+        return found
+    out: tuple[jax.Array, Keys] = jax.shard_map(
+        local,
+        in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, PartitionSpec(), PartitionSpec()),
+        out_specs=(q_spec, cache_specs),
+        axis_names=free,
+        check_vma=False,
+    )(*given)
+    return (hint(out[0], *Q_DIMS), out[1]) if moves else out
+
+
+def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array:
+    """A group's rows of a layer."""
+    if groups == 1:
+        return jax.lax.dynamic_index_in_dim(x_LBKT, layer, 0, keepdims=False)
+    x_LRGKT = x_LBKT.reshape(x_LBKT.shape[0], -1, groups, *x_LBKT.shape[2:])
+    # All of one dtype, which plain numbers are not under jax_enable_x64.
+    start = [jnp.asarray(n, jnp.int32) for n in (layer, 0, number, *(0,) * (x_LBKT.ndim - 2))]
+    sizes = (1, x_LRGKT.shape[1], 1, *x_LBKT.shape[2:])
+    return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
+
+
+def _as_kept(x: jax.Array, dtype: Any) -> Part:
+    """Keys or values as a cache of ``dtype`` keeps them."""
+    if dtype is not None and jnp.dtype(dtype) == jnp.int8:
+        return Int8.of(x, [-1])
+    return x if dtype is None else x.astype(dtype)
+
+
+def _written(cache_LBKTD: Part, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array, group: tuple[Any, int]) -> Part:
+    """A layer with one slot of each row written; a slot that is not here is another device's."""
+    slots = cache_LBKTD.shape[3]
+    # A negative index would count from the end.
+    slot_B = jnp.where(slot_B < 0, slots, slot_B)
+    rows_B = jnp.arange(slot_B.shape[0]) * group[1] + group[0]
+    new = _as_kept(x_B1KD[:, 0], cache_LBKTD.dtype)
+    return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
+
+
+def _attended(q_B1HD: jax.Array, keys: Part, values: Part, last_B: jax.Array, ring: Axes) -> jax.Array:
+    """Attention to the slots here [batch, kv_heads, slots, head_dim] up to ``last_B``, merged over ``ring``."""
+    wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
+    q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
+    (k_BKTD, k_scales), (v_BKTD, v_scales) = (_apart(x, q_B1HD.dtype) for x in (keys, values))
+    s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k_BKTD, preferred_element_type=wide) / math.sqrt(q_B1HD.shape[3])
+    s = s if k_scales is None else s * k_scales
+    seen = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
+    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    # A slot that is not seen has any numbers: a weight of 0 times a NaN would be NaN.
+    v_BKTD = jnp.where(seen[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))
+    v_scales = None if v_scales is None else jnp.where(seen[:, None, None], v_scales, 0)
+    greatest = jnp.max(s, -1, keepdims=True)
+    greatest = jax.lax.pmax(greatest, ring) if ring else greatest
+    # A row that sees no slot has -inf for its greatest score, and is 0.
+    greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)
+    p = jnp.exp(s - greatest)
+    total = jnp.sum(p, -1, keepdims=True)
+    p = p if v_scales is None else p * v_scales
+    o = jnp.einsum("bkgt,bktd->bkgd", p.astype(v_BKTD.dtype), v_BKTD, preferred_element_type=wide)
+    if ring:
+        o, total = jax.lax.psum((o, total), ring)
+    return (o / jnp.where(total == 0, 1, total)).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
+
+
+def _apart(x: Part, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """What is multiplied, in ``dtype``, and what each slot's product is scaled by: [batch, kv_heads, 1, slots]."""
+    return (x.values.astype(dtype), x.scales[:, :, None]) if isinstance(x, Int8) else (x.astype(dtype), None)
+
+
+def _own_heads(x_BKT: jax.Array, heads: int, axes: Axes) -> jax.Array:
+    """Of replicated key heads those that this device's ``heads`` query heads look at: one for each ``gcd(heads, group)`` neighbours of these."""
+    group = heads * math.prod(current_layout().sizes[axis] for axis in axes) // x_BKT.shape[1]
+    neighbours, first = math.gcd(heads, group), jax.lax.axis_index(axes) * heads
+    if neighbours in (heads, group):
+        return jax.lax.dynamic_slice_in_dim(x_BKT, first // group, heads // neighbours, 1)
+    # A key head is there twice if a query of it has neighbours of another one on both sides.
+    numbers = (first + jnp.arange(0, heads, neighbours, dtype=jnp.int32)) // group
+    return jnp.take(x_BKT, numbers, axis=1, mode="clip")
+
+
+def _check_free(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes, free: AbstractSet[str]) -> None:
+    """Raises where queries cannot go to their keys, as an enclosing ``shard_map`` has made axes of either manual."""
+    if not {*axes, *kv_axes} <= free:
+        raise LayoutError(
+            f"cached_attention: {heads} query heads are split over {listing(axes)} and {kv_heads} key heads over {listing(kv_axes)}, which are manual "
+            f"here, so that a device lacks keys of its queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
+        )

@@ -1,0 +1,163 @@
+"""Generation over a pipeline: each stage keeps the weights and the cache of its own layers, and only activations travel.
+
+Requests are in as many groups as there are stages. In every tick each stage takes another group through its layers, hands it to the next stage, and
+of the group that has left the last one the next tokens are drawn, with which it enters the first again in the tick after: a circle that is never
+emptied between steps. A decode step is as many ticks as there are stages, so every group makes one token in it, and no stage waits for another.
+
+What of that shows: in the first step after a prefill only the first group comes out, all others are on their way. Row ``i`` of a batch is in group ``i %
+stages``, so that each device's rows are of all groups.
+
+Shape suffixes: P stages (and groups), R rows of a group, S sequence, E whatever a layer is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError
+from jaxpar.inference.cached_model import Cached, Stack
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.primitives import from_neighbour, over_stages
+from jaxpar.parallel.pipeline.staged_loss import stacked_part
+from jaxpar.sharding.layout import Layout, current_layout, lay_out
+from jaxpar.training.model import Tagged
+
+LAYERS = "layers"
+
+
+def stages_of(layout: Layout, cached: Cached) -> int:
+    """Over how many stages the layers of a model lie; 1 where the model does not say how it goes layer by layer."""
+    if cached.stack is None or LAYERS not in layout.rules.table:
+        return 1
+    return layout.sizes[AXIS] if layout.resolve((LAYERS,), role="params").axes[0] == (AXIS,) else 1
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Groups of requests that go around a pipeline's stages.
+
+    Attributes:
+      stages: how many, and how many groups.
+      rows: of a group.
+    """
+
+    stack: Stack
+    stages: int
+    rows: int
+
+    @classmethod
+    def of(cls, cached: Cached, stages: int, batch: int) -> Circle | None:
+        """``None`` where there is one stage.
+
+        Raises:
+          ConfigError: the rows make no such groups.
+        """
+        if stages == 1 or cached.stack is None:
+            return None
+        if batch % stages:
+            raise ConfigError(
+                f"Generator: batch is {batch}, but {AXIS}={stages} works on {stages} groups of requests at once. Remedy: batch={batch + -batch % stages}, or "
+                f"no {AXIS} axis."
+            )
+        return cls(cached.stack, stages, batch // stages)
+
+    def dims(self, tagged: Tagged) -> Tagged:
+        """An array of the cache, its layers split over stages."""
+        return Tagged(tagged.value, (LAYERS, *tagged.dims[1:]))
+
+    def take(self, x_B: jax.Array, group: Any) -> jax.Array:
+        """A group's rows."""
+        x_R: jax.Array = jax.lax.dynamic_index_in_dim(
+            x_B.reshape(self.rows, self.stages, *x_B.shape[1:]), group, 1, False
+        )
+        return x_R
+
+    def put(self, x_B: jax.Array, x_R: jax.Array, group: Any) -> jax.Array:
+        """All rows, with a group's."""
+        x_RP = x_B.reshape(self.rows, self.stages, *x_B.shape[1:])
+        return jax.lax.dynamic_update_index_in_dim(x_RP, x_R.astype(x_B.dtype), group, 1).reshape(x_B.shape)
+
+    def waiting(self, model: Any) -> Any:
+        """What is on its way after a prefill: nothing yet, of which ``ticks`` tells."""
+        one = jax.eval_shape(lambda: self.stack.before(model, jnp.zeros((self.rows, 1), jnp.int32)))
+        return {"x": self._laid(jnp.zeros((self.stages, *one.shape), one.dtype)), "ticks": jnp.int32(0)}
+
+    def spec(self, layout: Layout) -> PartitionSpec:
+        """Of what is on its way: [stages, rows, ...]."""
+        return PartitionSpec(AXIS, layout.resolve(("batch",), (self.rows,)).axes[0] or None)
+
+    def _laid(self, x_PRSE: jax.Array) -> jax.Array:
+        layout = current_layout()
+        return lay_out(layout.mesh, x_PRSE, self.spec(layout))
+
+    def prefill(
+        self, model: Any, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Any, slots: int
+    ) -> tuple[jax.Array, Any]:
+        """What the last layer gives of each row's last token [batch, ...], and the cache; ``cache`` is an empty one."""
+        leaves, make = stacked_part(model, self.stack.path)
+        last = self.stages - 1
+
+        def all_ticks(leaves: Any, x_BSE: jax.Array, lengths_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            stage = jax.lax.axis_index(AXIS)
+
+            def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
+                came, cache, ends_B = carry
+                group = jnp.clip(t - stage, 0, last)
+                here = (t >= stage) & (t - stage <= last)
+                x_RSE = jnp.where(stage == 0, self.take(x_BSE, jnp.clip(t, 0, last)), came)
+                y_RSE, kept = self.stack.prompts((leaves, make), x_RSE, slots)
+                cache = jax.tree.map(lambda old, new: self._put_layers(old, new, group, here), cache, kept)
+                end_R = jnp.where(here, last_of(y_RSE, self.take(lengths_B, group)), self.take(ends_B, group))
+                return (from_neighbour(y_RSE, "down"), cache, self.put(ends_B, end_R, group)), None
+
+            came = jnp.zeros((self.rows, *x_BSE.shape[1:]), x_BSE.dtype)
+            ends_B = jnp.zeros((x_BSE.shape[0], *x_BSE.shape[2:]), x_BSE.dtype)
+            ticks = jnp.arange(2 * self.stages - 1, dtype=jnp.int32)
+            (_, cache, ends_B), _ = jax.lax.scan(tick, (came, cache, ends_B), ticks)
+            return over_stages(jnp.where(stage == last, ends_B, 0)), cache
+
+        own, whole = PartitionSpec(AXIS), PartitionSpec()
+        run = self._inside(all_ticks, (own, whole, whole, own), (whole, own))
+        found: tuple[jax.Array, Any] = run(leaves, self.stack.before(model, tokens_BS), lengths_B, cache)
+        return found
+
+    def _put_layers(self, old_LBKT: jax.Array, new_LRKT: jax.Array, group: Any, here: Any) -> jax.Array:
+        """A stage's cache with what one group's prompts left, if the group is here."""
+        x_LRPKT = old_LBKT.reshape(old_LBKT.shape[0], self.rows, self.stages, *old_LBKT.shape[2:])
+        old_LRKT = jax.lax.dynamic_index_in_dim(x_LRPKT, group, 2, False)
+        new = jnp.where(here, new_LRKT.astype(old_LBKT.dtype), old_LRKT)
+        return jax.lax.dynamic_update_index_in_dim(x_LRPKT, new, group, 2).reshape(old_LBKT.shape)
+
+    def tick(self, model: Any, tokens_R: jax.Array, t: jax.Array, at_B: jax.Array, x: Any, cache: Any) -> Any:
+        """One tick of all stages: group ``t`` enters with its last tokens, and what the group gives that leaves: [rows, ...]; and the new ``x`` and cache."""
+        leaves, make = stacked_part(model, self.stack.path)
+        last = self.stages - 1
+
+        def one(leaves: Any, first_RSE: jax.Array, x_1RSE: jax.Array, at_B: jax.Array, cache: Any, t: Any) -> Any:
+            stage = jax.lax.axis_index(AXIS)
+            group = (t - stage) % self.stages
+            x_RSE = jnp.where(stage == 0, first_RSE, x_1RSE[0])
+            y_RSE, cache = self.stack.token((leaves, make), x_RSE, self.take(at_B, group), cache, (group, self.stages))
+            left_RSE = over_stages(jnp.where(stage == last, y_RSE, 0))
+            return left_RSE[:, 0], from_neighbour(y_RSE, "down")[None], cache
+
+        own, whole = PartitionSpec(AXIS), PartitionSpec()
+        run = self._inside(one, (own, whole, own, whole, own, whole), (whole, own, own))
+        left, x, cache = run(leaves, self.stack.before(model, tokens_R[:, None]), x, at_B, cache, t)
+        return left, self._laid(x), cache
+
+    def _inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+        alone = {axis for axis, size in current_layout().sizes.items() if size == 1}
+        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names={*alone, AXIS}, check_vma=False)
+
+
+def last_of(x_BSE: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """Of each row the last token's: a sum in which all but one are zeros, and not an index, as the sequence may be split."""
+    last_BS = jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1) == lengths_B[:, None] - 1
+    return jnp.sum(jnp.where(jnp.expand_dims(last_BS, tuple(range(2, x_BSE.ndim))), x_BSE, 0), 1)

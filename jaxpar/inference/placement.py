@@ -1,0 +1,83 @@
+"""Where what a generator holds lies: parameters as its steps read them, and its cache; both by the layout's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxpar.analysis.layout.explain import _row
+from jaxpar.analysis.layout.report import Report
+from jaxpar.errors import LayoutError
+from jaxpar.parallel.precision.int8 import is_int8
+from jaxpar.sharding.layout import Layout, to_spec
+from jaxpar.sharding.names import Names
+from jaxpar.training.model import Tagged, show, to_path
+from jaxpar.training.state import Tensor, TrainState, place
+
+
+def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
+    """Parameters after ``prepare`` as shapes with shardings, and as what ``explain`` lists.
+
+    What is still an array lies as before; of an :class:`jaxpar.Int8` the integers do, and the scales by the dims that are left.
+    """
+    dims = dict(state.static.dims)
+    before = {tensor.path: tensor for tensor in place(layout, state) if tensor.role == "params"}
+    found: list[Tensor] = []
+
+    def laid(path: str, x: Any, names: Names | None) -> Any:
+        known = (None,) * x.ndim if names is None else names
+        resolved = layout.resolve(known, x.shape, role="params", dtype=x.dtype, path=path)
+        found.append(Tensor("params", path, x.shape, x.dtype, names, resolved))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
+
+    def one(keys: Any, x: Any, old: Any) -> Any:
+        path = show(("params", *to_path(keys)))
+        if not is_int8(x):
+            found.append(replace(before[path], dtype=x.dtype))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=old.sharding)
+        names = dims.get(("params", *to_path(keys)))
+        scales = None if names is None else x.of_scales(names)
+        return replace(
+            x, values=laid(f"{path}/values", x.values, names), scales=laid(f"{path}/scales", x.scales, scales)
+        )
+
+    shapes = jax.eval_shape(prepare, state.params)
+    params = jax.tree_util.tree_map_with_path(one, shapes, state.params, is_leaf=is_int8)
+    return params, _fitting(found)
+
+
+def laid_cache(layout: Layout, cache: Any) -> tuple[Any, list[Tensor]]:
+    """A cache, as a model says it, as shapes with shardings, and as what ``explain`` lists.
+
+    Raises:
+      LayoutError: with all that the mesh does not divide.
+    """
+    found: list[Tensor] = []
+
+    def one(keys: Any, tagged: Tagged) -> jax.ShapeDtypeStruct:
+        shape, dtype = tagged.value.shape, tagged.value.dtype
+        path = show(("cache", *to_path(keys)))
+        resolved = layout.resolve(tagged.dims, shape, dtype=dtype, path=path)
+        found.append(Tensor("cache", path, shape, dtype, tagged.dims, resolved))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
+
+    shapes = jax.tree_util.tree_map_with_path(one, cache, is_leaf=lambda x: isinstance(x, Tagged))
+    return shapes, _fitting(found)
+
+
+def report(layout: Layout, tensors: list[Tensor]) -> Report:
+    """What :meth:`jaxpar.Generator.explain` gives."""
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    rows = tuple(_row(layout, tensor, tensor.role) for tensor in tensors)
+    return Report(sizes, layout.mesh.size, rows, (), False, ())
+
+
+def _fitting(tensors: list[Tensor]) -> list[Tensor]:
+    problems = [text for tensor in tensors for text in tensor.problems]
+    if problems:
+        raise LayoutError(list(dict.fromkeys(problems)))
+    return tensors

@@ -1,0 +1,83 @@
+"""Which token comes next: the likeliest, or one drawn with each request's own key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import ConfigError
+from jaxpar.sharding.layout import hint
+
+NONE, BROKEN, PENDING = -1, -2, -3
+"""In the place of a token: the request has ended; its logits are not finite; it is on its way through a pipeline's stages."""
+_COLDEST = float(np.finfo(np.float32).tiny)
+"""Below it devices take a number for 0."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the likeliest at ``temperature`` 0, else by softmax(logits / temperature).
+
+    ``top_k`` leaves so many of the likeliest; ``top_p`` of these the fewest whose probabilities add up to it (Holtzman et al. 2020,
+    arXiv:1904.09751). Ties at the border stay.
+
+    Raises:
+      ConfigError: out of range, or a border where nothing is drawn.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"sampling: temperature is {self.temperature!r}, but a finite number is wanted: 0 (the likeliest) or more."
+            )
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ConfigError(
+                f"sampling: top_k is {self.top_k!r}, but a whole number of 1 or more is wanted. Remedy: leave it out to draw from all tokens."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"sampling: top_p is {self.top_p!r}, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens."
+            )
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise ConfigError(
+                "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a temperature, as 1.0."
+            )
+
+
+def next_tokens(how: Sampling, logits_BV: jax.Array, keys_B: jax.Array, at_B: jax.Array) -> jax.Array:
+    """The next token of each row [batch] int32; ``BROKEN`` where logits are not finite.
+
+    The token for position ``at`` is drawn with the row's key folded with ``at``: the same in every layout and beside any other requests.
+    """
+    z_BV = logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32))
+    best_B = jnp.max(z_BV, -1)
+    if how.temperature == 0:
+        # Not argmax: maxima and minima of a vocabulary that is split are sent as numbers, and ties go to the first in every layout.
+        vocab = jax.lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
+        token_B = jnp.min(jnp.where(z_BV == best_B[:, None], vocab, z_BV.shape[1]), -1)
+    else:
+        # Less the largest: what a temperature near 0 divides must not overflow, or all that is above 0 were as likely.
+        z_BV = hint(z_BV - best_B[:, None], "batch", None) / max(how.temperature, _COLDEST)
+        gumbel = lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), z_BV.shape[1:], z_BV.dtype)
+        token_B = jnp.argmax(_bordered(how, z_BV) + jax.vmap(gumbel)(keys_B, at_B), -1).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(best_B), token_B, BROKEN)
+
+
+def _bordered(how: Sampling, z_BV: jax.Array) -> jax.Array:
+    """Logits with -inf in the place of what is not to be drawn."""
+    if how.top_k is not None and how.top_k < z_BV.shape[1]:
+        z_BV = jnp.where(z_BV < jax.lax.top_k(z_BV, how.top_k)[0][:, -1:], -jnp.inf, z_BV)
+    if how.top_p < 1:
+        sorted_BV = -jnp.sort(-z_BV, -1)
+        p_BV = jax.nn.softmax(sorted_BV, -1)
+        kept_BV = jnp.cumsum(p_BV, -1) - p_BV < how.top_p  # what comes before does not reach it yet
+        least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), -1, keepdims=True)
+        z_BV = jnp.where(z_BV < least_B1, -jnp.inf, z_BV)
+    return z_BV

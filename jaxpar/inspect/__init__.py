@@ -1,1 +1,0 @@
-"""Looking at a layout before and while it runs: explanations, checks, drawings."""

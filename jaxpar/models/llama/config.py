@@ -1,0 +1,149 @@
+"""Sizes and numerics of a Llama, and presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.parallel.attention.context import AUTO, Context
+from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
+from jaxpar.parallel.overlap.interleave import Cut, check_count
+from jaxpar.training.remat import OUTPUT, Recompute
+
+NAMES = (SAVED, KEPT, OUTPUT, "qkv", "mlp_hidden")
+"""What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
+
+
+def halved(config: LlamaConfig) -> bool:
+    """Whether sequences are cut."""
+    return config.copies > 1 and config.copies_dim == "seq"
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
+
+    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.Recompute`; ``regather`` gathers sharded
+    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.in_copies`), or, with ``copies_dim="seq"``, of its tokens. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+
+    Raises:
+      ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
+    """
+
+    vocab: int = 256
+    embed: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 384
+    rope_theta: float = 10_000.0
+    rope_factor: float = 1.0
+    rope_original_seq: int = 8192
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    remat: str | Recompute = "none"
+    regather: bool | int = True
+    context: Context = AUTO
+    copies: int = 1
+    copies_dim: Cut = "batch"
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"llama: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}, so query heads cannot share "
+                f"key/value heads evenly. Remedy: a kv_heads that divides {self.heads}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
+            )
+        Recompute.of(self.remat).segments(self.layers)
+        check_count(self.copies, self.copies_dim)
+        if halved(self) and self.context.order is not None:
+            raise ConfigError(
+                f"interleave_dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is {self.context.order!r}. Remedy: leave "
+                f"the order out, or interleave_dim: batch."
+            )
+        if self.copies > 1 and not isinstance(self.regather, bool):
+            raise ConfigError(
+                f"interleave_copies is {self.copies}, but regather is {self.regather}: the copies gather a layer's weights once for both, from all devices. "
+                f"Remedy: regather: true or false, or interleave_copies: 1."
+            )
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that take part in a matmul for every token (all but norms and the embedding lookup)."""
+        attention = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        lookup = 0 if self.tie_embeddings else self.embed * self.vocab
+        return self.matmul_params + lookup + (2 * self.layers + 1) * self.embed
+
+    def flops_per_token(self, seq: int) -> float:
+        """Training FLOPs a token (forward + backward, no recompute), causal attention counted at half of seq²."""
+        return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * self.head_dim * seq
+
+
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(),
+    "1b": LlamaConfig(
+        vocab=32_000,
+        embed=2048,
+        layers=16,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        mlp=7168,
+        dtype="bfloat16",
+        remat="full",
+    ),
+    "llama3_1_8b": LlamaConfig(
+        vocab=128_256,
+        embed=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=14_336,
+        rope_theta=500_000.0,
+        rope_factor=8.0,
+        dtype="bfloat16",
+        remat="full",
+    ),
+    "llama3_1_70b": LlamaConfig(
+        vocab=128_256,
+        embed=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        mlp=28_672,
+        rope_theta=500_000.0,
+        rope_factor=8.0,
+        dtype="bfloat16",
+        remat="full",
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> LlamaConfig:
+    """A preset by name, with some fields changed.
+
+    >>> preset("1b").params
+    1104218112
+
+    Raises:
+      ConfigError: no preset has this name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(
+            f"llama: unknown preset {name!r}.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}."
+        )
+    return replace(PRESETS[name], **changes)

@@ -1,0 +1,141 @@
+"""The Llama's forward passes with a cache of keys and values, for :class:`jaxpar.Generator`.
+
+Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar import Int8, hint, project
+from jaxpar.errors import ConfigError
+from jaxpar.inference.cached_model import Cached, Stack
+from jaxpar.inference.kv_cache import cached_attention, empty, filled
+from jaxpar.models.embedding import lookup
+from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.llama.layers import Block, rope_table
+from jaxpar.models.llama.model import Llama
+from jaxpar.parallel.pipeline.staged_loss import stacked_part
+
+SUMMED = {
+    "embedding": (-1,),
+    "head": (-2,),
+    "q": (-3,),
+    "k": (-3,),
+    "v": (-3,),
+    "o": (-3, -2),
+    "gate": (-2,),
+    "up": (-2,),
+    "down": (-2,),
+}
+"""The dims of each matrix that its product sums over: in int8 they share a scale."""
+_INT8 = "int8"
+
+
+def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> Cached:
+    """How a Llama of this configuration generates. Recomputation and copies are for training, and change nothing here.
+
+    Args:
+      config: of the training.
+      weights: ``int8`` keeps every matrix in 8-bit integers, with a scale for each of its columns (:class:`jaxpar.Int8`); norms stay. ``None``: in
+        the dtype of the compute. :meth:`jaxpar.Generator.prepare` rounds them.
+      cache: ``int8`` keeps keys and values in 8-bit integers, with a scale for each token and head. ``None``: in the dtype of the compute.
+
+    Raises:
+      ConfigError: another word.
+
+    >>> from jaxpar.models.llama.model import preset
+    >>> cached_llama(preset("tiny"), cache="int8").cache(1, 16)["keys"].values.value.dtype
+    dtype('int8')
+    """
+    for key, value in (("weights", weights), ("cache", cache)):
+        if value not in (_INT8, None):
+            raise ConfigError(f"cached_llama: {key} is {value!r}, but {_INT8!r} or None is wanted.")
+    dtype = jnp.dtype(config.dtype)
+    kept = jnp.dtype(cache or dtype)
+
+    def shapes(batch: int, slots: int) -> Any:
+        return empty(config.layers, batch, config.kv_heads, slots, config.head_dim, kept)
+
+    def embedded(model: Llama, tokens_BS: jax.Array) -> jax.Array:
+        table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")
+        if not isinstance(table, Int8):
+            return lookup(table, tokens_BS, dtype)
+        scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
+        return (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
+
+    prompts, token = functools.partial(_prompts, config, kept), functools.partial(_token, config)
+
+    def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+        return prompts(stacked_part(model, stack.path), embedded(model, tokens_BS), slots)
+
+    def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        layers = stacked_part(model, stack.path)
+        x_BSE, cache = token(layers, embedded(model, tokens_B[:, None]), at_B, cache, (0, 1))
+        return x_BSE[:, 0], cache
+
+    def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
+        head_EV = model.embedding[...].T if config.tie_embeddings else model.head[...]
+        (z_BV,) = project(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
+        return hint(z_BV, "batch", "vocab")
+
+    stack = Stack(("blocks",), embedded, prompts, token)
+    return Cached(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
+
+
+def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+    """What the layers make of whole prompts, and the cache of their keys and values, of dtype ``kept``."""
+    rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+    leaves, block_of = layers
+
+    def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
+        block: Block = block_of(leaves)
+        made: dict[str, Any] = {}
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            made.update(keys=filled(k, slots, kept), values=filled(v, slots, kept))
+            return block.attention.context(q, k, v, None)
+
+        return block(x_BSE, rope, attend=attend), made
+
+    return jax.lax.scan(layer, x_BSE, leaves)
+
+
+def _token(
+    config: LlamaConfig, layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any
+) -> tuple[jax.Array, Any]:
+    """What the layers make of one token of each row, and the cache with it."""
+    rope = rope_table(at_B[:, None], config)
+    leaves, block_of = layers
+
+    def layer(carry: Any, given: Any) -> tuple[Any, None]:
+        x_BSE, cache = carry
+        number, leaves = given
+        after: dict[str, Any] = {}
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            o, after["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
+            return o
+
+        return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
+
+    numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
+    # The cache goes from layer to layer whole: stacked anew from layers, all of it would be copied in every step.
+    carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
+    return carry
+
+
+def _matrices(dtype: Any, kept: str | None) -> Callable[[Any], Any]:
+    """Every parameter but those of norms in the dtype of the compute, or in int8."""
+
+    def one(path: Any, x: Any) -> Any:
+        if "norm" in jax.tree_util.keystr(path):
+            return x
+        return x.astype(dtype) if kept is None else Int8.of(x, SUMMED[path[-1].key])
+
+    return lambda params: jax.tree_util.tree_map_with_path(one, params)

@@ -1,0 +1,86 @@
+"""The Llama's layers in two copies: which branches they are, and how tokens lie for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar import attention
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.attention.context import Context, Laid
+from jaxpar.parallel.overlap.branches import Branch
+from jaxpar.parallel.overlap.interleave import Cut, in_copies, order_in_copies
+from jaxpar.training.remat import OUTPUT
+
+if TYPE_CHECKING:
+    from jaxpar.models.llama.layers import Block, Rope
+
+HALVES = "halves"
+"""The order of tokens for copies that are halves of sequences; see :func:`jaxpar.parallel.overlap.interleave.order_in_copies`."""
+type Side = tuple[Rope, jax.Array | None]
+type Carry = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def laid_for_halves(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
+    """The order's name, the tokens' positions [1, seq], and arrays [batch, seq] in it."""
+    at = order_in_copies(arrays_BS[0].shape[1])
+    return HALVES, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
+
+
+def block_in_copies(
+    count: int, dim: Cut, context: Context, rope: Rope, order: Laid, documents_BS: jax.Array | None
+) -> Callable[[Block, Any], Any]:
+    """A block on so many parts of each device's rows, or of its tokens.
+
+    Raises:
+      ConfigError: the batch brings an order of its own.
+    """
+    if order is not None and not isinstance(order, str):
+        raise ConfigError(
+            f"interleave_copies is {count}, but parallel.context's order is 'balanced', which copies cannot take. Remedy: order: zigzag, or "
+            f"interleave_copies: 1."
+        )
+
+    def mixed(block: Block, h_BSE: jax.Array, side: Side) -> jax.Array:
+        rope, documents_BS = side
+        return block.attention(h_BSE, rope, order, documents_BS, half=True)
+
+    def carried(block: Block, h_BSE: jax.Array, side: Side, carry: Carry | None) -> tuple[jax.Array, Carry]:
+        rope, documents_BS = side
+        seen: list[Carry] = []
+
+        def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
+            before = 0 if carry is None else carry[0].shape[1]
+            pairs = zip(carry or (None, None, None), (k_BSKD, v_BSKD, documents_BS), strict=True)
+            keys, values, documents = (_behind(*pair) for pair in pairs)
+            seen.append((keys, values, documents))
+            how: dict[str, Any] = {"impl": context.impl, "block": context.block}
+            how["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
+            return attention(q_BSHD, keys, values, q_offset=before, **how)
+
+        o_BSHD = block.attention(h_BSE, rope, None, documents_BS, attend, half=True)
+        return o_BSHD, seen[0]
+
+    attention_branch = Branch(
+        before=lambda block, x_BSE: block.attention_norm(x_BSE),
+        first=mixed,
+        second=lambda block, o_BSHD: block.attention.output(o_BSHD),
+        name=OUTPUT,
+        carried=carried,
+    )
+    mlp_branch = Branch(
+        before=lambda block, x_BSE: block.mlp_norm(x_BSE),
+        first=lambda block, h_BSE, side: block.mlp(h_BSE, half=True),
+        second=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
+        name=OUTPUT,
+    )
+    run = in_copies((attention_branch, mlp_branch), count, dim=dim)
+    return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
+
+
+def _behind(before: Any, x_BS: Any) -> Any:
+    """Keys, values or documents of the tokens before, and then these."""
+    return x_BS if before is None else jnp.concatenate([before, x_BS], 1)

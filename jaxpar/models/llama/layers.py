@@ -1,0 +1,168 @@
+"""The layers of a Llama: norms, grouped-query attention, gated MLP, rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar import hint
+from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.nnx import axes
+from jaxpar.parallel.attention.context import Laid
+from jaxpar.parallel.zero.gather import project
+from jaxpar.training.remat import OUTPUT
+
+type Rope = tuple[jax.Array, jax.Array]
+
+
+type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _kernel(
+    key: jax.Array, shape: tuple[int, ...], dims: tuple[str, ...], fan_in: int, config: LlamaConfig
+) -> nnx.Param:
+    """A weight, truncated normal with variance 1 / fan_in."""
+    init = axes(jax.nn.initializers.truncated_normal(stddev=1 / math.sqrt(fan_in)))(*dims)
+    return nnx.Param(init(key, shape, jnp.dtype(config.param_dtype)))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019), computed in at least fp32."""
+
+    def __init__(self, config: LlamaConfig):
+        ones = axes(jax.nn.initializers.ones)("norm")
+        self.scale = nnx.Param(ones(jax.random.key(0), (config.embed,), jnp.dtype(config.param_dtype)))
+        self.eps, self.dtype = config.norm_eps, jnp.dtype(config.dtype)
+
+    def __call__(self, x_BSE: jax.Array) -> jax.Array:
+        wide = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        # Else the compiler norms anew inside of each matmul that reads this: three times the work, a third of its own time.
+        return jax.lax.optimization_barrier((wide * self.scale[...]).astype(self.dtype))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        c = config
+        e, h, k, d = c.embed, c.heads, c.kv_heads, c.head_dim
+        self.q = _kernel(rngs.params(), (e, h, d), ("embed", "heads", "head_dim"), e, c)
+        self.k = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
+        self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
+        # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
+        self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
+        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
+        self.context = c.context
+
+    def __call__(
+        self,
+        x_BSE: jax.Array,
+        rope: Rope,
+        order: Laid,
+        documents_BS: jax.Array | None,
+        attend: Attend | None = None,
+        *,
+        half: bool = False,
+    ) -> jax.Array:
+        """[batch, seq, embed]; or only the first ``half`` of the work, what each head makes of the tokens: [batch, seq, heads, head_dim]."""
+        kv_dims = ("embed", "kv_heads", "head_dim")
+        # One by one: gathered together they come too late to hide behind the matmul before.
+        (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
+        (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
+        (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
+        q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
+        o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
+        if half:
+            return o_BSHD
+        (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        return y_BSE
+
+    def output(self, o_BSHD: jax.Array) -> jax.Array:
+        """The other half."""
+        (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        return y_BSE
+
+
+class SwiGLU(nnx.Module):
+    """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        c = config
+        self.gate = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
+        self.up = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
+        self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
+        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
+
+    def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
+        """[batch, seq, embed]; or only the first ``half`` of the work, the gated units: [batch, seq, mlp]."""
+        dims = ("embed", "mlp")
+        gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
+        gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
+        hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
+        if half:
+            return hidden
+        (y_BSE,) = project(hidden, (self.down[...], ("mlp", "embed")), **self.how)
+        return y_BSE
+
+    def output(self, hidden_BSF: jax.Array) -> jax.Array:
+        """The other half."""
+        (y_BSE,) = project(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.how)
+        return y_BSE
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each on the normed residual stream; ``attend(q, k, v)`` in the place of its own, if given."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(
+        self,
+        x_BSE: jax.Array,
+        rope: Rope,
+        order: Laid = None,
+        documents_BS: jax.Array | None = None,
+        attend: Attend | None = None,
+    ) -> jax.Array:
+        residual = ("batch", "residual_seq", "embed")
+        h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order, documents_BS, attend), *residual), OUTPUT)
+        h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
+        return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
+
+
+def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Queries and keys of a layer, of tokens [batch, seq]."""
+    c = config
+    q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
+    return q, k
+
+
+def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:
+    """Cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021), in fp32."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    if config.rope_factor > 1:
+        # Llama 3.1: wavelengths beyond the original window are stretched, those well inside it kept, with a ramp between.
+        turns = config.rope_original_seq * frequency / (2 * math.pi)
+        keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_factor)
+    angle = positions_BS[..., None, None].astype(jnp.float32) * frequency
+    # Else they are computed again in every layer.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+
+def rotate(x_BSHD: jax.Array, rope: Rope) -> jax.Array:
+    """Turn the pairs (i, i + head_dim / 2) of each head by the angles of its position."""
+    cos, sin = rope
+    low, high = jnp.split(x_BSHD, 2, axis=-1)
+    return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).astype(x_BSHD.dtype)

@@ -1,0 +1,161 @@
+"""The Llama family (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783) in NNX.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU; layers stacked and scanned. Everything about parallelism is in
+the logical dims: of the parameters (``axes``) and of the activations (``hint``). The residual stream between blocks has the
+dim ``residual_seq``, inside attention and MLP it is ``seq``: a table that sends ``residual_seq`` to ``model`` too is
+Megatron's sequence parallelism (arXiv:2205.05198).
+
+Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar import hint
+from jaxpar.models.embedding import lookup
+from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
+from jaxpar.models.llama.interleaved import HALVES, block_in_copies, laid_for_halves
+from jaxpar.models.llama.layers import Block, RMSNorm, Rope, _kernel, layer_shapes, rope_table
+from jaxpar.nnx import stacked
+from jaxpar.parallel.attention.context import Laid
+from jaxpar.parallel.offload.host_weights import cut
+from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.overlap.interleave import cut as cut_rows
+from jaxpar.parallel.overlap.interleave import join as join_rows
+from jaxpar.parallel.zero.gather import gather_weight
+from jaxpar.training.remat import SAVED_EMBED, Recompute
+
+
+class Llama(nnx.Module):
+    """A Llama: tokens [batch, seq] int → logits [batch, seq, vocab] in ``config.dtype``.
+
+    >>> import jaxpar as jp
+    >>> from flax import nnx
+    >>> rules = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None, norm=None, heads=None, kv_heads=None,
+    ...                  head_dim=None, mlp=None, vocab=None, layers=None)
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), rules):
+    ...     Llama(preset("tiny", layers=1), rngs=nnx.Rngs(0))(jnp.zeros((8, 16), int)).shape
+    (8, 16, 256)
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked("layers"))
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs)
+
+        self.blocks = blocks(rngs)
+        self.norm = RMSNorm(config)
+        if not config.tie_embeddings:
+            shape = (config.embed, config.vocab)
+            self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
+
+    def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+        return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
+
+    def laid(self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None) -> tuple[Laid, Any, tuple[jax.Array, ...]]:
+        """Tokens and targets as :meth:`hidden` takes them fastest, their positions, and the order that they lie in.
+
+        ``order_BS`` is one that comes with the batch; see :meth:`jaxpar.parallel.attention.context.Context.laid`.
+        """
+        if halved(self.config):
+            return laid_for_halves(*arrays_BS)
+        q, k = layer_shapes(self.config, arrays_BS[0].shape)
+        return self.config.context.laid(q, k, *arrays_BS, order_BS=order_BS)
+
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array | None = None,
+        order: Laid = None,
+        documents_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        """What the last layer gives, normed: [batch, seq, embed] in ``config.dtype``; tokens see those of their own document."""
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        tokens_BS = hint(tokens_BS, "batch", "seq")
+        if positions_BS is None:
+            positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
+        if halved(config) and order != HALVES:
+            return self._in_halves(tokens_BS, positions_BS, documents_BS)
+        rope = rope_table(positions_BS, config)
+        x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
+
+        blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
+        x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
+        for first, last, again in recompute.segments(config.layers):
+            layers = _stacked(recompute if again else Recompute("none"), config, rope, order, documents_BS)
+            x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
+        x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
+        return hint(self.norm(x_BSE), "batch", "seq", "embed")
+
+    def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
+        """:meth:`hidden` of tokens as they come, for copies that want them in an order of their own."""
+        given = (tokens_BS, positions_BS) if documents_BS is None else (tokens_BS, positions_BS, documents_BS)
+        order, at, (tokens_BS, positions_BS, *packed) = laid_for_halves(*given)
+        h_BSE = self.hidden(tokens_BS, positions_BS, order, *packed)
+        return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
+
+    def unembedding(self) -> jax.Array:
+        """The head [embed, vocab] in the compute dtype: its product with :meth:`hidden` is the logits."""
+        head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+        return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
+
+
+def _stacked(
+    recompute: Recompute, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
+) -> Callable[[Block, jax.Array], jax.Array]:
+    """A stack of layers, one after the other."""
+    kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
+    laid = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
+
+    @remat(recompute, config.regather)
+    def layer(block: Block, x_BSE: Any) -> Any:
+        x_BSE = laid(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
+        if config.copies > 1:
+            how = config.copies, config.copies_dim, config.context
+            return block_in_copies(*how, rope, order, documents_BS)(block, x_BSE)
+        return block(x_BSE, rope, order, documents_BS)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
+    def layers(block: Block, x_BSE: Any) -> Any:
+        # Before the layer too: it is what the layer is given that is kept.
+        return laid(layer(block, laid(x_BSE, *kept)), *kept) if recompute.slice_activation else layer(block, x_BSE)
+
+    return layers
+
+
+def remat(
+    recompute: Recompute, regather: bool | int, but: Callable[[Any], Any] = lambda policy: policy
+) -> Callable[[Any], Any]:
+    """Recomputation of a layer by a policy, or by what ``but`` makes of it."""
+    if jax.config.jax_disable_jit:
+        return lambda f: f  # checkpointing would trace, where somebody wants to see values
+    policy = but(recompute.rule(NAMES, regather=regather is True))
+    # prevent_cse guards against a merge with the forward pass that a scan already rules out.
+    return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
+
+
+def _part(module: nnx.Module, first: int, last: int) -> nnx.Module:
+    """Some of a stack of layers."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: cut(x, first, last), state))
+
+
+def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:
+    """The module with its matrices in ``dtype``: cast before the scan, their gradients are stacked in it too."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 and not on_host(x) else x, state))
+
+
+def make_llama(config: LlamaConfig) -> Callable[[jax.Array], Llama]:
+    """``make_model`` for :func:`jaxpar.init`."""
+    return lambda key: Llama(config, rngs=nnx.Rngs(key))

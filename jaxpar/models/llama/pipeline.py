@@ -1,0 +1,115 @@
+"""The Llama's next-token loss in pieces, for pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar import Staged, hint
+from jaxpar.errors import ConfigError
+from jaxpar.models.embedding import lookup
+from jaxpar.models.llama.config import LlamaConfig, halved
+from jaxpar.models.llama.interleaved import block_in_copies, laid_for_halves
+from jaxpar.models.llama.layers import Block, Rope, layer_shapes, rope_table
+from jaxpar.models.llama.model import Llama, remat
+from jaxpar.models.llama.sequence_chunks import Carry, carried_block, empty_carry
+from jaxpar.models.losses import linear_cross_entropy
+from jaxpar.parallel.attention.context import split_ways
+from jaxpar.parallel.attention.split.token_order import permutation
+from jaxpar.training.remat import Recompute
+
+type Batch = dict[str, jax.Array]
+
+
+def staged_next_token_loss(config: LlamaConfig) -> Staged:
+    """:func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.Staged`: batches of ``tokens`` and ``targets`` [batch, seq] int.
+
+    Every layer recomputes by ``config.remat``.
+
+    Raises:
+      ConfigError: ``config`` asks for what differs from layer to layer, or for weights to be kept, which a pipeline gathers once anyway.
+    """
+    dtype, recompute = jnp.dtype(config.dtype), Recompute.of(config.remat)
+    _check(config, recompute)
+
+    def before(model: Llama, batch: Batch) -> jax.Array:
+        return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
+
+    def side(model: Llama, batch: Batch) -> tuple[Rope, jax.Array | None]:
+        return rope_table(batch["positions"], config), batch.get("segment_ids")
+
+    def layer(block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
+        rope, documents_BS = side
+        # A pipeline has split the sequence; alone, the layers find it whole.
+        ways, in_halves = split_ways(), halved(config)
+        order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), ways)
+        one = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
+        if config.copies > 1:
+            how = config.copies, config.copies_dim, config.context
+            one = block_in_copies(*how, rope, order, documents_BS)
+        run = remat(recompute, config.regather)(one)
+        y_BSE: jax.Array = run(block, x_BSE)
+        return y_BSE
+
+    def carried_layer(
+        block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None], carry: Carry, chunk: jax.Array
+    ) -> tuple[jax.Array, Carry]:
+        if config.copies > 1:
+            raise ConfigError(
+                f"interleave_copies is {config.copies}, but the schedule cuts sequences into chunks, each of which carries keys and values of all rows to the "
+                f"next. Remedy: sequence_chunks: 1, or interleave_copies: 1."
+            )
+        return carried_block(config, recompute)(block, x_BSE, *side, carry, chunk)
+
+    def after(model: Llama, x_BSE: jax.Array, batch: Batch) -> jax.Array:
+        h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
+        return linear_cross_entropy(h_BSE, model.unembedding(), batch["targets"])
+
+    return Staged(
+        layers="blocks",
+        before=before,
+        layer=layer,
+        after=after,
+        prepare=lambda model, batch: _prepared(config, batch),
+        side=side,
+        dims=("batch", "residual_seq", "embed"),
+        carried_layer=carried_layer,
+        carry=lambda model, batch: empty_carry(config, batch),
+    )
+
+
+def _check(config: LlamaConfig, recompute: Recompute) -> None:
+    asked = (
+        ("remat.layers", list(recompute.layers) or None, "all layers are one program, which recomputes as one"),
+        (
+            "remat.slice_activation",
+            recompute.slice_activation or None,
+            "what goes from layer to layer lies by 'residual_seq'",
+        ),
+        (
+            "regather",
+            None if config.regather is True else config.regather,
+            "weights are gathered once a step, and kept",
+        ),
+    )
+    for key, value, why in asked:
+        if value is not None:
+            raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
+
+
+def _prepared(config: LlamaConfig, batch: Batch) -> Batch:
+    """The batch in the order in which tokens lie, with their positions."""
+    own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
+    shape = batch["tokens"].shape
+    if halved(config):
+        _, at, laid = laid_for_halves(*own.values())
+        return {**dict(zip(own, laid, strict=True)), "positions": jnp.broadcast_to(at, shape)}
+    order: Any = config.context.settled_order(*layer_shapes(config, shape))
+    at = jnp.arange(shape[1], dtype=jnp.int32)
+    if order is not None:
+        ring = config.context.settled_ring(*layer_shapes(config, shape))
+        at = jnp.asarray(permutation(order, shape[1], ring))
+        own = {name: x[:, at] for name, x in own.items()}
+    return {**own, "positions": jnp.broadcast_to(at[None], shape)}

@@ -1,0 +1,68 @@
+"""The Llama's layers for a sequence in chunks: keys and values of the chunks before are carried to those after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxpar import Recompute, attention
+from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.llama.layers import Block, Rope, layer_shapes
+from jaxpar.models.llama.model import remat
+
+type Carry = dict[str, Any]
+"""``keys`` and ``values`` [batch, seq, kv_heads, head_dim] of a layer, and ``documents`` [batch, seq] where a batch has some."""
+type Layer = Callable[[Block, jax.Array, Rope, jax.Array | None, Carry, jax.Array], tuple[jax.Array, Carry]]
+
+
+def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> Carry:
+    """The shapes of a layer's carry for all of a batch's tokens [batch, seq]."""
+    _, kv = layer_shapes(config, batch["tokens"].shape)
+    documents = batch.get("segment_ids")
+    return {"keys": kv, "values": kv, **({} if documents is None else {"documents": documents})}
+
+
+def carried_block(config: LlamaConfig, recompute: Recompute) -> Layer:
+    """A layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
+    context = config.context
+
+    def run(
+        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: Carry, chunk: jax.Array
+    ) -> tuple[jax.Array, Carry]:
+        start = chunk * x_BSE.shape[1]
+        found: Carry = {}
+
+        def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
+            parts: dict[str, Any] = {"keys": k_BSKD, "values": v_BSKD, "documents": documents_BS}
+            for name, whole in carry.items():
+                found[name] = jax.lax.dynamic_update_slice_in_dim(whole, parts[name], start, 1)
+            segments = None if documents_BS is None else (documents_BS, found["documents"])
+            # Behind the chunk stand other microbatches' keys: causal, no query looks there.
+            how: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
+            return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **how)
+
+        y_BSE = block(x_BSE, rope, None, documents_BS, attend)
+        return y_BSE, found
+
+    def layer(
+        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: Carry, chunk: jax.Array
+    ) -> tuple[jax.Array, Carry]:
+        again = remat(recompute, config.regather, _but_carried)
+        result: tuple[jax.Array, Carry] = again(
+            lambda block, x_BSE, carry: run(block, x_BSE, rope, documents_BS, carry, chunk)
+        )(block, x_BSE, carry)
+        return result
+
+    return layer
+
+
+def _but_carried(policy: Any) -> Any:
+    """A checkpoint policy that keeps no copy of what is carried: it lies with the stage, once for all chunks."""
+
+    def keeps(primitive: Any, *args: Any, **parameters: Any) -> Any:
+        carried = primitive.name in ("dynamic_update_slice", "sharding_constraint")
+        return False if carried else policy(primitive, *args, **parameters)
+
+    return None if policy is None else keeps

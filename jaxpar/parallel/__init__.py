@@ -1,0 +1,1 @@
+"""The mechanisms, one folder for each form of parallelism. None of them knows a TrainState."""

@@ -1,0 +1,353 @@
+"""``attention``: on global arrays, by the best means that the accelerator and the layout allow."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute, ordered, roles, with_sinks
+from jaxpar.parallel.attention.cost_model import Asked, Spread
+from jaxpar.parallel.attention.dropout import counted, manual_of
+from jaxpar.parallel.attention.kernels.dense import dense
+from jaxpar.parallel.attention.kernels.gpu_flash import mha
+from jaxpar.parallel.attention.kernels.select import Found, Kernel, find
+from jaxpar.parallel.attention.mask import Mask
+from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
+from jaxpar.parallel.attention.padded_tokens import Arrays, result_without_padding, without_padding
+from jaxpar.parallel.attention.select import Choice, choice, observed
+from jaxpar.parallel.attention.split import ulysses as exchange
+from jaxpar.parallel.attention.split.partition import Engine, Way
+from jaxpar.parallel.attention.split.token_order import check_given, permutation
+from jaxpar.parallel.attention.tiled.padding import SAVED
+from jaxpar.parallel.attention.tiled.tile import Beside, Extras, Rules, Segments
+from jaxpar.sharding.hardware.links import links_of
+from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.layout import call_site, current_layout, hint, lay_out
+from jaxpar.sharding.resolve import resolve
+from jaxpar.sharding.rules import Axes
+
+Q_DIMS = ("batch", "seq", "heads", "head_dim")
+KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
+WHOLE = ("splash", "mha")
+"""Kernels that want the sequence whole."""
+
+type Dims = Sequence[str | None]
+
+
+def attention(
+    q_BSHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    *,
+    impl: Impl = "auto",
+    q_dims: Sequence[str | None] = Q_DIMS,
+    kv_dims: Sequence[str | None] = KV_DIMS,
+    heads_axis: str | Sequence[str] = "ulysses",
+    pad: bool = False,
+    **options: Unpack[Options],
+) -> jax.Array:
+    """Softmax attention under the ambient layout: causal unless ``causal=False`` is given, scaled by 1 / sqrt(head_dim) unless ``scale`` is.
+
+    Every implementation takes every mask and every option, any number of key heads that divides the queries', and gives the same
+    result: docs/attention.md has the table. Padding never influences anything; a row without keys is 0, and so are its gradients.
+
+    Args:
+      q_BSHD: queries [batch, seq, heads, head_dim].
+      k_BTKD, v_BTKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
+      impl: ``dense`` builds the scores [seq, seq]. ``flash`` does not, where the layout leaves seq whole: the accelerator's kernel for a
+        causal mask and nothing beside, tiles in plain jax for all else. Where seq is split: ``gather`` collects keys and values;
+        ``ring`` passes them from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), ``ring_self_attention`` first all keys
+        and then all values, with whole rows of scores (Li et al. 2021, arXiv:2105.13120); ``ulysses`` exchanges sequence for heads
+        (Jacobs et al. 2023, arXiv:2309.14509); ``hybrid`` does so over ``heads_axis`` and passes over the other axes. Where queries are
+        whole and keys split (decoding), ``merge`` joins what each device finds in its keys. ``auto`` takes what takes the least time on the
+        mesh's devices, or sends the fewest bytes where nothing is known of them; :func:`jaxpar.explain` says what and why.
+      q_dims, kv_dims: logical dims of queries and of keys and values.
+      heads_axis: for ``hybrid`` and ``auto``: the mesh axes that exchange sequence for heads.
+      pad: fill up a sequence that does not divide with tokens that nothing sees, and cut the result back.
+      options: see :class:`jaxpar.parallel.attention.options.Options`.
+
+    Returns:
+      [batch, seq, heads, head_dim], laid out as the queries.
+
+    Raises:
+      LayoutError: sizes, dims or heads do not fit the layout or each other, or a position or a segment id is beyond int32.
+      ConfigError: an option that is none, or out of its range.
+    """
+    check_impl(impl)
+    keep = read_keep(impl, options)
+    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
+    swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
+    rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
+    given = beside.segments is not None
+    if pad:
+        arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
+        if beside.order is not None:
+            options["order"] = beside.order
+    q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
+    spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
+    beside, first_head = _numbered(q, beside, q_dims)
+    # What ``pad`` has added alone is 0 already.
+    segments = _as_tokens_lie(beside.segments, spread) if given else None
+    q, k, v = without_padding((q, k, v), segments)
+    kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
+    asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
+    asks = replace(
+        asks, travel=options.get("travel"), offset=offset if beside.offset is None else k.shape[1] - q.shape[1]
+    )
+    asks = replace(asks, hops=beside.prefix is None and beside.offset is None and beside.order is None)
+    layout = current_layout()
+    links = links_of(layout.mesh) if impl == "auto" else None
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, asks=asks, links=links)
+    if impl == "auto":
+        observed(call_site, q, k, picked)
+    if picked.impl == "dense":
+        plain = functools.partial(
+            _dense,
+            rules=rules,
+            offset=offset,
+            options=options,
+            spread=spread,
+            heads_axis=swapped,
+            first_head=first_head,
+        )
+        o = checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)
+        return result_without_padding(o, segments)[:, :rows]
+    if spread.q[2] != spread.kv[2]:
+        # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
+        dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
+        k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
+        spread = Spread(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
+    ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
+    check_order(picked.impl, options, ring, heads)
+    how = KEYS[picked.impl] if ring else "here"
+    way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "merge")
+    check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
+    o = hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)
+    return result_without_padding(o, segments)[:, :rows]
+
+
+def shares(
+    impl: Impl,
+    q: Any,
+    k: Any,
+    *,
+    dims: tuple[Dims, Dims] = (Q_DIMS, KV_DIMS),
+    heads_axis: tuple[str, ...] = ("ulysses",),
+    asks: Asked | None = None,
+) -> tuple[int, int]:
+    """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
+    spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
+    links = links_of(layout.mesh) if impl == "auto" else None
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, asks=asks, links=links)
+    ring, heads = roles(picked.impl, spread.kv[1], heads_axis)
+    return _share(ring), _share(heads)
+
+
+def _numbered(q: jax.Array, beside: Beside, dims: Dims) -> tuple[Beside, Any]:
+    """Where dropout is asked for: with the places of all sequences here in the whole batch; and the number of the first head."""
+    if beside.key is None:
+        return beside, 0
+    remedy = "rules that name them for 'batch' and 'heads'; or jp.attention_local(batch_axis=..., q_heads_axis=...), which is for a shard_map of one's own."
+    rows, heads = manual_of(dims[0]), manual_of(dims[2])
+    sequences, head = counted(q, rows, heads, (), per_sequence=beside.key.ndim == 2, remedy=remedy)
+    return beside._replace(sequences=sequences), head
+
+
+def _sharded(
+    picked: Choice, way: Way, options: Options, spread: Spread, arrays: Arrays, beside: Beside, first_head: Any
+) -> jax.Array:
+    """On each device's shards: kernels and rings are opaque to the partitioner."""
+    layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
+    q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
+    rows, apart = spread.q[0], (*spread.q[2], *way.heads)
+    per = lambda x, size, axes: axes or None if x is not None and size > 1 else None
+    some = lambda x, *spec: None if x is None else PartitionSpec(*spec)
+    along = lambda axes: PartitionSpec(rows or None, axes or None)
+    bias = beside.bias
+    specs = Beside(
+        segments=None if beside.segments is None else (along(spread.q[1]), along(spread.kv[1])),
+        prefix=some(beside.prefix, rows or None if beside.prefix is not None and len(beside.prefix) == batch else None),
+        slopes=some(beside.slopes, apart or None),
+        bias=bias
+        if bias is None
+        else PartitionSpec(
+            per(bias, bias.shape[0], rows),
+            per(bias, bias.shape[1], apart),
+            None if way.whole else way.ring or None,
+            None,
+        ),
+        sinks=some(beside.sinks, spread.q[2] or None),
+        key=some(beside.key, *([rows or None] if beside.key is not None and beside.key.ndim == 2 else [])),
+        sequences=some(beside.sequences, rows or None),
+        offset=some(beside.offset),
+        order=some(beside.order),
+    )
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
+        if picked.kernel in WHOLE:
+            return _by_kernel(way, (q, k, v), beside.segments, picked.kernel)
+        engine: Engine = "tpu" if picked.kernel == "tiles" else "jax"
+        here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
+        return compute(here, q, k, v, beside, first_head + _index(spread.q[2]) * q.shape[2])[0]
+
+    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not free:  # an enclosing shard_map has made every axis manual: these are the shards
+        return local(q, k, v, beside)
+    # Kernels do not say over which axes their results vary.
+    in_specs = (q_spec, kv_spec, kv_spec, specs)
+    if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # there the map takes arrays as they lie
+        beside = jax.tree.map(lambda x, spec: lay_out(layout.mesh, x, spec), beside, specs)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
+
+
+def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
+    """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
+    plain = way.rules == Rules(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
+    if kernel == "splash" and way.heads and plain:
+        from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
+
+        return splash_exchanged(*arrays, way.heads)
+    repeat = exchange.repeats(arrays[1].shape[2], exchange.ways_of(way.heads))
+    q, k, v = (exchange.apart(x, way.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
+    whole = None if segments is None else tuple(exchange.all_tokens(x, way.heads) for x in segments)
+    if kernel == "mha":
+        o = mha(q, k, v, way.rules, None if whole is None else whole[0])
+    else:
+        from jaxpar.parallel.attention.kernels.tpu_splash import splash
+
+        o = splash(q, k, v, way.rules, whole)
+    return exchange.together(o, way.heads)
+
+
+def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
+    """Segments [batch, seq] laid out as queries and keys are: under Explicit axes a choice between arrays requires one layout."""
+    mesh, context = current_layout().mesh, jax.sharding.get_abstract_mesh()
+    if segments is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return segments
+    specs = (PartitionSpec(*(axes or None for axes in split[:2])) for split in (spread.q, spread.kv))
+    where: Any = context if context.manual_axes else mesh
+    a, b = (lay_out(where, x, spec) for x, spec in zip(segments, specs, strict=True))
+    return a, b
+
+
+def _laid_out(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
+    """``plain`` as the compiler lays it out, under Explicit axes too: there scores have no layout that follows from queries and keys."""
+    mesh = current_layout().mesh
+    free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
+        return plain
+    out = PartitionSpec(*(axes or None for axes in spread.q))
+    laid_out: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=out)
+    return laid_out
+
+
+def _dense(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beside: Beside,
+    *,
+    rules: Rules,
+    offset: int,
+    options: Options,
+    spread: Spread,
+    heads_axis: tuple[str, ...],
+    first_head: Any,
+) -> jax.Array:
+    plain = rules == Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
+    alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
+    # jax's own has fp32 sums for fp64 too, and of fp16 asks for a product that neither CPUs nor TPUs have.
+    if plain and alike and q.dtype.itemsize <= 4 and q.dtype != jnp.float16:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
+    order: Any = "contiguous" if options.get("order") is None else options["order"]
+    at = [_at(order, x.shape[1], ways, what) for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))]
+    numbers = (beside.sequences, first_head) if rules.dropout else None
+    group = (k.shape[2], q.shape[2] // k.shape[2])
+    bias, slopes = beside.bias, beside.slopes
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
+    slopes = None if slopes is None else slopes.reshape(group)
+    extras = Extras(bias, slopes, beside.prefix, beside.key, numbers)
+    start = offset if beside.offset is None else beside.offset
+    o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), beside.segments, extras)
+    if beside.sinks is not None:
+        o = with_sinks(o, lse, beside.sinks)
+    return o
+
+
+def _at(order: Any, length: int, ways: int, what: str) -> jax.Array:
+    """Positions of all tokens, as they lie."""
+    if isinstance(order, str):
+        return jnp.asarray(permutation(order, length, ways))  # type: ignore[arg-type]
+    check_given(order, length, what)
+    return jnp.asarray(order, jnp.int32)
+
+
+def _asks(beside: Beside, offset: int, options: Options) -> bool:
+    """Whether anything is asked for beside rules and keys that begin with the queries."""
+    return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
+
+
+def _kernel(
+    arrays: Arrays, asked: tuple[Rules, Beside, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
+) -> Found:
+    """What computes ``impl`` here."""
+    ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
+    ways, platform = _share(ring), platform_of(current_layout().mesh)
+    if ring and KEYS[impl] == "rows":
+        return Found("", "whole rows of scores are no tiles")
+    own, of_keys = ways, 1 if KEYS[impl] == "gather" else ways
+    shapes = [
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
+        for x, n in zip(arrays, (own, of_keys, of_keys), strict=True)
+    ]
+    return find(platform, shapes, *asked, split=ways > 1)
+
+
+def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:
+    """Sequences filled up to what the layout's split of them wants, with tokens that are padding."""
+    missing = []
+    for x, names in zip(arrays[:2], dims, strict=True):
+        # Any split divides so long a sequence: its axes are those that the rules want.
+        long = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1] * current_layout().mesh.size, *x.shape[2:]), x.dtype)
+        missing.append(-x.shape[1] % (2 * _share(_axes(long, names)[1])))
+    if not any(missing):
+        return arrays, beside
+    order = beside.order
+    if order is not None:  # what is filled up stands behind all others, where nothing sees it
+        check_given(order, arrays[1].shape[1], "the keys' sequence")
+        order = jnp.concatenate([order, len(order) + jnp.arange(missing[1], dtype=order.dtype)])
+    given = beside.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
+    rows, columns = (
+        jnp.pad(x, ((0, 0), (0, more)), constant_values=-1) for x, more in zip(given, missing, strict=True)
+    )
+    fill = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+    q, k, v = (fill(x, more) for x, more in zip(arrays, (missing[0], missing[1], missing[1]), strict=True))
+    bias = beside.bias
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
+    return (q, k, v), beside._replace(segments=(rows, columns), bias=bias, order=order)
+
+
+def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
+    """The mesh axes of each dim of ``x``, without those that an enclosing ``shard_map`` has made manual."""
+    layout, manual = current_layout(), jax.sharding.get_abstract_mesh().manual_axes
+    sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
+    return resolve(layout.rules, sizes, tuple(dims), x.shape, itemsize=x.dtype.itemsize).axes
+
+
+def _share(axes: Sequence[str]) -> int:
+    return math.prod(current_layout().sizes[axis] for axis in axes)
+
+
+def _index(axes: Sequence[str]) -> Any:
+    return jax.lax.axis_index(tuple(axes)) if axes else 0

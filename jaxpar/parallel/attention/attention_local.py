@@ -1,0 +1,290 @@
+"""``attention_local``: attention inside of a ``shard_map``, and what it shares with the form for global arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import ConfigError, LayoutError, listing
+from jaxpar.parallel.attention.dropout import HEADS, ROWS, counted, manual_axes, manual_of, splitting
+from jaxpar.parallel.attention.kernels.select import find
+from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_travel
+from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
+from jaxpar.parallel.attention.split import ulysses as exchange
+from jaxpar.parallel.attention.split.partition import Engine, Keys, Way, side, turns_of
+from jaxpar.parallel.attention.split.token_order import check, check_given
+from jaxpar.parallel.attention.split.vjp import attend
+from jaxpar.parallel.attention.tiled.tile import Beside, Extras, varies_over
+from jaxpar.sharding.hardware.topology import platform_of
+
+KEYS: dict[str, Keys] = {
+    "flash": "here",
+    "gather": "gather",
+    "ring": "ring",
+    "ring_self_attention": "rows",
+    "ulysses": "here",
+    "hybrid": "ring",
+    "merge": "here",
+}
+"""Implementation → how the keys of other devices come."""
+
+
+def attention_local(
+    q_BSHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    *,
+    impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "merge"] = "ring",
+    axis: str | Sequence[str] = "context",
+    heads_axis: str | Sequence[str] = "ulysses",
+    batch_axis: str | Sequence[str] | None = None,
+    q_heads_axis: str | Sequence[str] | None = None,
+    **options: Unpack[Options],
+) -> jax.Array:
+    """Attention of one device's queries to the keys of all devices along ``axis``, inside of a ``shard_map`` of the caller's.
+
+    Causal unless ``causal=False`` is given. Padding never influences anything; a row without keys is 0, and so are its gradients.
+
+    Args:
+      q_BSHD: [batch, tokens, heads, head_dim] of this device; with ``merge`` all queries, the same on every device.
+      k_BTKD, v_BTKD: [batch, tokens, kv_heads, head_dim] of this device.
+      impl: see :func:`jaxpar.attention`.
+      axis: the mesh axes that the sequence is split over, major to minor.
+      heads_axis: for ``hybrid``, which of them, the minor ones, exchange sequence for heads.
+      batch_axis, q_heads_axis: the manual axes that split the batch, and the query heads, major to minor: with ``dropout``, sequences and heads are
+        counted over them, so that devices drop the weights that one device would. Not given, they are those of the ambient rules of ``batch`` and
+        ``heads``, and without rules ``replica``, ``data`` and ``expert``, and ``model``.
+      options: see :class:`jaxpar.parallel.attention.options.Options`. ``q_offset`` counts from the first token of all; a bias has the rows of the tokens that
+        this device computes (with an exchange of heads, of all that take part) and the columns of all keys.
+
+    Returns:
+      As the queries.
+
+    Raises:
+      LayoutError: heads or tokens do not divide, or an axis is not there or not manual here.
+      ConfigError: an option that is none; with ``dropout``, a manual axis of which nothing says what it splits, or other sequences than the rows of the
+        batch that are here.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> x = jnp.ones((1, 16, 2, 4))
+    >>> with jax.set_mesh(jp.MeshSpec(context=-1).build()):
+    ...     ring = lambda x: jp.attention_local(x, x, x, impl="ring", order="zigzag")
+    ...     y = jax.jit(jax.shard_map(ring, in_specs=P(None, "context"), out_specs=P(None, "context")))(x)
+    >>> bool(jnp.allclose(y, x))
+    True
+    """
+    check_impl(impl)
+    if impl not in KEYS:
+        raise ConfigError(
+            f"attention_local: impl is {impl!r}, which is for global arrays. Remedy: one of {', '.join(KEYS)}, or jp.attention."
+        )
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    _check_axes(axes)
+    swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
+    ring, heads = roles(impl, axes, swapped)
+    check_order(impl, options, ring, heads)
+    keep = read_keep(impl, options)
+    apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
+    tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
+    whole = impl == "merge"
+    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if whole else around))
+    q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), beside.segments)
+    way = Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=whole)
+    if way.keys != "rows" and not way.whole:
+        lengths = (
+            q_BSHD.shape[1] * apart,
+            *(x.shape[1] * apart * (around if way.keys == "gather" else 1) for x in (k_BTKD, v_BTKD)),
+        )
+        way = replace(way, engine=_engine(way, (q_BSHD, k_BTKD, v_BTKD), lengths, beside, around > 1))
+    way = ordered(way, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
+    check_heads(q_BSHD.shape[2], apart, heads)
+    share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
+    beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
+    first_head: Any = 0
+    if rules.dropout:
+        beside, first_head = _numbered(q_BSHD, beside, axes, batch_axis, q_heads_axis)
+    o, _ = compute(way, q_BSHD, k_BTKD, v_BTKD, beside, first_head)
+    return result_without_padding(o, beside.segments)
+
+
+def _numbered(
+    q: jax.Array, beside: Beside, seq: tuple[str, ...], batch_axis: str | Sequence[str] | None, q_heads_axis: Any
+) -> tuple[Beside, Any]:
+    """With the places of the sequences here in the whole batch; and the number of the first head."""
+    given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
+    usual = (manual_of("batch", ROWS), manual_of("heads", HEADS))
+    rows, heads = (
+        tuple(axis for axis in splitting(found, q) if axis not in seq) if named is None else named
+        for named, found in zip(given, usual, strict=True)
+    )
+    _check_axes((*rows, *heads))
+    remedy = "batch_axis=... and q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
+    # Where devices along an axis are known to have the same queries, they are to drop the same weights.
+    same = [axis for axis in manual_axes() if not splitting((axis,), q)]
+    sequences, head = counted(
+        q,
+        rows,
+        heads,
+        (*seq, *same),
+        per_sequence=beside.key.ndim == 2,
+        remedy=None if None not in given else remedy,
+    )
+    return beside._replace(sequences=sequences), head
+
+
+def _engine(way: Way, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: Beside, split: bool) -> Engine:
+    """What computes tiles of queries and keys of these lengths."""
+    shapes = [
+        jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
+    ]
+    platform = platform_of(jax.sharding.get_abstract_mesh())
+    found = find(platform, shapes, way.rules, beside, way.offset, split=split)
+    # Tiles do also what another kernel does, and are at home in anybody's shard_map.
+    return "tpu" if found.kernel in ("splash", "tiles") else "jax"
+
+
+def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the axes that the sequence is split over: the ring's, and those that exchange heads.
+
+    Raises:
+      LayoutError: ``hybrid`` finds none for the heads, or they are not the minor ones.
+    """
+    if impl in ("flash", "dense"):
+        return (), ()
+    if impl == "ulysses":
+        return (), axes
+    if impl != "hybrid":
+        return axes, ()
+    heads = tuple(axis for axis in axes if axis in heads_axis)
+    ring = axes[: len(axes) - len(heads)]
+    if not heads or not ring or axes != (*ring, *heads):
+        raise LayoutError(
+            f"attention(impl='hybrid'): the sequence is split over {listing(axes)}, but a ring's axes and then {listing(heads_axis)} to exchange "
+            f"heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or impl='ring' or 'ulysses'."
+        )
+    return ring, heads
+
+
+def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
+    """``way`` with the order that its tokens lie in, or are brought into.
+
+    Args:
+      lengths: tokens of queries and of keys that one device has.
+    """
+    # A CPU's caches hold smaller tiles.
+    usual = way.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else way.block
+    way = replace(way, travel=read_travel(options.get("travel")), block=options.get("block") or usual)
+    asked, swapped = options.get("order"), exchange.ways_of(way.heads)
+    lengths = lengths[0] * swapped, lengths[1] * swapped
+    causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None
+    tokens = ("the keys' sequence", lengths[1] * way.ways), ("the queries' sequence", lengths[0] * way.ways)
+    checked = tokens[: 1 if way.whole else 2][::-1]
+    if asked is not None and not isinstance(asked, str):
+        for what, length in checked:
+            check_given(asked, length, what)
+        # In arrays stand prefixes and offsets: what they let a query see is not known here.
+        known = isinstance(asked, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
+        if not known or way.ways == 1 or way.whole:
+            return way
+        return replace(way, turns=turns_of(way.rules.mask, asked, way.ways, side(lengths[1], way.block), way.offset))
+    relay = asked is None and not way.whole and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
+    order: Any = "zigzag" if relay else asked or "contiguous"
+    for what, length in checked:
+        check(order, length, way.ways, what)
+    return replace(way, order=order, relay=relay)
+
+
+def check_heads(heads: int, ways: int, axes: Sequence[str]) -> None:
+    if heads % ways:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise LayoutError(
+            f"attention: {heads} query heads cannot be exchanged among {ways} devices over {listing(axes)}. Remedy: as many devices as divide "
+            f"them ({', '.join(map(str, fitting))}), or impl='ring', which takes any."
+        )
+
+
+def compute(
+    way: Way, q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, first_head: Any = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Result and logarithm of the sums of weights of one device's shards.
+
+    Args:
+      beside: slopes and bias of the heads that this device computes, after heads are exchanged.
+      first_head: the number of the first query head here, before heads are exchanged.
+    """
+    ways = exchange.ways_of(way.heads)
+    kv_heads = k.shape[2] * exchange.repeats(k.shape[2], ways) // ways
+    shape = (kv_heads, q.shape[2] // ways // kv_heads)
+    bias, slopes = beside.bias, beside.slopes
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
+    slopes = None if slopes is None else slopes.reshape(shape)
+    numbers = (beside.sequences, first_head) if way.rules.dropout else None
+    extras = Extras(bias, slopes, beside.prefix, beside.key, numbers, beside.offset, beside.order)
+    q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
+    dtype = q.dtype
+    o, lse = attend(way, q, k, v, segments, extras)
+    if way.whole:
+        o, lse = merged(o, lse, way.ring)
+        o = o.astype(dtype)
+    if beside.sinks is not None:
+        o, lse = with_sinks(o, lse, beside.sinks), jnp.logaddexp(lse, beside.sinks.astype(lse.dtype))
+    return o, lse
+
+
+def with_sinks(o_BSHD: jax.Array, lse_BSH: jax.Array, sinks_H: jax.Array) -> jax.Array:
+    """The result with a logit of each head in its softmax. A row without keys stays 0, also beside a sink of -inf: its -inf is not looked at."""
+    lse = jnp.where(jnp.isneginf(lse_BSH), 0, lse_BSH)
+    return (o_BSHD * jax.nn.sigmoid(lse - sinks_H.astype(lse.dtype))[..., None]).astype(o_BSHD.dtype)
+
+
+def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
+    """Results, and logarithms of the sums of weights, of the same queries and all devices' keys; jax differentiates it."""
+    greatest = jax.lax.pmax(jax.lax.stop_gradient(lse), tuple(axes))
+    greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)  # no device's keys are seen
+    weight = jnp.exp(lse - greatest)
+    total = jax.lax.psum(weight, tuple(axes))
+    seen = total > 0
+    some = jnp.where(seen, total, 1)
+    o = jax.lax.psum(o * weight[..., None], tuple(axes)) / some[..., None]
+    return o, jnp.where(seen, greatest + jnp.log(some), -jnp.inf)
+
+
+def _alike(way: Way, tree: Any) -> Any:
+    """All arrays differing over the axes that one of them, or the work, differs over: a shard_map may keep count of it."""
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    axes = {axis for x in leaves for axis in varies_over(x)}
+    if not axes:
+        return tree
+    axes |= {*way.ring, *way.heads}
+
+    def vary(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        missing = tuple(sorted(axes - varies_over(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def _own_heads(x: jax.Array, axes: Sequence[str], dim: int) -> jax.Array:
+    """The part of all heads that this device computes, once they are exchanged."""
+    each = x.shape[dim] // exchange.ways_of(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * each, each, dim)
+
+
+def _check_axes(axes: Sequence[str]) -> None:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    missing = [axis for axis in axes if axis not in manual]
+    if missing:
+        there = listing(manual) if manual else "none"
+        raise LayoutError(
+            f"attention_local: {listing(missing)} is no manual axis here; manual are: {there}. Remedy: call it inside of jax.shard_map over "
+            f"{listing(axes)}, or jp.attention outside of one."
+        )

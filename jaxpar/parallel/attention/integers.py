@@ -1,0 +1,126 @@
+"""Integers that a caller gives, as the int32 that positions and segments are compared in: exact, or an error; none wraps around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import LayoutError
+
+LEAST, GREATEST = -(2**31), 2**31 - 1
+"""Of int32. ``LEAST`` is :data:`jaxpar.parallel.attention.tiled.tile.PAD`."""
+
+
+def exact_ids(name: str, ids: Any) -> jax.Array:
+    """Segment ids as int32, or as int64 where they are traced and wider.
+
+    Args:
+      name: what to call them in an error.
+      ids: integers [batch, seq], numpy's or jax's.
+
+    Raises:
+      LayoutError: an id is not an int32 number, or ids are traced in a dtype whose numbers no signed integer here holds.
+    """
+    if not _may_exceed(ids.dtype):
+        return jnp.asarray(ids, jnp.int32)
+    if _known(ids):
+        values = np.asarray(ids)
+        outside = np.argwhere((values < LEAST) | (values > GREATEST))
+        if len(outside):
+            row, token = outside[0]
+            raise LayoutError(
+                f"attention: {name}: token {token} of sequence {row} has the id {values[row, token]}, which is beyond int32. Remedy: number the "
+                f"documents of each sequence from 0, with -1 for padding."
+            )
+        return jnp.asarray(values.astype(np.int32))
+    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 or ids.dtype == np.uint64:
+        raise LayoutError(
+            f"attention: {name}: they are traced {ids.dtype.name}, which may be beyond int32. Remedy: number the documents of each sequence "
+            f"from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
+        )
+    return jnp.asarray(ids, jnp.int64)
+
+
+def exact_offset(offset: Any, queries: int) -> Any:
+    """The first query's position: a plain integer or ``None`` as such, an array as int32.
+
+    Args:
+      queries: how many there are; all of their positions must be int32, and none the least int32.
+
+    Raises:
+      LayoutError: a position is beyond that, or ``offset`` is not an integer.
+    """
+    if offset is None:
+        return None
+    offset = int(offset) if isinstance(offset, np.integer) else offset
+    whole = isinstance(offset, int) or (jnp.ndim(offset) == 0 and jnp.issubdtype(jnp.result_type(offset), jnp.integer))
+    if not whole:
+        given = kind_of(offset) if hasattr(offset, "dtype") else repr(offset)
+        raise LayoutError(f"attention: q_offset is {given}, but one integer is required.")
+    if isinstance(offset, int) or _known(offset):
+        number = int(offset)
+        if not LEAST < number <= GREATEST - queries + 1:
+            raise LayoutError(
+                f"attention: q_offset is {number}, so that {queries} queries stand at {number} to {number + queries - 1}, but positions "
+                f"are int32 above its least number. Remedy: a q_offset from {LEAST + 1} to {GREATEST - queries + 1}."
+            )
+    if isinstance(offset, int):
+        return offset
+    return (
+        clipped(offset, LEAST + 1, GREATEST - queries + 1)
+        if _may_exceed(offset.dtype)
+        else jnp.asarray(offset, jnp.int32)
+    )
+
+
+def exact_positions(name: str, positions: Any) -> jax.Array:
+    """Positions [seq] as int32.
+
+    Raises:
+      LayoutError: they are not integers [seq], or one that is known here is not an int32 number above the least.
+    """
+    given = positions if hasattr(positions, "dtype") else np.asarray(positions)
+    if given.ndim != 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise LayoutError(
+            f"attention: {name} is {kind_of(given)}, but a name, or the position of each token, integers [seq], is wanted."
+        )
+    if _may_exceed(given.dtype) and _known(given):
+        values = np.asarray(given)
+        outside = np.flatnonzero((values <= LEAST) | (values > GREATEST))
+        if len(outside):
+            raise LayoutError(
+                f"attention: {name}: token {outside[0]} has the position {values[outside[0]]}, but positions are int32 above its least number. "
+                f"Remedy: positions from 0."
+            )
+    return clipped(given, LEAST + 1, GREATEST)
+
+
+def clipped(x: Any, least: int = LEAST, greatest: int = GREATEST) -> jax.Array:
+    """Integers as int32, those below ``least`` or above ``greatest`` as these. Exact for lengths: no position is beyond int32."""
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    if _may_exceed(x.dtype):
+        xp: Any = jnp if isinstance(x, jax.Array) else np
+        x = xp.minimum(x, greatest)
+        x = x if x.dtype.kind == "u" else xp.maximum(x, least)
+    return jnp.asarray(x.astype(np.int32))
+
+
+def kind_of(x: Any) -> str:
+    """Dtype and shape of an array, the dtype as jax takes it: ``int32[2, 3]``."""
+    dtype = x.dtype if x.dtype == object else jax.dtypes.canonicalize_dtype(x.dtype)
+    return f"{dtype}{list(x.shape)}"
+
+
+def _may_exceed(dtype: Any) -> bool:
+    """Whether a dtype has integers that int32 has not."""
+    return dtype == np.uint32 or dtype.itemsize > 4
+
+
+def _known(x: Any) -> bool:
+    """Whether the numbers of an array can be read here: it is not traced, and lies on devices of this process."""
+    if not isinstance(x, jax.Array):
+        return True
+    return not isinstance(x, jax.core.Tracer) and (x.is_fully_addressable or x.is_fully_replicated)

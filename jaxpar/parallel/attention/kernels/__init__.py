@@ -1,0 +1,1 @@
+"""Attention kernels of one device: dense, GPU flash, TPU splash."""

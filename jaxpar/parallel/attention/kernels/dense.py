@@ -1,0 +1,59 @@
+"""The plain form: all scores at once, differentiated by jax. What every other implementation is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.attention.tiled.tile import FAR, Extras, Rules, Segments, Tokens, accumulator, distances, kept
+
+
+def dense(
+    rules: Rules,
+    q_BSHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    positions: tuple[Any, Any],
+    segments: Segments,
+    extras: Extras,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of all queries to all keys, and the logarithm of the sums of weights, as :func:`jaxpar.parallel.attention.split.vjp.attend` returns them.
+
+    It builds scores [batch, heads, queries, keys].
+    """
+    batch, rows, heads, _ = q_BSHD.shape
+    kv_heads = k_BTKD.shape[2]
+    group, dtype = heads // kv_heads, accumulator(q_BSHD)
+    q = q_BSHD.reshape(batch, rows, kv_heads, group, -1)
+    s = jnp.einsum("bqkgd,blkd->bkgql", q, k_BTKD, preferred_element_type=dtype) * rules.scale
+    if rules.softcap is not None:
+        s = rules.softcap * jnp.tanh(s / rules.softcap)
+    x, y = positions[0][:, None], positions[1][None, :]
+    if extras.slopes is not None:
+        apart = distances((Tokens(positions[0]), Tokens(positions[1])))
+        s = s - extras.slopes.astype(dtype)[:, :, None, None] * apart.astype(dtype)
+    if extras.bias is not None:
+        s = s + extras.bias.astype(dtype)
+    prefix = None if extras.prefix is None else extras.prefix[:, None, None]
+    several = 1 if prefix is None else len(prefix)
+    visible = jnp.broadcast_to(rules.mask.visible(x, y, prefix), (several, rows, k_BTKD.shape[1]))
+    if segments is not None:
+        a, b = segments[0][:, :, None], segments[1][:, None, :]
+        visible = visible & (a == b) & (a >= 0)
+    visible = visible[:, None, None]
+    if extras.bias is not None or extras.slopes is not None:
+        visible = visible & ~(s <= FAR)  # as tiles.hidden
+    empty = ~jnp.any(visible, -1)
+    # A row that sees nothing is given a number to look at, and its result is taken away: no NaN on the way, nor on the way back.
+    s = jnp.where(visible, s, jnp.where(empty[..., None], 0, -jnp.inf))
+    lse = jax.nn.logsumexp(s, axis=-1)
+    p = jnp.exp(s - lse[..., None])
+    if rules.dropout:
+        p = p * kept(rules, (Tokens(positions[0]), Tokens(positions[1])), extras, p.shape).astype(dtype)
+    o = jnp.einsum("bkgql,blkd->bqkgd", p.astype(v_BTKD.dtype), v_BTKD, preferred_element_type=dtype)
+    hide = jnp.broadcast_to(empty, lse.shape)
+    lse = jnp.where(hide, -jnp.inf, lse)
+    o = jnp.where(jnp.moveaxis(hide, 3, 1)[..., None], 0, o)
+    return o.reshape(batch, rows, heads, -1).astype(q_BSHD.dtype), jnp.moveaxis(lse, 3, 1).reshape(batch, rows, heads)

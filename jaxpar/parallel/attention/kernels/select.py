@@ -1,0 +1,76 @@
+"""Which kernel of an accelerator computes an attention, and why none does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from jaxpar.parallel.attention.mask import Mask
+from jaxpar.parallel.attention.tiled.padding import up
+from jaxpar.parallel.attention.tiled.tile import Beside, Rules
+
+Kernel = Literal["", "splash", "tiles", "mha"]
+"""jax's for a whole sequence on TPU; ours, tile by tile, also as keys come in a ring; jax's on GPU. Empty: plain jax."""
+LIST = 2**16
+"""So many tiles at most are in a list: it lies in a TPU's scalar memory."""
+BLOCK = 512
+
+
+class Found(NamedTuple):
+    """A kernel; or none, and why."""
+
+    kernel: Kernel
+    why: str
+
+
+def find(
+    platform: str, arrays: Sequence[Any], rules: Rules, beside: Beside, offset: int = 0, *, split: bool = False
+) -> Found:
+    """The kernel for one device's work.
+
+    Args:
+      arrays: queries, keys and values [batch, seq, heads, head_dim], or shapes of them.
+      split: whether the queries meet keys of other devices too.
+    """
+    q, k, v = arrays
+    none = lambda why: Found("", why)
+    if platform not in ("tpu", "gpu"):
+        return none(f"kernels run on TPU and GPU, but the mesh is of {platform} devices")
+    if q.dtype.itemsize > 4:
+        return none(f"the kernel computes in float32, but the queries are {q.dtype.name}")
+    if beside.segments is not None and any(x.dtype.itemsize > 4 for x in beside.segments):
+        return none("the kernel compares segment_ids in int32, but they are traced int64")
+    if platform == "gpu":
+        return none("on GPU the kernel wants the sequence whole") if split else _on_gpu(q, k, v, rules, beside, offset)
+    several = (
+        ("bias", beside.bias is not None),
+        ("alibi", beside.slopes is not None),
+        ("dropout", bool(rules.dropout)),
+        ("function of positions", rules.mask.where is not None),
+    )
+    if asked := [name for name, there in several if there]:
+        return none(f"the kernel takes no {' and no '.join(asked)}")
+    if (tiles := math.prod(up(x.shape[1], BLOCK) // BLOCK for x in (q, k))) > LIST:
+        return none(
+            f"the kernel lists {LIST} tiles at most, but {q.shape[1]} queries and {k.shape[1]} keys are {tiles}"
+        )
+    # jax's wants every query to see some key: under any of our masks each sees itself, where the two have one position.
+    itself = not split and alike(q, k, v) and not offset and all(x is None for x in beside._replace(segments=None))
+    return Found("splash" if itself else "tiles", "")
+
+
+def alike(q: Any, k: Any, v: Any) -> bool:
+    """Whether there are as many queries as keys, and one head dim."""
+    return bool(q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2])
+
+
+def _on_gpu(q: Any, k: Any, v: Any, rules: Rules, beside: Beside, offset: int) -> Found:
+    simple = rules == Rules(Mask(causal=rules.mask.causal), rules.scale)
+    if not simple or any(x is not None for x in beside._replace(segments=None)) or offset:
+        return Found("", "the kernel knows the causal mask and none, segments and a scale")
+    if beside.segments is not None and beside.segments[0] is not beside.segments[1]:
+        return Found("", "the kernel wants one segment_ids for queries and keys")
+    if not alike(q, k, v):
+        return Found("", "the kernel wants as many queries as keys, and one head_dim")
+    return Found("mha", "")

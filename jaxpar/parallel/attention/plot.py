@@ -1,0 +1,103 @@
+"""``draw_mask``: a picture of the tiles that each device computes."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxpar.parallel.attention.load_balance import Balance, Grid, balance, grid_of, told
+from jaxpar.parallel.attention.mask import Mask
+from jaxpar.utils.plotting import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LISTED = 16
+"""The legend names so many devices; of more, the busiest and the idlest."""
+PALE = 0.6
+"""How much white is in the colour of a tile that the mask leaves in part."""
+
+
+def draw_mask(
+    mask: Mask,
+    path: str | PathLike[str] | None = None,
+    *,
+    seq: int,
+    ways: int = 1,
+    order: Any = "zigzag",
+    block: int = 512,
+    segment_ids: Any = None,
+) -> Figure:
+    """A picture of the tiles that each device computes: its colour is that of the device that has the queries.
+
+    Tiles that the mask leaves whole are dark, those that it leaves in part lighter; white ones are not computed. Rows and
+    columns go by position, however the tokens lie. The legend has each device's share of the work.
+
+    Args:
+      mask: the mask.
+      path: where to save it, in the format of its ending.
+      seq, ways, order, block, segment_ids: as for :func:`jaxpar.balance`.
+
+    Raises:
+      ConfigError, LayoutError: as :func:`jaxpar.balance`.
+      MissingExtraError: matplotlib is not installed.
+
+    >>> draw_mask(Mask(causal=True), seq=64, ways=4).axes[0].get_title(loc="left")
+    'causal: 64 tokens over 4 devices, zigzag, tiles of 8'
+    """
+    found = grid_of(mask, seq, ways, order, block=block, segment_ids=segment_ids)
+    # One after the other, as no picture shows who waits for whom.
+    work = balance(mask, seq, ways, order, block=block, segment_ids=segment_ids, impl="gather")
+    figure = new_figure("draw_mask()", figsize=(8.6, 4.8), layout="constrained")
+    ax = figure.subplots()
+    colours = hues(ways)
+    ax.imshow(painted(found, colours), interpolation="nearest", extent=(0, len(found.first), len(found.first), 0))
+    _label(ax, found, seq)
+    split = f" over {ways} devices, {work.order}" if ways > 1 else ""
+    ax.set_title(f"{told(mask)}: {seq:,} tokens{split}, tiles of {work.block}", loc="left", fontsize=10)
+    _legend(ax, work, colours)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def hues(ways: int) -> Any:
+    """A colour for each device [ways, 3]."""
+    from matplotlib import colormaps
+
+    return 0.85 * colormaps["turbo"](np.linspace(0.08, 0.92, ways))[:, :3]
+
+
+def painted(found: Grid, colours: Any) -> Any:
+    """The colour of each tile [n, n, 3], rows and columns by position."""
+    by = np.argsort(found.first, kind="stable")
+    whole = (found.visible == found.size)[..., None]
+    dark = colours[found.device][:, None]
+    colour = np.where(whole, dark, PALE + (1 - PALE) * dark)
+    return np.where(found.visited[..., None], colour, 1.0)[by][:, by]
+
+
+def _label(ax: Any, found: Grid, seq: int) -> None:
+    """The position at which a block begins, of at most nine."""
+    first = [*np.sort(found.first).tolist(), seq]
+    every = -(-len(first) // 9)
+    ticks = range(0, len(first), every)
+    for axis, what in ((ax.xaxis, "key"), (ax.yaxis, "query")):
+        axis.set_ticks(list(ticks), [f"{first[i]:,}" for i in ticks], fontsize=8)
+        axis.set_label_text(f"position of the first {what}")
+    ax.tick_params(length=3, color="0.6")
+    ax.spines[:].set_color("0.8")
+
+
+def _legend(ax: Any, work: Balance, colours: Any) -> None:
+    from matplotlib.patches import Patch
+
+    scores, mean = np.array(work.per_device), np.mean(work.per_device)
+    devices = range(work.ways) if work.ways <= LISTED else [int(np.argmax(scores)), int(np.argmin(scores))]
+    share = lambda i: f" ({scores[i] / mean:.0%} of the mean)" if mean and work.ways > 1 else ""
+    patches = [Patch(color=colours[i], label=f"device {i}: {scores[i]:,.0f} scores{share(i)}") for i in devices]
+    pale = [Patch(color=(PALE + (1 - PALE) * 0.3,) * 3, label="lighter: masked in part")]
+    handles = [*patches, *pale]
+    ax.get_figure(root=True).legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)

@@ -1,0 +1,174 @@
+"""Keys and values that go from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), and such as are gathered.
+
+All arrays are in blocks, see :mod:`jaxpar.parallel.attention.tiled.blockwise`. A ring of n sends n - 1 times forward; backward keys and values go n - 1
+times again, and the gradients of each follow them: what arrives is added to what was computed in the meantime.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.attention.split.backend import backward, forward, not_before
+from jaxpar.parallel.attention.split.partition import Split
+from jaxpar.parallel.attention.tiled import tile
+from jaxpar.parallel.attention.tiled.blockwise import no_gradients, nothing, zeros
+from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens, accumulator
+from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
+
+UNROLLED = 3
+"""So many hops are written out. More go in a loop: that takes half the memory, and a program that does not grow with the ring."""
+
+
+def here_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+    """Of queries against the keys of this device."""
+    at = split.queries(), split.keys()
+    return forward(split.way, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
+
+
+def here_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+    extras = split.extras_of()
+    at, none = (split.queries(), split.keys()), no_gradients(q, k, v, extras)
+    return _with_bias(split, backward(split.way, q, k, v, at, extras, rows, none, split.expected()), 0)
+
+
+def gathered(split: Split, x: jax.Array) -> jax.Array:
+    """Keys or values of all devices."""
+    return gather_local(x, split.way.ring, dim=0)
+
+
+def gather_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+    """Of queries against the keys of all devices, gathered; or, where they are kept, given."""
+    k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
+    at = split.queries(), split.keys(None)
+    return forward(split.way, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
+
+
+def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+    k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
+    extras = split.extras_of(None)
+    at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
+    found = backward(split.way, q, k, v, at, extras, rows, none, split.expected(None))
+    found = _with_bias(split, found, None)
+
+    def home(x: jax.Array) -> jax.Array:
+        # As rows: of blocks the TPU's compiler makes an all-reduce and a slice.
+        rows = scatter_local(_for_travel(split, x).reshape(-1, x.shape[-1]), split.way.ring, dim=0)
+        return rows.reshape(-1, *x.shape[1:]).astype(x.dtype)
+
+    return found._replace(k=home(found.k), v=home(found.v))
+
+
+def ring_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+    """Of queries against the keys of all devices, as they come by."""
+    at = split.queries()
+
+    def turn(carry: tuple[Sums, Any], distance: Any, before: int, after: int) -> tuple[Sums, Any]:
+        del before
+        sums, keys = carry
+        coming = _passed(split, keys, after) if after else None
+        places = at, split.keys(distance)
+        extras, often = split.extras_of(distance), split.expected(distance)
+        return forward(split.way, q, keys[0], keys[1], places, extras, sums, often), coming
+
+    # The first hop by itself: it alone has a diagonal, and as many tiles as no other.
+    return _around(split.hops(), turn, (nothing(q, v), (k, v)), 1)[0]
+
+
+def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+    at, hops = split.queries(), split.hops()
+
+    def turn(carry: Any, distance: Any, before: int, after: int) -> Any:
+        sums, keys, found = carry
+        if after and isinstance(distance, int) and distance:
+            keys = not_before(split.way, keys, sums.q)
+        coming = _passed(split, keys, after) if after else None
+        # Of these keys, what the devices before have found. It travels while this one computes.
+        arrived = None if found is None else _passed(split, _for_travel(split, found), before)
+        extras = split.extras_of(distance)
+        begin = not_before(split.way, no_gradients(q, keys[0], keys[1], extras), sums.q)
+        begin = begin._replace(q=sums.q, slopes=sums.slopes)
+        places, often = (at, split.keys(distance)), split.expected(distance)
+        new = backward(split.way, q, keys[0], keys[1], places, extras, rows, begin, often)
+        bias = None if sums.bias is None else split.put_bias(sums.bias, new.bias, distance)
+        found = new.k, new.v
+        if arrived is not None:
+            found = jax.tree.map(lambda x, y: x + y.astype(x.dtype), found, arrived)
+        return sums._replace(q=new.q, bias=bias, slopes=new.slopes), coming, found
+
+    gaps = [b - a for a, b in itertools.pairwise(hops)]
+    none = not_before(split.way, no_gradients(q, k, v, split.extras), rows.delta)
+    sums, keys, own = turn((none, (k, v), None), 0, 0, gaps[0] if gaps else 0)
+    if gaps:
+        sums, keys, found = _around(hops[1:], turn, (sums, keys, None), 1)
+        home = _passed(split, _for_travel(split, found), split.way.ways - hops[-1])
+        own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, home)
+    return sums._replace(k=own[0], v=own[1])
+
+
+def rows_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+    """As Li et al. 2021 (arXiv:2105.13120): the keys go round, and leave whole rows of scores; then the values go round."""
+    at, rules, hops = split.queries(), split.way.rules, split.hops()
+    gaps = [*(b - a for a, b in itertools.pairwise(hops)), 0]
+    places = [(_one(at), _one(split.keys(distance))) for distance in hops]
+    extras = [split.extras_of(distance) for distance in hops]
+    rows, keys = [], k
+    for n, gap in enumerate(gaps):
+        coming = _passed(split, keys, gap) if gap else keys
+        s, _ = tile.scores(rules, q[0, 0], keys[0, 0], places[n], extras[n])
+        rows.append(jnp.where(tile.seen(rules, places[n], extras[n]), s, FAR))
+        keys = coming
+    # At least FAR: a row without keys may have nothing but -inf, and would be NaN.
+    greatest = functools.reduce(jnp.maximum, [jnp.maximum(jnp.max(row, -1), FAR) for row in rows])
+    rows = [jnp.where(row <= FAR, 0, jnp.exp(row - greatest[..., None])) for row in rows]
+    sums = nothing(q[0, 0], v)._replace(
+        greatest=greatest, weights=functools.reduce(jnp.add, [jnp.sum(row, -1) for row in rows])
+    )
+    values = v
+    for n, gap in enumerate(gaps):
+        coming = _passed(split, values, gap) if gap else values
+        p = rows[n]
+        if rules.dropout:
+            p = p * tile.kept(rules, places[n], extras[n], p.shape).astype(p.dtype)
+        added = jnp.einsum("bkgql,bkld->bkgqd", p.astype(v.dtype), values[0, 0], preferred_element_type=accumulator(v))
+        sums, values = sums._replace(values=sums.values + added), coming
+    return jax.tree.map(lambda x: x[None, None], sums)
+
+
+def _around(hops: Sequence[int], turn: Callable[..., Any], carry: Any, written: int) -> Any:
+    """``turn(carry, hop, steps since the last, steps to the next)`` of every hop; where they are many, the first ``written`` and the last are
+    written out, and a loop runs through the others."""
+    gaps = [0, *(b - a for a, b in itertools.pairwise(hops)), 0]
+    looped = len(hops) > UNROLLED and set(gaps[1:-1]) == {1}
+    for n in range(written if looped else len(hops) - 1):
+        carry = turn(carry, hops[n], gaps[n], gaps[n + 1])
+    if looped:
+        carry = jax.lax.fori_loop(hops[written], hops[-1], lambda hop, carry: turn(carry, hop, 1, 1), carry)
+    return turn(carry, hops[-1], gaps[-2], 0)
+
+
+def _one(tokens: Tokens) -> Tokens:
+    """The only block there is."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[0], tokens)
+
+
+def _passed(split: Split, tree: Any, steps: int) -> Any:
+    """What the device so many places before has, of everyone."""
+    ways = split.way.ways
+    pairs = [(i, (i + steps) % ways) for i in range(ways)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, split.way.ring, pairs), tree)
+
+
+def _for_travel(split: Split, tree: Any) -> Any:
+    return tree if split.way.travel is None else jax.tree.map(lambda x: x.astype(split.way.travel), tree)
+
+
+def _with_bias(split: Split, found: Gradients, distance: int | None) -> Gradients:
+    """``found`` with the gradients of all of the bias, in the place of those of the columns in use."""
+    bias = split.extras.bias
+    return found if bias is None else found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))

@@ -1,0 +1,1 @@
+"""Flash attention in tiles."""

@@ -1,0 +1,326 @@
+"""Attention in tiles: those that the mask empties are not visited, those that it leaves whole are not masked.
+
+After FlashAttention (Dao et al. 2022, arXiv:2205.14135), in plain jax, for any mask and on any device. Queries come in blocks
+[n, P, B, K, G, Q, D], keys and values in blocks [m, P, B, K, L, D], with heads in P parts: a tile is a block of queries and a block of
+keys of one part, small enough for a cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.parallel.attention.tiled import tile
+from jaxpar.parallel.attention.tiled.tile import (
+    FAR,
+    PAD,
+    PAD_SEGMENT,
+    Extras,
+    Gradients,
+    Rows,
+    Rules,
+    Sums,
+    Tokens,
+    accumulator,
+    varies_over,
+)
+
+type Expected = tuple[int, int] | None
+"""How many tiles a device visits in the mean, whole and in part; ``None`` where arrays decide."""
+
+
+class Tiles(NamedTuple):
+    """Which tiles to visit: numbers ``i * columns + j``, the first ``count`` of them."""
+
+    numbers: Any
+    count: Any
+
+
+def in_blocks(x: Any, block: int, axis: int, fill: Any = 0) -> Any:
+    """``x`` with ``axis`` cut into blocks, which come first; the last one is filled up."""
+    xp = np if isinstance(x, np.ndarray) else jnp
+    missing = -x.shape[axis] % block
+    if missing:
+        x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
+    cut = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+    return xp.moveaxis(cut, axis, 0)
+
+
+def whole(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """The inverse of :func:`in_blocks`."""
+    joined = jnp.moveaxis(x, 0, axis)
+    joined = joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(joined, 0, length, axis=axis)
+
+
+def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
+    """Positions [n, Q] and segments [n, B, Q]."""
+    segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, PAD_SEGMENT)
+    return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
+
+
+def flags(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Any, Any]:
+    """Of the tiles [n, m], which the mask does not empty, and which of these it leaves whole; from the blocks' first and last positions
+    and segments."""
+    some, every = _of_positions(rules, q.positions, k.positions, extras)
+    if q.segments is not None:
+        overlap, equal = _of_segments(q.segments, k.segments)
+        some, every = some & overlap, every & equal
+    if rules.mask.where is not None:
+        some, every = _of_values(rules, q, k, extras, some)
+    return some, every & some
+
+
+def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, Tiles]:
+    """The tiles that the mask leaves whole, and those it leaves in part."""
+    some, every = flags(rules, q, k, extras)
+    partly = some & ~every
+    if isinstance(some, np.ndarray):
+        known = (np.flatnonzero(x).astype(np.int32) for x in (every, partly))
+        whole, masked = (Tiles(numbers, len(numbers)) for numbers in known)
+        return whole, masked
+    # One sort puts the first kind in front and the second behind all others.
+    kinds = jnp.where(every, 0, jnp.where(partly, 2, 1)).ravel()
+    numbers = jnp.argsort(kinds).astype(jnp.int32)
+    counts = (jnp.sum(x, dtype=jnp.int32) for x in (every, partly))
+    return Tiles(numbers, next(counts)), Tiles(numbers[::-1], next(counts))
+
+
+def _of_positions(rules: Rules, q: Any, k: Any, extras: Extras) -> tuple[Any, Any]:
+    xp = np if isinstance(q, np.ndarray) and isinstance(k, np.ndarray) else jnp
+    ends = [
+        (xp.min(xp.where(x == PAD, np.iinfo(np.int32).max, x), -1), xp.max(x, -1), xp.min(x, -1) != PAD) for x in (q, k)
+    ]
+    (q_low, q_high, q_full), (k_low, k_high, k_full) = ends
+    prefix = None if extras.prefix is None else (xp.min(extras.prefix), xp.max(extras.prefix))
+    rows, columns = (q_low[:, None], q_high[:, None]), (k_low[None], k_high[None])
+    some, every = rules.mask.bounds(rows, columns, prefix)
+    there = (q_high != PAD)[:, None] & (k_high != PAD)[None]
+    return some & there, every & q_full[:, None] & k_full[None]
+
+
+def _of_segments(q: Any, k: Any) -> tuple[Any, Any]:
+    (a, b), (c, d) = ((jnp.min(x, -1), jnp.max(x, -1)) for x in (q, k))
+    a, b, c, d = a[:, None], b[:, None], c[None], d[None]
+    overlap = (jnp.maximum(a, 0) <= d) & (jnp.maximum(c, 0) <= b)
+    return jnp.any(overlap, -1), jnp.all((a == b) & (c == d) & (a == c) & (a >= 0), -1)
+
+
+def _of_values(rules: Rules, q: Tokens, k: Tokens, extras: Extras, some: Any) -> tuple[Any, Any]:
+    """A function of positions says only by its values what it hides."""
+    rows, columns = some.shape
+
+    def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        visible = tile.seen(rules, _at(q, k, *_apart(number, columns)), extras)
+        return jnp.any(visible), jnp.all(visible)
+
+    found = jax.lax.map(look, jnp.arange(rows * columns))
+    any_seen, all_seen = (x.reshape(rows, columns) for x in found)
+    return some & any_seen, all_seen
+
+
+def visit(
+    rules: Rules,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    parts: int,
+    expected: Expected,
+    one: Callable[..., Any],
+    carry: Any,
+) -> Any:
+    """``carry`` after ``one(carry, i, j, part, masked)`` of every tile that is to be visited."""
+    q, k = at
+    columns = k.positions.shape[0]
+    for n, (some, masked) in enumerate(zip(chosen(rules, q, k, extras), (False, True), strict=True)):
+        if some.count == 0 if isinstance(some.count, int) else expected is not None and not expected[n]:
+            continue  # on every device: a loop of no tiles is one that a compiler may hide a transfer behind
+        numbers = jnp.asarray(some.numbers)
+
+        def step(t: jax.Array, carry: Any, numbers: Any = numbers, masked: bool = masked) -> Any:
+            at, part = _apart(t, parts)
+            return one(carry, *_apart(_pick(numbers, at), columns), part, masked)
+
+        first, last = _start(0, some.count * parts)
+        # A loop's length that depends on the device is not in the program; an audit reads it here.
+        with jax.named_scope("tiles" if expected is None else f"visits_{expected[n] * parts}"):
+            carry = jax.lax.fori_loop(first, last, step, carry)
+    return carry
+
+
+def nothing(q: jax.Array, v: jax.Array) -> Sums:
+    """The sums of queries that have seen no key yet."""
+    rows = zeros(q[..., 0])
+    return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + FAR, rows)
+
+
+def zeros(x: jax.Array) -> jax.Array:
+    """As many as ``x`` has, in the dtype of sums, differing over the axes that ``x`` differs over."""
+    none = jnp.zeros(x.shape, accumulator(x))
+    axes = tuple(varies_over(x))
+    return jax.lax.pcast(none, axes, to="varying") if axes else none
+
+
+def forward(
+    rules: Rules,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    sums: Sums,
+    expected: Expected = None,
+) -> Sums:
+    """``sums`` of queries with these keys in them; all in blocks."""
+
+    def one(sums: Sums, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Sums:
+        own, other = _pick((q, sums), i, part), _pick((k, v), j, part)
+        here = _extras_of_tile(extras, q, k, i, j, part)
+        new = tile.forward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
+        return jax.tree.map(lambda x, y: _put(x, y, i, part), sums, new)
+
+    return visit(rules, at, extras, q.shape[1], expected, one, sums)
+
+
+def finished(sums: Sums) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logarithm of the sum of weights: 0 and -inf for a query that has seen nothing."""
+    empty = sums.weights == 0
+    weights = jnp.where(empty, 1, sums.weights)
+    return sums.values / weights[..., None], jnp.where(empty, -jnp.inf, sums.greatest + jnp.log(weights))
+
+
+def rows_of(o: jax.Array, lse: jax.Array, gradient: jax.Array, lse_gradient: jax.Array) -> Rows:
+    """What the backward pass wants of the forward pass and of the gradients of its two results."""
+    delta = jnp.sum(o.astype(lse.dtype) * gradient.astype(lse.dtype), -1) - lse_gradient.astype(lse.dtype)
+    return Rows(gradient, jnp.where(jnp.isneginf(lse), 0, lse), delta)
+
+
+def not_before[T](x: T, results: jax.Array) -> T:
+    """``x``, of which nothing can be made before the results are there.
+
+    XLA's CPU compiler puts what waits for nothing in front of all else, where it takes memory until it is wanted: the backward pass's blocks and
+    zeros before the forward pass. It forgets barriers before it orders instructions, but not what a choice depends on.
+    """
+    never = results[(0,) * results.ndim] < -jnp.inf
+    same: T = jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
+    return same
+
+
+def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> Gradients:
+    """Where sums of gradients begin."""
+    bias, slopes = (None if x is None else zeros(x) for x in (extras.bias, extras.slopes))
+    return Gradients(zeros(q), zeros(k), zeros(v), bias, slopes)
+
+
+def backward(
+    rules: Rules,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    rows: Rows,
+    sums: Gradients,
+    expected: Expected = None,
+) -> Gradients:
+    """``sums`` with the gradients of these queries and keys in them; all in blocks."""
+
+    def one(sums: Gradients, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Gradients:
+        own, other = _pick((q, rows), i, part), _pick((k, v), j, part)
+        here = _extras_of_tile(extras, q, k, i, j, part)
+        new = tile.backward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
+        add = lambda x, y, n: _put(x, _pick(x, n, part) + y, n, part)
+        bias = None if sums.bias is None else _add_bias(sums.bias, new.bias, i, j, part)
+        slopes = (
+            None
+            if sums.slopes is None
+            else _put_part(sums.slopes, _part(sums.slopes, part, len(new.slopes)) + new.slopes, part)
+        )
+        return Gradients(add(sums.q, new.q, i), add(sums.k, new.k, j), add(sums.v, new.v, j), bias, slopes)
+
+    return visit(rules, at, extras, q.shape[1], expected, one, sums)
+
+
+def _at(q: Tokens, k: Tokens, i: Any, j: Any) -> tuple[Tokens, Tokens]:
+    return _pick(q, i), _pick(k, j)
+
+
+def _pick(tree: Any, *numbers: Any) -> Any:
+    """Element ``[numbers]`` of every array."""
+
+    def pick(x: Any) -> jax.Array:
+        size = (1,) * len(numbers) + x.shape[len(numbers) :]
+        start = _start(*numbers, *(0,) * (x.ndim - len(numbers)))
+        return _slice(jnp.asarray(x), start, size).reshape(x.shape[len(numbers) :])
+
+    return jax.tree.map(pick, tree)
+
+
+def _put(x: jax.Array, y: jax.Array, *numbers: Any) -> jax.Array:
+    start = _start(*numbers, *(0,) * y.ndim)
+    return _update(x, y.reshape((1,) * len(numbers) + y.shape), start)
+
+
+def _start(*numbers: Any) -> tuple[Any, ...]:
+    """In one dtype, also where numbers are 64 bits wide."""
+    return tuple(np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32) for n in numbers)
+
+
+# Numbers count from 0 here. Told so, jax does not write out for every dim of every slice what a negative one would mean: of a ring's
+# program that was half.
+_slice = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+_update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
+
+
+def _apart(number: Any, size: int) -> tuple[Any, Any]:
+    """Quotient and rest of a number from 0 on."""
+    if size == 1:
+        return number, 0
+    whole = jnp.asarray(number)
+    by = jnp.asarray(size, whole.dtype)  # that of a loop's count is 64 bits wide where numbers are
+    return jax.lax.div(whole, by), jax.lax.rem(whole, by)
+
+
+def _extras_of_tile(extras: Extras, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> Extras:
+    kv_heads = q.shape[3]
+    if extras.slopes is not None:
+        extras = extras._replace(slopes=_part(extras.slopes, part, kv_heads))
+    if extras.numbers is not None:
+        sequences, head = extras.numbers
+        extras = extras._replace(numbers=(sequences, head + part * kv_heads * q.shape[4]))
+    if extras.bias is not None:
+        extras = extras._replace(bias=_bias_tile(extras.bias, (i, j, part), (q.shape[-2], k.shape[-2], kv_heads)))
+    return extras
+
+
+def _part(slopes: jax.Array, part: Any, heads: int) -> jax.Array:
+    return _slice(slopes, _start(part * heads, 0), (heads, slopes.shape[1]))
+
+
+def _put_part(slopes: jax.Array, new: jax.Array, part: Any) -> jax.Array:
+    return _update(slopes, new, _start(part * len(new), 0))
+
+
+def _bias_tile(bias: jax.Array, where: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> jax.Array:
+    return _slice(bias, *_window(bias, where, sizes))
+
+
+def _add_bias(sums: jax.Array, new: jax.Array, *where: Any) -> jax.Array:
+    sizes = new.shape[-2], new.shape[-1], new.shape[1]
+    folded = tuple(n for n in range(3) if sums.shape[n] == 1)
+    start, _ = _window(sums, where, sizes)
+    new = jnp.sum(new, axis=folded, keepdims=True) + _bias_tile(sums, where, sizes)
+    return _update(sums, new, start)
+
+
+def _window(
+    bias: jax.Array, where: tuple[Any, ...], sizes: tuple[int, int, int]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Where a tile begins in a bias [B or 1, K or 1, G or 1, queries, keys], and its size."""
+    (i, j, part), (rows, columns, heads) = where, sizes
+    heads, first = (1, 0) if bias.shape[1] == 1 else (heads, part * heads)
+    return _start(0, first, 0, i * rows, j * columns), (bias.shape[0], heads, bias.shape[2], rows, columns)

@@ -1,0 +1,411 @@
+"""Tiles on TPUs: the two passes of :mod:`jaxpar.parallel.attention.tiled.blockwise` as Pallas kernels, with the same arrays in and out.
+
+A step of a kernel's grid is a tile, taken from a list that lies in scalar memory; the list may be as long as arrays say. What is summed over a
+row (or, of keys and values, a column) of tiles stays in vector memory meanwhile, and is read and written in place: rows without
+tiles are not touched, and hops of a ring need no merging. Scores are computed as keys × queries, [L, Q]: what is known of
+a query then lies along the lanes, as it does in the arrays, and what is summed over keys needs no lane of another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxpar.parallel.attention.tiled.blockwise import Expected, flags
+from jaxpar.parallel.attention.tiled.padding import LANES
+from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Extras, Gradients, Rows, Rules, Sums, Tokens
+
+Mode = Literal["tpu", "interpret"]
+MASKED, FIRST, LAST, EMPTY, BITS = 1, 2, 4, 8, 4
+"""What is said of a tile beside its number: whether the mask leaves it in part, whether it is the first or last of its row, and whether it
+is only there to be both."""
+NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
+"""Which dims of two matrices are contracted."""
+
+
+class Visit(NamedTuple):
+    """Tiles to visit, ``number << 4 | what is said of it``, the first ``count`` of them."""
+
+    tiles: Any
+    count: Any
+
+
+def forward(
+    rules: Rules,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    sums: Sums,
+    expected: Expected = None,
+    *,
+    mode: Mode = "tpu",
+) -> Sums:
+    """``sums`` of queries with these keys in them; as :func:`jaxpar.parallel.attention.tiled.blockwise.forward`."""
+    visit = visits(*flags(rules, *at, extras), by_row=True)
+    if visit is None:
+        return sums
+    _, m, batch, kv_heads, group, side = _sizes(q, k)
+    where = _Where(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
+    inputs = [(q, where.of_rows), (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
+    carried = [
+        (sums.values, where.of_rows),
+        (_flat(sums.greatest), where.of_rows),
+        (_flat(sums.weights), where.of_rows),
+    ]
+    width = q.shape[-1] + v.shape[-1]
+    scratch = [(v.shape[-1], side), (1, side), (1, side)]
+    values, greatest, weights = _call(
+        functools.partial(_forward_kernel, rules, at[0].segments is not None, extras.prefix is not None),
+        "attend_forward",
+        (batch, kv_heads * group, visit.count),
+        (visit.tiles, _prefixes(extras, batch)),
+        inputs,
+        carried,
+        scratch,
+        _cost(expected, q, k, width),
+        mode,
+    )
+    return Sums(values, greatest.reshape(sums.greatest.shape), weights.reshape(sums.weights.shape))
+
+
+def backward(
+    rules: Rules,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: tuple[Tokens, Tokens],
+    extras: Extras,
+    rows: Rows,
+    sums: Gradients,
+    expected: Expected = None,
+    *,
+    mode: Mode = "tpu",
+) -> Gradients:
+    """``sums`` with the gradients of these queries and keys in them; as :func:`jaxpar.parallel.attention.tiled.blockwise.backward`.
+
+    Those of keys and values begin at 0 with every caller: they are written, not read, which saves a ring arrays of zeros.
+    """
+    some, every = flags(rules, *at, extras)
+    by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, all_of_them=True)
+    if by_row is None or by_column is None:
+        return sums
+    n, m, batch, kv_heads, group, side = _sizes(q, k)
+    length, wide, deep = k.shape[-2], q.shape[-1], v.shape[-1]
+    stats = [_flat(rows.lse), _flat(rows.delta)]
+    segments, prefix = at[0].segments is not None, extras.prefix is not None
+
+    def inputs(where: _Where) -> list[Any]:
+        of_queries = [(x, where.of_rows) for x in (q, rows.gradient, *stats)]
+        return [*of_queries, (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
+
+    where = _Where(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
+    (dq,) = _call(
+        functools.partial(_queries_kernel, rules, segments, prefix),
+        "attend_backward_q",
+        (batch, kv_heads * group, by_row.count),
+        (by_row.tiles, _prefixes(extras, batch)),
+        inputs(where),
+        [(sums.q, where.of_rows)],
+        [(wide, side)],
+        _cost(expected, q, k, 2 * wide + deep),
+        mode,
+    )
+    where = _Where(lambda b, h, g, t: (b, h, g, t % n, t // n))
+    dk, dv = _call(
+        functools.partial(_keys_kernel, rules, segments, prefix),
+        "attend_backward_kv",
+        (batch, kv_heads, by_column.count, group),
+        (by_column.tiles, _prefixes(extras, batch)),
+        inputs(where),
+        [(sums.k, where.of_columns), (sums.v, where.of_columns)],
+        [(length, wide), (length, deep)],
+        _cost(expected, q, k, 2 * wide + 2 * deep),
+        mode,
+        anew=True,
+    )
+    return sums._replace(q=dq, k=dk, v=dv)
+
+
+def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) -> Visit | None:
+    """The list of tiles [rows, columns], row by row or column by column; ``None`` where it is known here to be empty.
+
+    Args:
+      all_of_them: a row without tiles is given one, which is not computed.
+    """
+    some, every = (some, every) if by_row else (some.T, every.T)
+    columns, computed = some.shape[1], some
+    if isinstance(some, np.ndarray) and not some.any():
+        return None
+    if all_of_them:
+        some = some | (~some.any(1, keepdims=True) & (np.arange(columns) == 0))
+    if isinstance(some, np.ndarray):
+        xp: Any = np
+        numbers: Any = np.flatnonzero(some)
+        count: Any = len(numbers)
+    else:
+        xp, numbers = jnp, jnp.nonzero(some.ravel(), size=some.size, fill_value=0)[0]
+        # A kernel makes one step at least: then of tile 0, which is masked and sees nothing.
+        count = jnp.maximum(jnp.sum(some, dtype=jnp.int32), 1)
+    row, place = numbers // columns, xp.arange(len(numbers))
+    first = (place == 0) | (row != xp.roll(row, 1))
+    last = (place == count - 1) | (row != xp.roll(row, -1))
+    said = (~(some & every)).ravel()[numbers] * MASKED + first * FIRST + last * LAST
+    said = said + (~computed).ravel()[numbers] * EMPTY
+    return Visit(jnp.asarray((numbers << BITS) + said, jnp.int32), count)
+
+
+class _Where:
+    """Which blocks of arrays a step of a grid sees."""
+
+    def __init__(self, tile: Callable[..., tuple[Any, ...]]) -> None:
+        self.tile = tile
+
+    def _of(self, *step: Any) -> tuple[Any, ...]:
+        *outer, tiles, _ = step
+        b, h, t, g = (*outer, 0)[:4]
+        return self.tile(b, h, g, tiles[t] >> BITS)
+
+    def of_rows(self, *step: Any) -> tuple[Any, ...]:
+        """Of [n, 1, B, K, G, …]."""
+        b, h, g, i, _ = self._of(*step)
+        return i, 0, b, h, g, 0, 0
+
+    def of_columns(self, *step: Any) -> tuple[Any, ...]:
+        """Of [m, 1, B, K, …]."""
+        b, h, _, _, j = self._of(*step)
+        return j, 0, b, h, 0, 0
+
+    def row(self, *step: Any) -> tuple[Any, ...]:
+        """Of positions [n, 1, Q]."""
+        return self._of(*step)[3], 0, 0
+
+    def column(self, *step: Any) -> tuple[Any, ...]:
+        return self._of(*step)[4], 0, 0
+
+    def row_of_batch(self, *step: Any) -> tuple[Any, ...]:
+        """Of segments [n, B, 1, Q]."""
+        found = self._of(*step)
+        return found[3], found[0], 0, 0
+
+    def column_of_batch(self, *step: Any) -> tuple[Any, ...]:
+        found = self._of(*step)
+        return found[4], found[0], 0, 0
+
+
+def _places(where: _Where, at: tuple[Tokens, Tokens]) -> list[Any]:
+    rows, columns = at
+    found = [(rows.positions[:, None], where.row), (columns.positions[:, None], where.column)]
+    if rows.segments is not None:
+        found += [
+            (rows.segments[:, :, None], where.row_of_batch),
+            (columns.segments[:, :, None], where.column_of_batch),
+        ]
+    return [(jnp.asarray(x, jnp.int32), index) for x, index in found]
+
+
+def _prefixes(extras: Extras, batch: int) -> jax.Array:
+    return jnp.broadcast_to(0 if extras.prefix is None else extras.prefix, (batch,)).astype(jnp.int32)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """What there is one of for a query, [n, 1, B, K, G, Q], as a row [.., 1, Q]."""
+    return x[..., None, :]
+
+
+def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, ...]:
+    n, _, batch, kv_heads, group, side, _ = q.shape
+    return n, k.shape[0], batch, kv_heads, group, side
+
+
+def _cost(expected: Expected, q: jax.Array, k: jax.Array, width: int) -> pl.CostEstimate | None:
+    """Of as many tiles as a device visits in the mean: products over ``width`` in all. An audit reads it, and the compiler."""
+    if expected is None:
+        return None
+    _, _, batch, kv_heads, group, side, _ = q.shape
+    scores = sum(expected) * batch * kv_heads * group * side * k.shape[-2]
+    moved = sum(expected) * batch * kv_heads * group * k.shape[-2] * width * k.dtype.itemsize
+    return pl.CostEstimate(flops=2 * scores * width, bytes_accessed=moved, transcendentals=scores)
+
+
+def _call(
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[Any, ...],
+    scalars: tuple[jax.Array, jax.Array],
+    inputs: Sequence[tuple[jax.Array, Any]],
+    carried: Sequence[tuple[jax.Array, Any]],
+    scratch: Sequence[tuple[int, int]],
+    cost: pl.CostEstimate | None,
+    mode: Mode,
+    *,
+    anew: bool = False,
+) -> Sequence[jax.Array]:
+    """``carried`` after the kernel has been over them, in place; ``anew``, such arrays made by the kernel."""
+
+    def spec(x: jax.Array, index: Any) -> pl.BlockSpec:
+        # The last two dims whole, one of each of the others.
+        return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
+
+    parallel: Any = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
+    first, read = len(scalars) + len(inputs), () if anew else carried
+    call = pl.pallas_call(
+        kernel,
+        name=name,
+        out_shape=[_alike(x) for x, _ in carried],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[spec(*x) for x in (*inputs, *read)],
+            out_specs=[spec(*x) for x in carried],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        input_output_aliases={first + n: n for n in range(len(read))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
+        cost_estimate=cost,
+        interpret=mode == "interpret",
+    )
+    return call(*scalars, *(x for x, _ in (*inputs, *read)))
+
+
+def _alike(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape of ``x``, differing over the axes that it differs over."""
+    kind = jax.typeof(x)
+    varying = {"manual_axis_type": kind.manual_axis_type} if hasattr(kind, "manual_axis_type") else {"vma": kind.vma}
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, **varying)
+
+
+def _dot(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int], tuple[int]]) -> jax.Array:
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _scores(rules: Rules, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
+    """Scores [L, Q]; and what the soft cap has made of them."""
+    s = _dot(k, q, NT) * rules.scale
+    if rules.softcap is None:
+        return s, None
+    capped = jnp.tanh(s * (1 / rules.softcap))
+    return rules.softcap * capped, capped
+
+
+def _seen(rules: Rules, places: Sequence[Any], prefix: Any) -> jax.Array:
+    """Which keys the queries of a tile see, [L, Q]; of positions, and of segments if there are any."""
+    x, y = places[0][...], _upright(places[1][...])
+    visible = (x != PAD) & (y != PAD) & rules.mask.visible(x, y, prefix)
+    if len(places) > 2:
+        a, b = places[2][...], _upright(places[3][...])
+        visible = visible & (a == b) & (a >= 0)
+    return visible
+
+
+def _upright(x: jax.Array) -> jax.Array:
+    """[1, L] as [L, 1]."""
+    return jnp.swapaxes(jnp.broadcast_to(x, (LANES, x.shape[1])), 0, 1)[:, :1]
+
+
+def _tile(
+    rules: Rules, segments: bool, prefix: bool, scalars: Sequence[Any], refs: Sequence[Any]
+) -> tuple[Any, Callable[[], jax.Array], list[Any]]:
+    """What is said of a grid's tile, which keys are seen of it, and the references behind those of places."""
+    tiles, prefixes = scalars
+    many = 4 if segments else 2
+    length = prefixes[pl.program_id(0)] if prefix else None
+    return tiles[pl.program_id(2)], lambda: _seen(rules, refs[:many], length), list(refs[many:])
+
+
+def _either(said: Any, tile: Callable[[bool], None]) -> None:
+    """``tile(masked)``."""
+    pl.when(said & (MASKED | EMPTY) == MASKED)(lambda: tile(True))
+    pl.when(said & MASKED == 0)(lambda: tile(False))
+
+
+def _forward_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
+    q, k, v = refs[2:5]
+    said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[5:])
+    values_in, greatest_in, weights_in, values_out, greatest_out, weights_out, values, greatest, weights = rest
+
+    @pl.when(said & FIRST != 0)
+    def _() -> None:
+        values[...] = jnp.swapaxes(values_in[...], 0, 1)
+        greatest[...], weights[...] = greatest_in[...], weights_in[...]
+
+    def tile(masked: bool) -> None:
+        s, _ = _scores(rules, q[...], k[...])
+        visible = seen() if masked else None
+        s = s if visible is None else jnp.where(visible, s, FAR)
+        before = greatest[...]
+        most = jnp.maximum(before, jnp.max(s, 0, keepdims=True))
+        p = jnp.exp(s - most)
+        # A query that sees nothing has FAR for its greatest, and would weigh all alike.
+        p = p if visible is None else jnp.where(visible, p, 0)
+        shrunk = jnp.exp(before - most)
+        greatest[...], weights[...] = most, weights[...] * shrunk + jnp.sum(p, 0, keepdims=True)
+        values[...] = values[...] * shrunk + _dot(v[...], p.astype(v.dtype), TN)
+
+    _either(said, tile)
+
+    @pl.when(said & LAST != 0)
+    def _() -> None:
+        values_out[...] = jnp.swapaxes(values[...], 0, 1)
+        greatest_out[...], weights_out[...] = greatest[...], weights[...]
+
+
+def _weights(rules: Rules, refs: Sequence[Any], visible: Any) -> tuple[jax.Array, jax.Array]:
+    """Of a tile, the weights of values and the gradient of the scores before they are scaled, both [L, Q]."""
+    q, gradient, lse, delta, k, v = refs
+    s, capped = _scores(rules, q[...], k[...])
+    p = jnp.exp(s - lse[...])
+    p = p if visible is None else jnp.where(visible, p, 0)
+    ds = p * (_dot(v[...], gradient[...], NT) - delta[...])
+    ds = ds if capped is None else ds * (1 - capped * capped)
+    return p, (ds * rules.scale).astype(q.dtype)
+
+
+def _queries_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
+    of_tile = refs[2:8]
+    said, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], refs[8:])
+
+    @pl.when(said & FIRST != 0)
+    def _() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    def tile(masked: bool) -> None:
+        _, ds = _weights(rules, of_tile, seen() if masked else None)
+        sums[...] += _dot(of_tile[4][...], ds, TN)
+
+    _either(said, tile)
+
+    @pl.when(said & LAST != 0)
+    def _() -> None:
+        after[...] = before[...] + jnp.swapaxes(sums[...], 0, 1)
+
+
+def _keys_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
+    of_tile = refs[2:8]
+    said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[8:])
+    k_after, v_after, k_sums, v_sums = rest
+    head, heads = pl.program_id(3), pl.num_programs(3)
+
+    @pl.when((said & FIRST != 0) & (head == 0))
+    def _() -> None:
+        k_sums[...], v_sums[...] = jnp.zeros_like(k_sums), jnp.zeros_like(v_sums)
+
+    def tile(masked: bool) -> None:
+        p, ds = _weights(rules, of_tile, seen() if masked else None)
+        gradient = of_tile[1][...]
+        k_sums[...] += _dot(ds, of_tile[0][...], NN)
+        v_sums[...] += _dot(p.astype(gradient.dtype), gradient, NN)
+
+    _either(said, tile)
+
+    @pl.when((said & LAST != 0) & (head == heads - 1))
+    def _() -> None:
+        k_after[...], v_after[...] = k_sums[...], v_sums[...]

@@ -1,0 +1,1 @@
+"""Collectives in rounds, quantized, one bit a number, in buckets."""

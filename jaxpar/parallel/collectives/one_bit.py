@@ -1,0 +1,158 @@
+"""Signs on the wire: an average over devices for which each number crosses as one bit, and each block of numbers as one fp32 scale.
+
+After 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). A block x becomes sign(x) · mean|x|, the scale of least squared error. What that leaves out
+is kept as an error and added the next time: by each device for what it sends, and again for the part that it averages. What is not
+finite stays so: the scale carries it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.collectives import hierarchical
+from jaxpar.sharding.rules import Axes
+
+BLOCK = 256
+_BITS = 8
+
+
+class Signs(NamedTuple):
+    """uint8 ``bits`` [..., c / 8], and fp32 ``scales`` [..., blocks]; the last block may be short."""
+
+    bits: jax.Array
+    scales: jax.Array
+
+
+class Part(NamedTuple):
+    """One array as its device sees it, flat.
+
+    Attributes:
+      values: [n], what is to be averaged.
+      live: bool [n]; the others count as 0, and what comes back for them, a sign like any other, means nothing.
+      worker: [n], what this device's signs have left out so far.
+      server: [c], what the signs of the average that it makes have left out; see :func:`chunk_of`.
+    """
+
+    values: jax.Array
+    live: jax.Array
+    worker: jax.Array
+    server: jax.Array
+
+
+def chunk_of(n: int, ways: int) -> int:
+    """How many of ``n`` numbers a device averages: an equal part, in whole bytes of signs.
+
+    >>> chunk_of(1024, 8), chunk_of(1025, 8), chunk_of(3, 8)
+    (128, 136, 8)
+    """
+    return -(-n // (_BITS * ways)) * _BITS
+
+
+def pack(x: jax.Array, live: jax.Array, block: int = BLOCK) -> Signs:
+    """``x`` [..., c], c a multiple of 8, as signs; the scales are means over what is ``live``.
+
+    >>> import jax.numpy as jnp
+    >>> signs = pack(jnp.asarray([1.0, -2.0, 3.0, 4.0, -5.0, 6.0, 7.0, 99.0]), jnp.arange(8) < 7)
+    >>> signs.bits, signs.scales
+    (Array([237], dtype=uint8), Array([4.], dtype=float32))
+    >>> unpack(signs, 8)
+    Array([ 4., -4.,  4.,  4., -4.,  4.,  4.,  4.], dtype=float32)
+    """
+    # Bit i of all bytes is taken from numbers that lie side by side, as a vector unit wants it.
+    shape = (*x.shape[:-1], _BITS, x.shape[-1] // _BITS)
+    weights_81 = (1 << jnp.arange(_BITS, dtype=jnp.int32))[:, None]
+    bits = jnp.sum(jnp.where((x >= 0).reshape(shape), weights_81, 0), axis=-2).astype(jnp.uint8)
+    counted = jnp.sum(_blocks(live.astype(x.dtype), block), -1)
+    scales = jnp.sum(_blocks(jnp.where(live, jnp.abs(x), 0), block), -1) / jnp.maximum(counted, 1)
+    return Signs(bits, scales)
+
+
+def unpack(signs: Signs, block: int = BLOCK) -> jax.Array:
+    """Each sign times its block's scale, [..., c]."""
+    bits, scales = signs
+    ones = (bits[..., None, :].astype(jnp.int32) >> jnp.arange(_BITS, dtype=jnp.int32)[:, None]) & 1
+    ones = ones.reshape(*bits.shape[:-1], -1)
+    spread = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*scales.shape[:-1], -1)
+    spread = spread[..., : ones.shape[-1]]
+    return jnp.where(ones == 1, spread, -spread)
+
+
+def average(parts: Sequence[Part], axes: Axes, index: jax.Array, block: int = BLOCK) -> list[Part]:
+    """The devices' averages of ``values`` [n], with the errors that are left, inside a ``shard_map``.
+
+    All arrays cross together: bits and scales once to those who average, and once back.
+
+    Args:
+      parts: what this device has of each array.
+      axes: the mesh axes to average over.
+      index: which of their devices this is, in the order of the axes.
+      block: numbers to a scale.
+    """
+    ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    mine, sent, errors = [], [], []
+    for part in parts:
+        live = _chunks(part.live, ways)
+        x = jnp.where(live, _chunks(part.values + part.worker, ways), 0)
+        signs = pack(x, live, block)
+        errors.append(_flat(x - unpack(signs, block), part.values.size))
+        mine.append(jax.lax.dynamic_index_in_dim(live, index, 0, keepdims=False))
+        sent.append(signs)
+    back, kept = [], []
+    for part, live, signs in zip(parts, mine, _sent(sent, axes), strict=True):
+        x = jnp.where(live, jnp.mean(unpack(signs, block), 0) + part.server, 0)
+        own = pack(x, live, block)
+        kept.append(jnp.where(live, x - unpack(own, block), 0))
+        back.append(Signs(own.bits[None], own.scales[None]))
+    found = []
+    for part, signs, worker, server in zip(parts, _gathered(back, axes), errors, kept, strict=True):
+        found.append(Part(_flat(unpack(signs, block), part.values.size), part.live, worker, server))
+    return found
+
+
+def _chunks(x: jax.Array, ways: int) -> jax.Array:
+    """[n] as [ways, c], with zeros behind."""
+    size = ways * chunk_of(x.size, ways)
+    return jnp.pad(x, (0, size - x.size)).reshape(ways, -1)
+
+
+def _flat(x: jax.Array, n: int) -> jax.Array:
+    return x.reshape(-1)[:n]
+
+
+def _blocks(x: jax.Array, block: int) -> jax.Array:
+    """[..., c] as [..., blocks, block], with zeros behind."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block)
+
+
+def _sent(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
+    """[ways, ...] of each: row i goes to device i, and row j comes from device j."""
+    send = lambda x: hierarchical.exchange_local(x, axes, split_dim=0, concat_dim=0) if axes else x
+    whole = _together(signs)
+    return _apart(Signs(send(whole.bits), send(whole.scales)), signs)
+
+
+def _gathered(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
+    gather = lambda x: hierarchical.gather_local(x, axes, dim=0) if axes else x
+    whole = _together(signs)
+    return _apart(Signs(gather(whole.bits), gather(whole.scales)), signs)
+
+
+def _together(signs: Sequence[Signs]) -> Signs:
+    bits, scales = (jnp.concatenate(xs, axis=1) for xs in zip(*signs, strict=True))
+    # Behind a barrier, or the compiler might send the numbers and take their signs afterwards.
+    return Signs(*jax.lax.optimization_barrier((bits, scales)))
+
+
+def _apart(whole: Signs, like: Sequence[Signs]) -> list[Signs]:
+    found, at, scale_at = [], 0, 0
+    for bits, scales in like:
+        end, scale_end = at + bits.shape[1], scale_at + scales.shape[1]
+        found.append(Signs(whole.bits[:, at:end], whole.scales[:, scale_at:scale_end]))
+        at, scale_at = end, scale_end
+    return found

@@ -1,0 +1,1 @@
+"""Weights and optimizer state in host memory or on disk."""

@@ -1,0 +1,1 @@
+"""Two half batches interleaved, so that communication overlaps with compute."""

@@ -1,0 +1,430 @@
+"""``in_copies``: a layer as chains, so that what one sends crosses the mesh beside what the other computes.
+
+Each device's own rows, or its own tokens, are cut in halves (MindSpore's ``fine_grain_interleave``), so no byte moves for it. The axes of the batch and of the sequence
+are manual: weights are gathered once for both halves, and their gradients are summed over both before they are reduced.
+
+Chains alone hide little: the TPU's compiler overlaps no reduce-scatter, and lets both chains gather at once and compute at once. A layer in
+:class:`Branch` es is therefore woven: sequences are brought together and sums parted by permutes (:mod:`jaxpar.parallel.overlap.permute_collectives`), and barriers keep what one
+chain sends beside what the other computes, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
+from jaxpar.parallel.batch_rows import batch_rows, numbering, row_numbers, rows_wanted
+from jaxpar.parallel.collectives import gather_reduce
+from jaxpar.parallel.collectives.gather_reduce import Parts
+from jaxpar.parallel.overlap.branches import Branch, woven
+from jaxpar.parallel.overlap.permute_collectives import gather_moved, scatter_moved
+from jaxpar.parallel.zero.sharded_matmul import GATHERED
+from jaxpar.sharding.hardware.links import links_of
+from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.layout import Layout, current_layout, hint
+from jaxpar.sharding.resolve import Resolved, resolve
+from jaxpar.sharding.rules import Axes
+
+Cut = Literal["batch", "seq"]
+COUNTS, CUTS = (1, 2), get_args(Cut)
+STRAIGHT = 8
+"""Over how many devices at most pieces go straight. Over 8 of a v5p that keeps the links busy twice as long as rings do, for five sixths of the time
+that the 70B's products take; but one product hides all pieces, and only one hop after another. Over 16 devices each has half the products to hide them."""
+INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
+
+type Layer = Callable[[Any, jax.Array, Any], jax.Array]
+type Rows = jax.Array | tuple[jax.Array, ...]
+
+
+def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch") -> Callable[[Any, Any, Any], Any]:
+    """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another, or of its tokens.
+
+    Args:
+      layer: of one array ``x`` [rows, seq, ...]; or its branches in their order, which are woven. It is run by each device on its own rows and tokens
+        (the axes of the dims ``batch`` and ``seq`` are manual); other axes stay the compiler's. A ``jax.checkpoint`` belongs around what
+        this returns: inside of ``layer`` it would not gather anew what all parts share.
+      count: 1 or 2.
+      dim: ``batch`` cuts rows; ``seq`` cuts sequences, for branches: a part waits for the ones before it alone, for what their branches carry. The
+        tokens are to lie as :func:`order_in_copies` says.
+
+    ``block`` is an NNX module, whose weights are gathered here as their names say, or any pytree, whose leaves come whole. ``side`` is a pytree of arrays
+    [rows or 1, seq or 1, ...], cut as ``x`` is, of scalars, and of keys, of which each part on each device gets one of its own. What
+    ``layer`` takes from around itself is the same in all parts, a key too. ``x`` may be what :func:`cut` gave; then so is the result, and a scan
+    over layers cuts and joins once.
+
+    Raises:
+      ConfigError: another count or dim, or a layer that is no branches whose sequences are to be cut; when called, rules that split neither
+        ``residual_seq`` nor ``seq``, or split ``seq`` where it is to be cut; rows or tokens that do not divide.
+      LayoutError: ``side`` holds an array of other rows or tokens.
+      ModelError: the module carries more than parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch="data", seq="context", residual_seq="context", embed=None)
+    >>> with jp.Layout(jp.MeshSpec(data=2, context=-1).build(), rules):
+    ...     run = in_copies(lambda block, x, side: x + jnp.tanh(x @ block["w"]))
+    ...     jax.jit(run)({"w": jnp.zeros((8, 8))}, jnp.ones((4, 16, 8)), None).shape
+    (4, 16, 8)
+    """
+    check_count(count, dim)
+    if dim == "seq" and callable(layer):
+        raise ConfigError(
+            "in_copies(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: "
+            "its branches, with Branch(carried=...) where tokens see others, or dim='batch'."
+        )
+
+    @numbering
+    def run(block: Any, x: Rows, side: Any) -> Any:
+        layout, cut_before = current_layout(), isinstance(x, tuple)
+        how = _How.of(layout, dim, by_hand=not callable(layer))
+        how.check_split(count)
+        shape = how.whole_shape(x)
+        how.check_parts(shape, count)
+        leaves, build = _weights(block)
+        entries = [how.entry(w, names) for w, names in leaves]
+        sides, structure = jax.tree.flatten(side)
+
+        def local(ws: list[jax.Array], x: Rows, sides: list[Any], numbers: Any) -> Any:
+            own = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
+            xs = x if isinstance(x, tuple) else how.parted(x, count)
+            parts = [
+                jax.tree.unflatten(structure, [how.part(s, shape, at, count) for s in sides]) for at in range(count)
+            ]
+            within = how.rows_of_parts(numbers, count)
+            if not callable(layer):
+                ys = woven(layer, how, own, xs, parts, within)
+                return ys if cut_before else how.joined(ys)
+            found = []
+            for at, (one, part) in enumerate(zip(xs, parts, strict=True)):
+                with within(at):
+                    found.append(layer(own, one, part))
+            return tuple(found) if cut_before else how.joined(found)
+
+        lies = how.spec_of_rows(by_hand=True)
+        spec = (lies,) * count if cut_before else lies
+        numbers = row_numbers(shape[0], ()) if rows_wanted() else None
+        of_rows = None if numbers is None else PartitionSpec(how.rows or None)
+        into = [entry.spec for entry in entries], spec, [how.side_spec(s, shape) for s in sides], of_rows
+        ws = [entry.widened(w) for entry, (w, _) in zip(entries, leaves, strict=True)]
+        return how.inside(local, into, spec)(ws, x, sides, numbers)
+
+    return run
+
+
+def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array, ...]:
+    """An array [rows, seq, ...] as ``count`` of them, each with its part of each device's rows, or of its tokens.
+
+    Raises:
+      ConfigError: as :func:`in_copies`.
+    """
+    check_count(count, dim)
+    how = _How.of(current_layout(), dim, by_hand=dim == "seq")
+    how.check_split(count)
+    how.check_parts(x.shape, count)
+    spec = how.spec_of_rows(by_hand=True)
+    parts: tuple[jax.Array, ...] = how.inside(lambda x: how.parted(x, count), (spec,), (spec,) * count)(x)
+    return parts
+
+
+def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
+    """The inverse of :func:`cut`."""
+    how = _How.of(current_layout(), dim, by_hand=dim == "seq")
+    spec = how.spec_of_rows(by_hand=True)
+    joined: jax.Array = how.inside(lambda *xs: how.joined(xs), (spec,) * len(parts), spec)(*parts)
+    return joined
+
+
+def order_in_copies(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The position of each of ``seq`` tokens, as they lie under the ambient layout where sequences are cut in ``count`` parts.
+
+    Each device holds its share of the first part, then its share of the next: ``x[:, order_in_copies(seq)]`` puts tokens there.
+
+    Raises:
+      ConfigError: as :func:`in_copies`.
+
+    >>> import jaxpar as jp
+    >>> with jp.Layout(jp.MeshSpec(model=2, data=-1).build(), jp.Rules(batch="data", seq=None, residual_seq="model")):
+    ...     order_in_copies(8).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    check_count(count, "seq")
+    how = _How.of(current_layout(), "seq", by_hand=True)
+    how.check_split(count)
+    how.check_parts((0, seq), count)
+    at = np.arange(seq, dtype=np.int32).reshape(count, how.ways(how.hand), -1)
+    return at.swapaxes(0, 1).reshape(-1)
+
+
+def check_count(count: int, dim: str = "batch") -> None:
+    """Raises ConfigError for a number of copies that is none, or a dim that is not cut."""
+    if isinstance(count, bool) or count not in COUNTS:
+        raise ConfigError(
+            f"interleave_copies is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or 1 for none."
+        )
+    if dim not in CUTS:
+        raise ConfigError(
+            f"interleave_dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each device's rows, seq its tokens."
+        )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """How a weight comes in: its spec, what of that is gathered inside, its dtype there, and whether its gradient's sum is to be of 32 bits."""
+
+    spec: PartitionSpec
+    parts: Parts
+    dtype: Any
+    wide: bool
+
+    def widened(self, w: jax.Array) -> jax.Array:
+        # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not.
+        return gather_reduce.wide(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(parts: Parts, dtype: Any, w: jax.Array) -> jax.Array:
+    return gather_reduce.gather(w, parts, gather_reduce.asked()).astype(dtype)
+
+
+def _scattered(parts: Parts, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    precision, axes = gather_reduce.asked(), tuple(axis for dim in parts.dims for axis in dim)
+    # If nothing else is asked for in the dtype of the compute, as the gradients of all other gathered weights.
+    precision = (
+        precision if precision.reduce else replace(precision, reduce=str(precision.summing(grad.dtype) or grad.dtype))
+    )
+    return (gather_reduce.reduce(grad, parts, axes, precision).astype(like.dtype),)
+
+
+_gathered.defvjp(lambda parts, dtype, w: (_gathered(parts, dtype, w), w[:0]), _scattered)
+
+
+def _enter(entry: _Entry, w: jax.Array) -> jax.Array:
+    """A weight as the layer uses it. Sums over the axes that do not split it are ``shard_map``'s matter."""
+    if not any(entry.parts.dims):
+        return w.astype(entry.dtype)
+    return checkpoint_name(_gathered(entry.parts, entry.dtype, w), GATHERED)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What splits rows, tokens, and tokens between branches alone; without the axes that an enclosing ``shard_map`` has made manual."""
+
+    layout: Layout
+    dim: Cut
+    rows: Axes
+    seq: Axes
+    hand: Axes
+    splits: bool
+
+    @classmethod
+    def of(cls, layout: Layout, dim: Cut, *, by_hand: bool) -> _How:
+        rows, seq, residual = (_axes(layout, dim) for dim in ("batch", "seq", "residual_seq"))
+        model = set(_axes(layout, "heads"))
+        seq = tuple(axis for axis in seq if axis not in model)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        free = lambda axes: tuple(axis for axis in axes if axis not in manual)
+        hand = tuple(axis for axis in residual if axis not in (*seq, *rows))
+        fits = by_hand and residual[: len(seq)] == seq
+        return cls(layout, dim, free(rows), free(seq), free(hand) if fits else (), bool(seq or residual))
+
+    def check_split(self, count: int) -> None:
+        if count > 1 and not self.splits and self.layout.mesh.size > 1:
+            sizes = ", ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1)
+            raise ConfigError(
+                f"interleave_copies is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
+                f"parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
+                f"interleave_copies: 1."
+            )
+        if count > 1 and self.dim == "seq" and (self.seq or not self.hand) and self.layout.mesh.size > 1:
+            split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
+            why = (
+                f"the rules split 'seq' over {split}, whose tokens attention brings together by itself"
+                if split
+                else "the rules of 'residual_seq' split it over no axis that 'seq' and 'batch' leave"
+            )
+            raise ConfigError(
+                f"interleave_copies is {count} and interleave_dim is 'seq', but {why}. Remedy: residual_seq: model beside heads: model and seq: null, or "
+                f"interleave_dim: batch."
+            )
+
+    def whole_shape(self, x: Rows) -> tuple[int, ...]:
+        """Of what was cut, or is to be."""
+        if not isinstance(x, tuple):
+            return tuple(x.shape)
+        shape = list(x[0].shape)
+        shape[CUTS.index(self.dim)] *= len(x)
+        return tuple(shape)
+
+    def parted(self, x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+        """On one device."""
+        return tuple(jnp.split(x, count, CUTS.index(self.dim)))
+
+    def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """On one device."""
+        return jnp.concatenate(parts, CUTS.index(self.dim))
+
+    def check_parts(self, shape: Sequence[int], count: int) -> None:
+        """Whether each device's rows, or tokens, divide."""
+        if self.dim == "seq":
+            seq, ways = shape[1], self.ways(self.hand)
+            if seq % (ways * count):
+                over = f" ({seq} over {ways} devices of {', '.join(self.hand)})" if ways > 1 else ""
+                raise ConfigError(
+                    f"interleave_copies is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} equal parts. Remedy: a sequence "
+                    f"of a multiple of {ways * count} tokens, or interleave_copies: 1."
+                )
+            return
+        rows, ways = shape[0], self.ways(self.rows)
+        if rows % (ways * count):
+            over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
+            raise ConfigError(
+                f"interleave_copies is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal parts. Remedy: a batch, or "
+                f"microbatches, of a multiple of {ways * count} rows, interleave_dim: seq, or interleave_copies: 1."
+            )
+
+    def together(self, h: jax.Array) -> jax.Array:
+        """From ``residual_seq`` to ``seq``."""
+        return gather_moved(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
+
+    def apart(self, y: jax.Array) -> jax.Array:
+        """From ``seq`` to ``residual_seq``, summed."""
+        return scatter_moved(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
+
+    def _rings(self) -> tuple[int, ...]:
+        """How pieces go: straight between few devices, where a product hides them all at once; round rings where they would crowd the links."""
+        links = links_of(self.layout.mesh)
+        found = () if links is None or links.torus is None else links.rings(self.hand)
+        return found if math.prod(found) > STRAIGHT else ()
+
+    def spec_of_rows(self, *, by_hand: bool = False) -> PartitionSpec:
+        along = (*self.seq, *self.hand) if by_hand else self.seq
+        return PartitionSpec(self.rows or None, along or None)
+
+    def side_spec(self, s: Any, shape: Sequence[int]) -> PartitionSpec:
+        if not jnp.ndim(s):
+            return PartitionSpec()
+        fits = s.shape[0] in (1, shape[0]) and (s.ndim == 1 or s.shape[1] in (1, shape[1]))
+        if not fits:
+            raise LayoutError(
+                f"in_copies(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of {shape[1]} tokens, so nothing says how to cut "
+                f"it. Remedy: [{shape[0]} or 1, {shape[1]} or 1, ...]."
+            )
+        axes = (self.rows if s.shape[0] > 1 else (), self.seq if s.ndim > 1 and s.shape[1] > 1 else ())
+        return PartitionSpec(*(dim or None for dim in axes[: s.ndim]))
+
+    def part(self, s: Any, shape: Sequence[int], at: int, count: int) -> Any:
+        """What one part of the rows on this device sees of something beside them."""
+        if not jnp.ndim(s) and jnp.issubdtype(getattr(s, "dtype", jnp.float32), jax.dtypes.prng_key):
+            here = jax.lax.axis_index((*self.rows, *self.seq)) if self.rows or self.seq else 0
+            return jax.random.fold_in(s, here * count + at)
+        if self.dim == "seq":
+            return self._part_of_seq(s, at, count) if jnp.ndim(s) > 1 and s.shape[1] > 1 else s
+        return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
+
+    def rows_of_parts(self, numbers: Any, count: int) -> Callable[[int], AbstractContextManager[None]]:
+        """What says of each part which rows of the batch it has, for what draws for a row; ``numbers`` are those of all parts."""
+        cuts = numbers is not None and self.dim == "batch"
+        parts = jnp.split(numbers, count) if cuts else [numbers] * count
+        return lambda at: batch_rows(parts[at])
+
+    def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:
+        """Of something that lies as the tokens of all devices do, those of one part: brought together, they are in order."""
+        by_device = s.reshape(s.shape[0], self.ways(self.hand), count, -1, *s.shape[2:])
+        return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
+
+    def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
+        """How a weight of these dims comes in."""
+        mine, partly = self._manual(), set(self.layout.mesh.axis_names) - self._manual()
+        stored, used = (self._resolved(w, names, role) for role in ("params", "activations"))
+        lies, stays = (tuple(tuple(a for a in dim if a in mine) for dim in found) for found in (stored, used))
+        pairs = list(zip(lies, stays, strict=True))
+        if any(have[: len(want)] != want for have, want in pairs):
+            lies, pairs = stays, [(want, want) for want in stays]  # brought there by the compiler
+        parts = Parts(tuple(have[len(want) :] for have, want in pairs))
+        on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
+        spec = PartitionSpec(*(dim or None for dim in lies))
+        # Also within a pipeline's stage, whose own sums are wide: these are over other axes. What those split is not summed, and stays as it is: a
+        # weight cast here would be another value to its layer, and kept for the backward.
+        summed = not {*self.rows, *self.seq, *self.hand} <= {axis for dim in stays for axis in dim}
+        wide = summed and not any(parts.dims) and gather_reduce.summing(w.dtype, inside=True) is not None
+        return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
+
+    def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:
+        if names is None:
+            return ((),) * w.ndim
+        names = names[len(names) - w.ndim :]  # of one layer of a stack
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        sizes = {axis: size for axis, size in self.layout.sizes.items() if axis not in outer}
+        found: Resolved = resolve(
+            self.layout.rules,
+            sizes,
+            names,
+            w.shape,
+            role=role,
+            itemsize=w.dtype.itemsize,
+            path="a weight of in_copies()",
+        )
+        if found.problems:
+            raise LayoutError(found.problems)
+        return found.axes
+
+    def inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+        """``f`` on each device's shards."""
+        if not (self.rows or self.seq or self.hand):
+            return f
+        # Unchecked: jax would take what is gathered for different on every device.
+        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=self._manual(), check_vma=False)
+
+    def _manual(self) -> set[str]:
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        # With axes of size 1, so that what is not there leaves none behind.
+        alone = {axis for axis, size in self.layout.sizes.items() if size == 1 and axis not in outer}
+        return {*self.rows, *self.seq, *self.hand, *alone}
+
+    def ways(self, axes: Axes) -> int:
+        return math.prod(self.layout.sizes[axis] for axis in axes)
+
+
+def _axes(layout: Layout, dim: str) -> Axes:
+    """The axes, larger than 1, that the rules split a dim over; none where they do not know it."""
+    found = layout.resolve((dim,))
+    return () if found.problems else tuple(axis for axis in found.axes[0] if layout.sizes[axis] > 1)
+
+
+def _weights(
+    block: Any,
+) -> tuple[list[tuple[jax.Array, tuple[str | None, ...] | None]], Callable[[list[jax.Array]], Any]]:
+    """A block's arrays with the names of their dims, and what makes a block of such arrays again.
+
+    Raises:
+      ModelError: the module carries arrays that are not trained.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(block, nnx.Module):
+        leaves, structure = jax.tree.flatten(block)
+        return [(w, None) for w in leaves], lambda ws: jax.tree.unflatten(structure, ws)
+    from jaxpar.nnx import names_of
+
+    graphdef, params, rest = nnx.split(block, nnx.Param, ...)
+    if jax.tree.leaves(rest):
+        paths = ["/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(rest)]
+        raise ModelError(
+            f"in_copies(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. Remedy: keep counters, keys and "
+            f"statistics out of it, and hand keys over in side."
+        )
+    leaves, structure = jax.tree.flatten(params)
+    found = [names_of(v.get_metadata(), "/".join(map(str, keys))) for keys, v in nnx.to_flat_state(params)]
+    pairs = list(zip(leaves, found, strict=True))
+    return pairs, lambda ws: nnx.merge(graphdef, jax.tree.unflatten(structure, ws), rest)

@@ -1,0 +1,1 @@
+"""A schedule's table run tick by tick."""

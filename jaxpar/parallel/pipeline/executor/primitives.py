@@ -1,0 +1,73 @@
+"""Small moves of a tick: a row's fields, slots of buffers, neighbours, sums over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import ModelError
+from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.schedules.table import FIELDS
+from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.layout import current_layout
+
+
+def each_of(f: Callable[[str, Any], Any], kinds: Any, tree: Any) -> Any:
+    """``f(kind, array)`` of every array; ``kinds`` is a prefix of the tree."""
+    return jax.tree.map(lambda kind, part: jax.tree.map(lambda x: f(kind, x), part), kinds, tree)
+
+
+def pairs(kinds: Any, tree: Any) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    each_of(lambda kind, x: found.append((kind, x)), kinds, tree)
+    return found
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """fp32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def check_alike(x: Any, y: Any) -> None:
+    """What goes from stage to stage is of one shape and dtype."""
+    was, now = (f"{a.dtype}{list(a.shape)}" for a in (x, y))
+    if was != now:
+        raise ModelError(
+            f"pipeline: a layer turned {was} into {now} (of one device's microbatch), but what goes from layer to layer keeps shape and dtype. "
+            f"Remedy: a Staged(layer=...) that returns what it was given, cast as it was, or a before that gives {now}."
+        )
+
+
+def reader(row: jax.Array) -> Callable[[str], jax.Array]:
+    return lambda name: row[FIELDS.index(name)]
+
+
+def pick(tree: Any, i: Any) -> Any:
+    one = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+    return jax.tree.map(one, tree)
+
+
+def put(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
+    """``buffer`` [slots, ...] with ``x`` in a slot."""
+    return jax.lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0, allow_negative_indices=False)
+
+
+def from_neighbour(x: jax.Array, way: str) -> jax.Array:
+    """What the stage before (``down``) or after (``up``) has."""
+    stages = jax.lax.axis_size(AXIS)
+    step = 1 if way == "down" else -1
+    return jax.lax.ppermute(x, AXIS, [(i, (i + step) % stages) for i in range(stages)])
+
+
+def over_stages(x: jax.Array, *, scatter: bool = False) -> jax.Array:
+    """The sum over stages, of which each keeps some columns if they are scattered."""
+    dtype = x.dtype
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
+        x = wide(x)  # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not
+    x = jax.lax.psum_scatter(x, AXIS, scatter_dimension=x.ndim - 1, tiled=True) if scatter else jax.lax.psum(x, AXIS)
+    return x.astype(dtype)

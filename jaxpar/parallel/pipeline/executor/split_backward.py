@@ -1,0 +1,128 @@
+"""A backward pass in two: cotangents of inputs now, gradients of weights later (Qi et al. 2023, arXiv:2401.10241).
+
+The program of a layer's backward is taken apart, equation by equation: what the cotangent of the input needs is the first half, and whatever products are
+left the second. What the second half reads of the first has to be kept between them; as little as can be (:mod:`jaxpar.parallel.pipeline.executor.min_cut`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jaxpar.parallel.pipeline.executor.layer_inputs import bits, keys_again
+from jaxpar.parallel.pipeline.executor.min_cut import least_kept
+
+_OPENED = frozenset(("remat2", "checkpoint", "pjit", "jit", "closed_call", "core_call", "custom_jvp_call"))
+"""Equations that only hold others, and are looked into."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two halves of ``pull(weights, kept, side, cotangent) -> (gradients, cotangent)``."""
+
+    closed: ClosedJaxpr
+    first: tuple[JaxprEqn, ...]
+    second: tuple[JaxprEqn, ...]
+    between: tuple[Var, ...]
+    sizes: tuple[int, int, int]
+    structure: Any
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what is kept between them."""
+        avals: list[Any] = [v.aval for v in self.between]
+        return [jax.eval_shape(bits, jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in avals]
+
+    def inputs(
+        self, weights: Any, kept: Sequence[Any], side: Any, cotangent: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The cotangent of the input, and what is to be kept."""
+        jaxpr = self.closed.jaxpr
+        env = self._constants()
+        env.update(
+            zip(jaxpr.invars, [*jax.tree.leaves(weights), *kept, *jax.tree.leaves(side), cotangent], strict=True)
+        )
+        _run(self.first, env)
+        return _value(jaxpr.outvars[-1], env), [bits(env[v]) for v in self.between]
+
+    def weights(self, weights: Any, side: Any, found: Sequence[jax.Array]) -> Any:
+        """The gradients."""
+        jaxpr, (some, kept, beside) = self.closed.jaxpr, self.sizes
+        env = self._constants()
+        env.update(zip(jaxpr.invars[:some], jax.tree.leaves(weights), strict=True))
+        env.update(zip(jaxpr.invars[some + kept : some + kept + beside], jax.tree.leaves(side), strict=True))
+        env.update({v: keys_again(x, v.aval) for v, x in zip(self.between, found, strict=True)})
+        _run(self.second, env)
+        return jax.tree.unflatten(self.structure, [_value(v, env) for v in jaxpr.outvars[:-1]])
+
+    def _constants(self) -> dict[Var, Any]:
+        return dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
+
+
+def halves(
+    pull: Callable[..., tuple[Any, jax.Array]], weights: Any, kept: Sequence[Any], side: Any, cotangent: Any
+) -> Halves:
+    """``pull(weights, kept, side, cotangent) -> (gradients of weights, cotangent of input)``, traced and taken apart."""
+    ws, sides, structure = jax.tree.leaves(weights), jax.tree.leaves(side), jax.tree.structure(weights)
+    beside = jax.tree.structure(side)
+
+    def flat(*leaves: Any) -> list[Any]:
+        some, rest = leaves[: len(ws)], leaves[len(ws) :]
+        given = jax.tree.unflatten(beside, rest[len(kept) : len(kept) + len(sides)])
+        grads, before = pull(jax.tree.unflatten(structure, some), list(rest[: len(kept)]), given, rest[-1])
+        return [*jax.tree.leaves(grads), before]
+
+    closed = jax.make_jaxpr(flat)(*ws, *kept, *sides, cotangent)
+    closed = jax.make_jaxpr(lambda *args: _opened(closed.jaxpr, closed.consts, args))(*ws, *kept, *sides, cotangent)
+    jaxpr = closed.jaxpr
+    sides_from = len(ws) + len(kept)
+    free = {*jaxpr.constvars, *jaxpr.invars[: len(ws)], *jaxpr.invars[sides_from : sides_from + len(sides)]}
+    gradients, before = jaxpr.outvars[:-1], jaxpr.outvars[-1]
+    saved = least_kept(jaxpr, free, gradients, _needed(jaxpr.eqns, [before], set()))
+    first = _needed(jaxpr.eqns, [before, *saved], set())
+    second = _needed(jaxpr.eqns, gradients, set(saved))
+    read = {v for e in second for v in e.invars if isinstance(v, Var)} | {v for v in gradients if isinstance(v, Var)}
+    between = tuple(v for v in saved if v in read)
+    return Halves(closed, tuple(first), tuple(second), between, (len(ws), len(kept), len(sides)), structure)
+
+
+def _needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any], given: AbstractSet[Var]) -> list[JaxprEqn]:
+    """The equations that these values come from, in their order, where some values are given."""
+    needed = {v for v in wanted if isinstance(v, Var)} - given
+    found = []
+    for equation in reversed(equations):
+        if any(v in needed for v in equation.outvars):
+            found.append(equation)
+            needed |= {v for v in equation.invars if isinstance(v, Var)} - given
+    return found[::-1]
+
+
+def _opened(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """A program carried out, with those inside of it in their places."""
+    env: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if equation.primitive.name in _OPENED and inner is not None:
+            body, given = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
+            values = _opened(body, given, [_value(v, env) for v in equation.invars])
+            env.update(zip(equation.outvars, values, strict=True))
+        else:
+            _run([equation], env)
+    return [_value(v, env) for v in jaxpr.outvars]
+
+
+def _run(equations: Sequence[JaxprEqn], env: dict[Var, Any]) -> None:
+    for equation in equations:
+        parameters = equation.primitive.get_bind_params(equation.params)
+        functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
+        values = equation.primitive.bind(*functions, *(_value(v, env) for v in equation.invars), **parameters)
+        env.update(zip(equation.outvars, values if equation.primitive.multiple_results else [values], strict=True))
+
+
+def _value(v: Any, env: dict[Var, Any]) -> Any:
+    return v.val if isinstance(v, Literal) else env[v]

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: orders, ticks, slots, tables. No jax."""

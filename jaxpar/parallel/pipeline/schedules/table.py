@@ -1,0 +1,233 @@
+"""A schedule as numbers: what each stage does in each tick, from which slot of which buffer it reads, and where it writes.
+
+Buffers of a stage: ``act`` has what came for a forward (kept until the backward, if that computes the forward again), ``cot`` what came for
+a backward (cotangents), ``res`` what a forward keeps for its backward, ``own`` what a split backward keeps for its W. Where sequences go in
+chunks, ``carry`` has what the chunks of a microbatch leave for those after them, and ``back`` its cotangent. One slot more than a buffer has is
+where everything goes that nobody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxpar.parallel.pipeline.schedules.buffer_slots import ARRIVAL, BACKWARD, END, FORWARD, Live, allocate, time
+from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
+
+Keeps = Literal["input", "residuals"]
+"""What is kept of a forward for its backward."""
+
+FIELDS = (
+    "f_on", "f_microbatch", "f_chunk", "f_input", "f_residuals", "f_last",
+    "b_on", "b_microbatch", "b_chunk", "b_input", "b_cotangent", "b_residuals", "b_own", "b_first",
+    "w_on", "w_microbatch", "w_chunk", "w_own",
+    # Where what arrives goes: of forwards, at the end of the tick; of the backwards of the tick before, in its middle.
+    "act_down", "act_up", "act_self", "act_feed",
+    "cot_down", "cot_up", "cot_self", "cot_head",
+    # Of sequences in chunks, a slot for all of a microbatch.
+    "f_carry", "b_carry", "b_back",
+)  # fmt: skip
+"""Columns of a stage. ``down`` comes from the stage before, ``up`` from the one after, ``self`` from the stage's own other chunk,
+``feed`` from before the pipeline, ``head`` from behind it."""
+
+ALL = ("feed", "head", "drain")
+"""Columns of a tick: the microbatch that is fed for the next tick, the one whose loss is made, the one whose input's cotangent comes out;
+each the number of microbatches where there is none."""
+
+_BUFFERS = {"input": "act", "cotangent": "cot", "residuals": "res", "own": "own", "carry": "carry", "back": "back"}
+CHANNELS = ("act_down", "act_up", "act_self", "cot_down", "cot_up", "cot_self")
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Numbers for an executor.
+
+    Attributes:
+      stages: int32 [ticks, stages, fields], in the order of ``FIELDS``.
+      ticks: int32 [ticks, 3], in the order of ``ALL``.
+      first: the slots [stages] where what is fed before the first tick goes, and the microbatch that it is.
+      last: the microbatch whose input's cotangent comes out of the last tick; the number of microbatches if none does.
+      sizes: buffer → slots, at the stage that wants most.
+      channels: of ``CHANNELS`` those that anything goes through.
+    """
+
+    stages: np.ndarray
+    ticks: np.ndarray
+    first: tuple[np.ndarray, int]
+    last: int
+    sizes: dict[str, int]
+    channels: tuple[str, ...]
+
+    def column(self, name: str) -> np.ndarray:
+        """[ticks, stages] of a field."""
+        return self.stages[:, :, FIELDS.index(name)]
+
+
+def table_of(schedule: ScheduleSpec, keeps: Keeps = "input") -> Table:
+    """The table of a schedule, for an executor that keeps a forward's input, or its residuals, for the backward."""
+    return _Writer(schedule, keeps).table()
+
+
+class _Writer:
+    def __init__(self, schedule: ScheduleSpec, keeps: Keeps):
+        self.schedule, self.keeps = schedule, keeps
+        self.pieces, self.packed = schedule.pieces, schedule.ticks
+        self.length = len(self.packed.rows)
+        self.slots: dict[str, list[dict]] = {}
+        self.sizes: dict[str, int] = {}
+        self._allocate()
+
+    def _tick(self, kind: str, microbatch: int, piece: int) -> int:
+        return self.packed.when[kind, microbatch, piece]
+
+    def _arrives(self, kind: str, microbatch: int, piece: int) -> int:
+        """When the input of an operation is written: after the neighbour's operation, or from outside of the pipeline."""
+        if kind == "F":
+            return time(self._tick("F", microbatch, piece - 1) if piece else self._tick("F", microbatch, 0) - 1, END)
+        if piece + 1 < self.pieces.count:
+            same = self.pieces.place(piece)[0] == self.pieces.place(piece + 1)[0]
+            sent = self._tick("B", microbatch, piece + 1)
+            # In the same tick a stage does one backward, so what it sends itself is read in a later one.
+            return time(sent, END) if same else time(sent + 1, ARRIVAL)
+        return time(self._tick("F", microbatch, piece), ARRIVAL)
+
+    def _allocate(self) -> None:
+        schedule, forward_only = self.schedule, self.schedule.forward_only
+        lives: dict[str, list[list[Live]]] = {
+            name: [[] for _ in range(self.pieces.stages)] for name in ("act", "cot", "res", "own", "carry", "back")
+        }
+        for microbatch in range(schedule.microbatches):
+            for piece in range(self.pieces.count):
+                stage, chunk = self.pieces.place(piece)
+                key = microbatch, chunk
+                forward = self._tick("F", microbatch, piece)
+                backward = forward if forward_only else self._tick("B", microbatch, piece)
+                last = (
+                    time(backward, BACKWARD) if self.keeps == "input" and not forward_only else time(forward, FORWARD)
+                )
+                lives["act"][stage].append(Live(self._arrives("F", microbatch, piece), last, key))
+                if forward_only:
+                    continue
+                lives["cot"][stage].append(Live(self._arrives("B", microbatch, piece), time(backward, BACKWARD), key))
+                if self.keeps == "residuals":
+                    lives["res"][stage].append(Live(time(forward, FORWARD), time(backward, BACKWARD), key))
+                if schedule.split:
+                    done = time(self._tick("W", microbatch, piece), END)
+                    lives["own"][stage].append(Live(time(backward, BACKWARD), done, key))
+        if schedule.sequence_chunks > 1:
+            self._carries(lives)
+        for name, stages in lives.items():
+            found = [allocate(stage) for stage in stages]
+            self.slots[name] = [slots for _, slots in found]
+            self.sizes[name] = max(count for count, _ in found)
+
+    def _carries(self, lives: dict[str, list[list[Live]]]) -> None:
+        """From a microbatch's first forward to the backward of the same chunk, which is its last; the cotangent from its first backward."""
+        parts = self.schedule.sequence_chunks
+        for first in range(0, self.schedule.microbatches, parts):
+            for piece in range(self.pieces.count):
+                stage, chunk = self.pieces.place(piece)
+                begin, key = time(self._tick("F", first, piece), FORWARD), (first // parts, chunk)
+                if self.schedule.forward_only:
+                    end = time(self._tick("F", first + parts - 1, piece), FORWARD)
+                    lives["carry"][stage].append(Live(begin, end, key))
+                    continue
+                end = time(self._tick("B", first, piece), BACKWARD)
+                lives["carry"][stage].append(Live(begin, end, key))
+                last = time(self._tick("B", first + parts - 1, piece), BACKWARD)
+                lives["back"][stage].append(Live(last, end, key))
+
+    def table(self) -> Table:
+        stages = np.zeros((self.length, self.pieces.stages, len(FIELDS)), np.int32)
+        ticks = np.full((self.length, len(ALL)), self.schedule.microbatches, np.int32)
+        self.view = {name: stages[:, :, at] for at, name in enumerate(FIELDS)}
+        self.all = {name: ticks[:, at] for at, name in enumerate(ALL)}
+        for name, column in self.view.items():
+            buffer = _BUFFERS.get(name[2:], name[:3])
+            if buffer in self.sizes:
+                column[:] = self.sizes[buffer]
+        self.first = np.full(self.pieces.stages, self.sizes["act"], np.int32), 0
+        self.last = self.schedule.microbatches
+        self.channels: set[str] = set()
+        for tick, row in enumerate(self.packed.rows):
+            for stage, ops in enumerate(row):
+                for op in ops:
+                    getattr(self, f"_{op.kind.lower()}")(tick, stage, op.microbatch, op.chunk)
+        channels = tuple(name for name in CHANNELS if name in self.channels)
+        return Table(stages, ticks, self.first, self.last, self.sizes, channels)
+
+    def _set(self, tick: int, stage: int, **values: int) -> None:
+        for name, value in values.items():
+            self.view[name][tick, stage] = value
+
+    def _slot(self, buffer: str, stage: int, microbatch: int, chunk: int) -> int:
+        return int(self.slots[buffer][stage].get((microbatch, chunk), self.sizes[buffer]))
+
+    def _of_sequence(self, stage: int, m: int, chunk: int, *names: str) -> dict[str, int]:
+        """The slots of the whole microbatch that a chunk of its sequence is of."""
+        whole = m // self.schedule.sequence_chunks
+        return {name: self._slot(name[2:], stage, whole, chunk) for name in names}
+
+    def _f(self, tick: int, stage: int, m: int, chunk: int) -> None:
+        piece = self.pieces.piece(stage, chunk)
+        slot, last = self._slot("act", stage, m, chunk), piece + 1 == self.pieces.count
+        residuals = self._slot("res", stage, m, chunk)
+        self._set(tick, stage, f_on=1, f_microbatch=m, f_chunk=chunk, f_input=slot, f_residuals=residuals, f_last=last)
+        self._set(tick, stage, **self._of_sequence(stage, m, chunk, "f_carry"))
+        if piece == 0 and tick == 0:
+            self.first[0][stage] = slot
+            self.first = self.first[0], m
+        elif piece == 0:
+            self._set(tick - 1, stage, act_feed=slot)
+            self.all["feed"][tick - 1] = m
+        if last:
+            self.all["head"][tick] = m
+            if not self.schedule.forward_only:
+                self._set(tick, stage, cot_head=self._slot("cot", stage, m, chunk))
+        else:
+            self._send("act", tick, stage, piece + 1, m)
+
+    def _b(self, tick: int, stage: int, m: int, chunk: int) -> None:
+        piece = self.pieces.piece(stage, chunk)
+        own, residuals = self._slot("own", stage, m, chunk), self._slot("res", stage, m, chunk)
+        kept, cotangent = self._slot("act", stage, m, chunk), self._slot("cot", stage, m, chunk)
+        self._set(
+            tick,
+            stage,
+            b_on=1,
+            b_microbatch=m,
+            b_chunk=chunk,
+            b_input=kept,
+            b_cotangent=cotangent,
+            b_residuals=residuals,
+            b_own=own,
+            **self._of_sequence(stage, m, chunk, "b_carry", "b_back"),
+        )
+        if piece == 0:
+            self._set(tick, stage, b_first=1)
+            if tick + 1 < self.length:
+                self.all["drain"][tick + 1] = m
+            else:
+                self.last = m
+        else:
+            self._send("cot", tick, stage, piece - 1, m)
+
+    def _w(self, tick: int, stage: int, m: int, chunk: int) -> None:
+        self._set(tick, stage, w_on=1, w_microbatch=m, w_chunk=chunk, w_own=self._slot("own", stage, m, chunk))
+
+    def _send(self, buffer: str, tick: int, stage: int, piece: int, m: int) -> None:
+        """Where a result goes: to the neighbour's slot, which is written at the tick's end, or for cotangents in the next tick."""
+        to, chunk = self.pieces.place(piece)
+        if to == stage:
+            way = "self"
+        else:
+            way = "down" if (to - stage) % self.pieces.stages == 1 and not self._turns_back(stage, to) else "up"
+        at = tick + 1 if buffer == "cot" and way != "self" else tick
+        self._set(at, to, **{f"{buffer}_{way}": self._slot(buffer, to, m, chunk)})
+        self.channels.add(f"{buffer}_{way}")
+
+    def _turns_back(self, stage: int, to: int) -> bool:
+        """With two stages each is the other's next and previous; a ``v`` never goes round."""
+        return self.pieces.placement == "v" and to < stage

@@ -1,0 +1,90 @@
+"""A schedule as text: a summary, every tick, and several schedules beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
+from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
+from jaxpar.parallel.pipeline.schedules.table import Keeps, table_of
+
+
+def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) -> str:
+    """Size, ticks, bubble, stash and buffers, a line each."""
+    lines = [("ticks", f"{len(schedule.ticks.rows)}"), ("bubble", _bubbles(schedule, costs))]
+    if not schedule.forward_only:
+        lines += [("stash", _stash(schedule))]
+    # A pipeline without backwards keeps nothing for them.
+    modes: tuple[Keeps, ...] = ("input",) if schedule.forward_only else get_args(Keeps)
+    for keeps in modes:
+        found = ", ".join(f"{name} {size}" for name, size in table_of(schedule, keeps).sizes.items() if size)
+        lines += [("buffers", found if schedule.forward_only else f"{found} if {keeps} is kept")]
+    return "\n".join([_title(schedule), *(f"{label:<8}{text}" for label, text in lines)])
+
+
+def _title(schedule: ScheduleSpec) -> str:
+    pieces, parts = schedule.pieces, schedule.sequence_chunks
+    chunks = f" of {pieces.chunks} chunks" + (" in a v" if pieces.placement == "v" else "") if pieces.chunks > 1 else ""
+    sequences = f" of {parts} sequence chunks" if parts > 1 else ""
+    return f"{schedule.name}: {pieces.stages} stages{chunks}, {schedule.microbatches // parts} microbatches{sequences}"
+
+
+def _bubbles(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> str:
+    found = [(how, simulate(schedule, costs, how)) for how in get_args(How)]
+    each = ", ".join(f"{one.bubble:.1%} of {one.time:g} by {how}" for how, one in found)
+    return f"{each} ({found[-1][1].idle:g} between a stage's first and last operation)"
+
+
+def _stash(schedule: ScheduleSpec) -> str:
+    text = ", ".join(map(str, schedule.stash))
+    return f"{text}; until W {', '.join(map(str, schedule.held))}" if schedule.split else text
+
+
+def chart(schedule: ScheduleSpec, width: int = 120) -> str:
+    """See :meth:`Schedule.show`."""
+    rows = schedule.ticks.rows
+    heads = [f"stage {stage}" for stage in range(schedule.stages)]
+    columns = [[f"{tick}", *(" ".join(map(str, ops)) or "·" for ops in row)] for tick, row in enumerate(rows)]
+    margin = max(map(len, [*heads, "tick"]))
+    blocks: list[list[list[str]]] = []
+    used = width
+    for column in columns:
+        wide = max(map(len, column)) + 2
+        if used + wide > width:
+            blocks.append([])
+            used = margin
+        blocks[-1].append([cell.ljust(wide - 2) for cell in column])
+        used += wide
+    lines = [
+        [
+            f"{head:<{margin}}  {'  '.join(column[at] for column in block)}".rstrip()
+            for at, head in enumerate(["tick", *heads])
+        ]
+        for block in blocks
+    ]
+    return "\n\n".join(map("\n".join, lines))
+
+
+def comparison(schedules: Sequence[ScheduleSpec], costs: Mapping[str, float] | None = None) -> str:
+    """A line for each schedule: ticks, time and bubble, and how much the stage with most keeps, in whole stages of whole microbatches.
+
+    Behind them the slots of each buffer: ``act`` if inputs are kept, the others if residuals are.
+    """
+    rows = [["", "ticks"]]
+    rows[0] += [title for how in get_args(How) for title in (f"by {how}", "bubble")]
+    rows[0] += ["stash", "until W", "act", "cot", "res", "own"]
+    for one in schedules:
+        found = [simulate(one, costs, how) for how in get_args(How)]
+        sizes = table_of(one, "residuals").sizes | {"act": table_of(one).sizes["act"]}
+        parts = one.pieces.chunks * one.sequence_chunks
+        row = [one.name, f"{len(one.ticks.rows)}"]
+        row += [text for each in found for text in (f"{each.time:g}", f"{each.bubble:.1%}")]
+        row += [f"{max(kept) / parts:g}" for kept in (one.stash, one.held)]
+        rows.append(row + [f"{sizes[name]}" for name in ("act", "cot", "res", "own")])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [f"{cell:>{wide}}" for cell, wide in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    return "\n".join(lines)

@@ -1,0 +1,207 @@
+"""A table carried out with labels in the place of tensors: what an executor would read, tick by tick, and whether it is the right thing.
+
+Nothing here looks at orders, ticks or slots: only the table's numbers, what its fields mean, and which work there is to do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Never
+
+import numpy as np
+
+from jaxpar.errors import ScheduleError
+from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
+from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, Keeps, Table
+
+
+class Label(NamedTuple):
+    """What a tensor is: the input, residuals, cotangent or own things of a microbatch at a piece; of a sequence in chunks, what they
+    carry up to this one, or its cotangent down to this one."""
+
+    what: str
+    microbatch: int
+    piece: int
+
+    def __str__(self) -> str:
+        return f"the {self.what} of microbatch {self.microbatch} at piece {self.piece}"
+
+
+def replay(schedule: ScheduleSpec, table: Table, keeps: Keeps = "input") -> None:
+    """Carry out a table.
+
+    Raises:
+      ScheduleError: a slot read does not hold what it should, something alive is overwritten, something is received that was not sent, work
+        is left out or done twice; naming the tick, the stage and the slot.
+    """
+    _Replay(schedule, table, keeps).run()
+
+
+class _Replay:
+    def __init__(self, schedule: ScheduleSpec, table: Table, keeps: Keeps):
+        self.schedule, self.table, self.keeps = schedule, table, keeps
+        self.pieces, self.stages = schedule.pieces, schedule.pieces.stages
+        # The slot after a buffer's last is where what nobody reads goes.
+        self.buffers: dict[str, list[list[Label | None]]] = {
+            name: [[None] * size for _ in range(self.stages)] for name, size in table.sizes.items()
+        }
+        self.done: dict[tuple[str, int, int], int] = {}
+        self.now = 0
+
+    def run(self) -> None:
+        sent: list[Label | None] = [None] * self.stages
+        slots, microbatch = self.table.first
+        for stage, slot in enumerate(slots.tolist()):
+            self.write("act", stage, slot, Label("input", microbatch, 0))
+        numbers = zip(self.table.stages.tolist(), self.table.ticks.tolist(), strict=True)
+        for self.now, (rows, every) in enumerate(numbers):
+            row = [dict(zip(FIELDS, fields, strict=True)) for fields in rows]
+            together = dict(zip(ALL, every, strict=True))
+            self.outside("drain", together["drain"], sent, Label("cotangent", together["drain"], -1))
+            forwards = [self.forward(stage, fields) for stage, fields in enumerate(row)]
+            last = Label("input", together["head"], self.pieces.count)
+            self.outside("head", together["head"], forwards, last)
+            self.arrivals("cot", row, sent)
+            for stage, fields in enumerate(row):
+                head = last._replace(what="cotangent", piece=self.pieces.count - 1)
+                self.write("cot", stage, fields["cot_head"], head if forwards[stage] == last else None)
+            sent = [self.backward(stage, fields) for stage, fields in enumerate(row)]
+            for stage, fields in enumerate(row):
+                self.weights(stage, fields)
+                fed = together["feed"] < self.schedule.microbatches
+                self.write("cot", stage, fields["cot_self"], self.passed("cot_self", sent, stage))
+                self.write("act", stage, fields["act_feed"], Label("input", together["feed"], 0) if fed else None)
+                self.write("act", stage, fields["act_self"], self.passed("act_self", forwards, stage))
+            self.arrivals("act", row, forwards)
+        self.outside("drain", self.table.last, sent, Label("cotangent", self.table.last, -1))
+        self.complete()
+
+    def arrivals(self, buffer: str, row: list[dict[str, int]], sent: list[Label | None]) -> None:
+        """What the stages before (``down``) and after (``up``) sent."""
+        for stage, fields in enumerate(row):
+            for way, other in (("down", stage - 1), ("up", stage + 1)):
+                name = f"{buffer}_{way}"
+                self.write(buffer, stage, fields[name], self.passed(name, sent, other % self.stages), name)
+
+    def passed(self, channel: str, sent: list[Label | None], stage: int) -> Label | None:
+        return sent[stage] if channel in self.table.channels else None
+
+    def outside(self, name: str, microbatch: int, made: list[Label | None], wanted: Label) -> None:
+        """What leaves the pipeline does so when the table says, and then only."""
+        ends = {"drain": -1, "head": self.pieces.count}[name]
+        leaving = [label for label in made if label is not None and label.piece == ends]
+        if leaving != ([wanted] if microbatch < self.schedule.microbatches else []):
+            self.fail(f"{name} is {microbatch}, but there comes {', '.join(map(str, leaving)) or 'nothing'}")
+
+    def forward(self, stage: int, fields: dict[str, int]) -> Label | None:
+        residuals = None
+        result = None
+        if fields["f_on"]:
+            m, piece = self.started("F", stage, fields)
+            self.read("act", stage, fields["f_input"], Label("input", m, piece), self.consumed_by == "F")
+            if fields["f_last"] != (piece + 1 == self.pieces.count):
+                self.fail(f"stage {stage}: f_last is {fields['f_last']} at piece {piece} of {self.pieces.count}")
+            if self.keeps == "residuals" and not self.schedule.forward_only:
+                residuals = Label("residuals", m, piece)
+            result = Label("input", m, piece + 1)
+            self.carried("carry", stage, fields["f_carry"], m, piece, forward=True)
+        self.write("res", stage, fields["f_residuals"], residuals)
+        return result
+
+    @property
+    def consumed_by(self) -> str:
+        """After which operation a forward's input is wanted no more."""
+        return "B" if self.keeps == "input" and not self.schedule.forward_only else "F"
+
+    def backward(self, stage: int, fields: dict[str, int]) -> Label | None:
+        own = None
+        result = None
+        if fields["b_on"]:
+            m, piece = self.started("B", stage, fields)
+            self.read("cot", stage, fields["b_cotangent"], Label("cotangent", m, piece), True)
+            if self.keeps == "input":
+                self.read("act", stage, fields["b_input"], Label("input", m, piece), True)
+            else:
+                self.read("res", stage, fields["b_residuals"], Label("residuals", m, piece), True)
+            if fields["b_first"] != (piece == 0):
+                self.fail(f"stage {stage}: b_first is {fields['b_first']} at piece {piece}")
+            own = Label("own", m, piece) if self.schedule.split else None
+            result = Label("cotangent", m, piece - 1)
+            self.whole(stage, fields["b_carry"], m, piece)
+            self.carried("back", stage, fields["b_back"], m, piece, forward=False)
+        self.write("own", stage, fields["b_own"], own)
+        return result
+
+    def carried(self, buffer: str, stage: int, slot: int, m: int, piece: int, *, forward: bool) -> None:
+        """A chunk of a sequence reads what the chunk before it (backward: after it) carries, and leaves its own, but for the last of them."""
+        parts = self.schedule.sequence_chunks
+        at = m % parts if forward else parts - 1 - m % parts
+        if parts == 1:
+            return
+        if at:
+            self.read(buffer, stage, slot, Label(buffer, m - 1 if forward else m + 1, piece), True)
+        kept = not self.schedule.forward_only if forward else False
+        if at + 1 < parts or kept:
+            self.write(buffer, stage, slot, Label(buffer, m, piece))
+
+    def whole(self, stage: int, slot: int, m: int, piece: int) -> None:
+        """A backward reads what all chunks of its sequence have carried."""
+        parts = self.schedule.sequence_chunks
+        if parts > 1:
+            self.read("carry", stage, slot, Label("carry", m - m % parts + parts - 1, piece), m % parts == 0)
+
+    def weights(self, stage: int, fields: dict[str, int]) -> None:
+        if fields["w_on"]:
+            m, piece = self.started("W", stage, fields)
+            self.read("own", stage, fields["w_own"], Label("own", m, piece), True)
+
+    def started(self, kind: str, stage: int, fields: dict[str, int]) -> tuple[int, int]:
+        """Microbatch and piece of an operation, noted as done; chunks of a sequence in their order."""
+        lower, chunks = kind.lower(), self.schedule.sequence_chunks
+        m, piece = fields[f"{lower}_microbatch"], self.pieces.piece(stage, fields[f"{lower}_chunk"])
+        if (kind, m, piece) in self.done:
+            self.fail(f"stage {stage} does {kind} of microbatch {m} at piece {piece} again")
+        self.done[kind, m, piece] = self.now
+        other = {"F": m - 1 if m % chunks else m, "B": m + 1 if (m + 1) % chunks else m, "W": m}[kind]
+        if (kind, other, piece) not in self.done:
+            self.fail(f"stage {stage} does {kind} of sequence chunk {m} at piece {piece} before that of {other}")
+        return m, piece
+
+    def read(self, buffer: str, stage: int, slot: int, wanted: Label, last: bool) -> None:
+        slots = self.buffers[buffer][stage]
+        found = slots[slot] if slot in range(len(slots)) else None
+        if found != wanted:
+            self.fail(f"stage {stage} reads {found or 'nothing'} from {buffer} {slot}, not {wanted}")
+        if last:
+            slots[slot] = None
+
+    def write(self, buffer: str, stage: int, slot: int, label: Label | None, channel: str = "") -> None:
+        slots = self.buffers[buffer][stage]
+        if slot == len(slots):
+            return
+        if slot not in range(len(slots)) or label is None:
+            self.fail(
+                f"stage {stage} writes {label or 'what nobody sent'} to {buffer} {slot}{channel and f' by {channel}'}"
+            )
+        if slots[slot] is not None:
+            self.fail(f"stage {stage} writes {label} to {buffer} {slot}, over {slots[slot]}")
+        slots[slot] = label
+
+    def complete(self) -> None:
+        schedule = self.schedule
+        kinds = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
+        wanted = np.ndindex(len(kinds), schedule.microbatches, self.pieces.count)
+        missing = {(kinds[kind], m, piece) for kind, m, piece in wanted} ^ set(self.done)
+        if missing:
+            kind, m, piece = min(missing)
+            stray = "is not asked for" if (kind, m, piece) in self.done else "is never done"
+            self.fail(f"{kind} of microbatch {m} at piece {piece} {stray}")
+        for buffer, stages in self.buffers.items():
+            for stage, slots in enumerate(stages):
+                for slot, label in enumerate(slots):
+                    if label is not None:
+                        self.fail(f"stage {stage} still holds {label} in {buffer} {slot}")
+
+    def fail(self, text: str) -> Never:
+        raise ScheduleError(
+            f"schedule {self.schedule.name!r}, kept {self.keeps}, tick {self.now} of its table: {text}. Remedy: a table as Schedule.table() writes it."
+        )

@@ -1,0 +1,112 @@
+"""Orders that fill the bubble with the gradients of weights, which nobody waits for. All take F, B and W to last equally long."""
+
+from __future__ import annotations
+
+from jaxpar.parallel.pipeline.schedules.orders import Kind, Op, Orders
+
+
+def handcrafted(stages: int, microbatches: int, most: int) -> Orders:
+    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv:2401.10241): at most ``most`` forwards of a stage wait for their W.
+
+    Step by step, each stage takes a backward if there is one, else a forward, else a W. One rule is added: while fewer than ``stages - stage``
+    forwards wait for their backward, as in 1F1B, a forward goes first. Without it the stages fall out of step, and ZB-H1 of 4 stages and 32
+    microbatches lasts 101 in the place of 99; with it the time is the least there can be, 3 * microbatches + stages - 1 (the
+    last stage starts at stages - 1), for both.
+    """
+    done: dict[tuple[Kind, int, int], int] = {}
+    counts: list[dict[Kind, int]] = [{"F": 0, "B": 0, "W": 0} for _ in range(stages)]
+    orders: list[list[Op]] = [[] for _ in range(stages)]
+
+    def chosen(stage: int, now: int) -> Kind | None:
+        f, b, w = counts[stage].values()
+
+        def came(kind: Kind, microbatch: int, other: int) -> bool:
+            return other in (-1, stages) or done.get((kind, microbatch, other), now) < now
+
+        forward = f < microbatches and f - w < most and came("F", f, stage - 1)
+        backward = b < f and came("F", b, stage) and came("B", b, stage + 1)
+        if backward and not (forward and f - b < stages - stage):
+            return "B"
+        return "F" if forward else "W" if w < b else None
+
+    now = 0
+    while any(count["W"] < microbatches for count in counts):
+        # All stages choose before any of this step's results is there.
+        for stage, kind in [(stage, chosen(stage, now)) for stage in range(stages)]:
+            if kind is not None:
+                microbatch = counts[stage][kind]
+                orders[stage].append(Op(kind, microbatch))
+                done[kind, microbatch, stage] = now
+                counts[stage][kind] += 1
+        now += 1
+    return tuple(map(tuple, orders))
+
+
+class _Stage:
+    """The order of a stage with two chunks, where each kind of each chunk goes through the microbatches in turn."""
+
+    def __init__(self) -> None:
+        self.order: list[Op] = []
+        self.counts: dict[tuple[Kind, int], int] = {}
+        self.due: list[Op] = []
+
+    def count(self, kind: Kind, chunk: int) -> int:
+        return self.counts.get((kind, chunk), 0)
+
+    def do(self, *steps: str) -> None:
+        """``F0``: the next forward of chunk 0; ``BW1``: the next backward of chunk 1, whole; ``B1``: of inputs, W being due; ``W1``: what is due."""
+        for step in steps:
+            chunk = int(step[-1])
+            if step[0] == "W":
+                self.order.append(self.due.pop(next(i for i, op in enumerate(self.due) if op.chunk == chunk)))
+                continue
+            kind: Kind = "F" if step[0] == "F" else "B"
+            op = Op(kind, self.count(kind, chunk), chunk)
+            self.counts[kind, chunk] = op.microbatch + 1
+            self.order.append(op)
+            if kind == "B":
+                (self.order if step[:-1] == "BW" else self.due).append(op._replace(kind="W"))
+
+
+def zb_v(stages: int, microbatches: int) -> Orders:
+    """ZB-V (Qi et al. 2024, arXiv:2405.15362): two chunks a stage in a ``v``, at most 2 * stages of them kept on each.
+
+    Full from 2 * stages - 1 microbatches on; with fewer the same order has gaps.
+    """
+    count = max(microbatches, 2 * stages - 1)
+    result = []
+    for at in range(stages):
+        stage = _Stage()
+        stage.do(*["F0"] * (2 * (stages - at) - 1))
+        stage.do(*["F1", "F0"] * at)
+        stage.do(*["F1", "BW1"] * (stages - at))
+        while stage.count("F", 1) < count:
+            stage.do(*["F0"] * (stage.count("F", 0) < count), "BW0", "F1", "BW1")
+        stage.do(*["B0", "B1"] * at)
+        stage.do(*["B0", "W0"] * (stages - at))
+        stage.do(*["W1"] * at, *["W0"] * at)
+        result.append(tuple(op for op in stage.order if op.microbatch < microbatches))
+    return tuple(result)
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Orders:
+    """DualPipe (DeepSeek-AI 2024, arXiv:2412.19437) cut in half: two chunks a stage in a ``v``, the forward of one beside the backward of the other.
+
+    Takes 2 * stages microbatches or more; keeps at most 2 * stages + 1 chunks on each stage.
+    """
+    result = []
+    for at in range(stages):
+        stage, below = _Stage(), stages - 1 - at
+        stage.do(*["F0"] * (2 * below))
+        stage.do(*["F0", "F1"] * (at + 1))
+        stage.do(*["B1", "W1", "F1"] * below)
+        stage.do(*["F0", "BW1", "F1", "BW0"] * (microbatches - 2 * stages + at + 1))
+        stage.do(*["BW1", "F1", "BW0"] * below)
+        # Of the last backwards the first half is whole; then W waits, so that the stages before get their cotangents earlier.
+        whole, late = ["BW1", "BW0"] * (at + 1), ["B1", "B0"] * (at + 1)
+        stage.do(*whole[: at + 1], *late[at + 1 :])
+        for _ in range(below):
+            stage.do(f"W{stage.due[0].chunk}", "B0")
+        stage.do(*(f"W{op.chunk}" for op in tuple(stage.due)))
+        result.append(tuple(stage.order))
+    return tuple(result)

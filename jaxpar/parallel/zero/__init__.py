@@ -1,0 +1,1 @@
+"""ZeRO and FSDP: stages as rules, weight gathering, sharded matmuls."""

@@ -1,1 +1,0 @@
-"""Planning: real topologies and the real compiler, without the hardware."""

@@ -1,1 +1,0 @@
-"""Schedules of pipelines: pure data, from orders to the table that an executor reads."""

@@ -1,0 +1,1 @@
+"""Which mesh axes shard which dim, and why: mesh, rules, resolution, layout."""

@@ -1,0 +1,45 @@
+"""``put``: a global array from what each process loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxpar.errors import LayoutError
+from jaxpar.sharding.layout import Layout, to_spec
+
+
+def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
+    """A global array from this process's part of it, laid out by the activation rules.
+
+    Args:
+      layout: where it goes.
+      x: what this process loaded. Over all processes the parts make up the array along the dims that are sharded across
+        processes; with one process it is the whole array.
+      dims: the logical dims.
+      path: the tensor's name in errors.
+
+    Raises:
+      LayoutError: the global sizes do not divide by the axes, or the mesh is abstract.
+
+    >>> import numpy as np, jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))
+    >>> put(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
+    P('data', None)
+    """
+    if isinstance(layout.mesh, AbstractMesh):
+        raise LayoutError(f"{path}: put() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().")
+    local = np.asarray(x)
+    resolved = layout.resolve(dims, path=path)
+    ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)
+    shape: tuple[int, ...] = local.shape
+    if jax.process_count() > 1 and not resolved.problems and len(ways) == local.ndim:
+        index_map = NamedSharding(layout.mesh, to_spec(resolved)).addressable_devices_indices_map(ways).values()
+        mine = (len({index[i].start for index in index_map if index is not None}) for i in range(len(ways)))
+        shape = tuple(size * way // own for size, way, own in zip(shape, ways, mine, strict=True))
+    sharding = layout.sharding(dims, shape, dtype=local.dtype, path=path)
+    return jax.make_array_from_process_local_data(sharding, local, shape)

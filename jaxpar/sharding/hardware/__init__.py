@@ -1,0 +1,1 @@
+"""What a mesh is laid on: accelerators, links, topologies."""

@@ -1,0 +1,146 @@
+"""The resolver: which axes shard each dim of a tensor under the rules, and why. Nothing here imports jax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpar.errors import listing
+from jaxpar.sharding import messages
+from jaxpar.sharding.rules import Axes, FirstOf, Over, Rule, Rules, Sizes, options
+
+
+@dataclass(frozen=True)
+class Dim:
+    """How one dim of a tensor is laid out: its axes (major to minor), the rule that said so, and why not more."""
+
+    name: str | None
+    size: int | None
+    axes: Axes = ()
+    rule: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A resolved tensor: one ``Dim`` each, what is wrong, and which (role, dim) rules were used."""
+
+    dims: tuple[Dim, ...]
+    problems: tuple[str, ...] = ()
+    used: frozenset[tuple[str, str]] = frozenset()
+    note: str = ""
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        return tuple(dim.axes for dim in self.dims)
+
+
+def resolve(
+    rules: Rules,
+    axis_sizes: Sizes,
+    names: Sequence[str | None],
+    shape: Sequence[int] | None = None,
+    *,
+    role: str = "activations",
+    itemsize: int = 4,
+    path: str = "tensor",
+) -> Resolved:
+    """The layout of one tensor, with a reason per dim and a list of problems (texts) instead of an exception.
+
+    Args:
+      rules: the table. A mesh axis that ``axis_sizes`` lacks counts as size 1; size-1 axes vanish.
+      axis_sizes: mesh axis → size.
+      names: one logical dim (or ``None``) per dim of the tensor.
+      shape: its sizes; without them divisibility is not checked and ``over`` does not apply.
+      role: which overlay applies.
+      itemsize: bytes an element, for ``over``'s ``min_bytes``.
+      path: the tensor's name in problem texts.
+    """
+    where = messages.tensor(path, names, shape)
+    sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
+    if len(sizes) != len(names):
+        text = messages.wrong_rank(len(sizes), len(names), stackable=role != "activations")
+        dims = [Dim(None, size, why="the names do not match the dims") for size in sizes]
+        return Resolved(tuple(dims), (f"{where}: {text}",))
+    table, spread = rules.for_role(role)
+    live = {axis: size for axis, size in axis_sizes.items() if size > 1}
+    dims = [Dim(None, size, why="the dim has no name") for size in sizes]
+    problems: list[str] = []
+    claimed: dict[str, str] = {}
+    named = [(i, name) for i, name in enumerate(names) if name is not None]
+    choosing = {name for name, (_, rule) in table.items() if isinstance(rule, FirstOf)}
+    # Plain rules claim their axes before any first_of chooses, so that a first_of gives way wherever it stands.
+    for i, name in sorted(named, key=lambda item: item[1] in choosing):
+        if name not in table:
+            problems.append(f"{where}: {messages.unknown_dim(name, table)}")
+            dims[i] = Dim(name, sizes[i], why="no rule")
+            continue
+        source, rule = table[name]
+        shown = f"{messages.entry(source, name)} = {messages.written(rule)}"
+        axes, why, remedy = _place(name, sizes[i], rule, live, claimed, name in rules.indivisible)
+        if remedy:
+            problems.append(f"{where}: {why} (rule {shown}). Remedy: {remedy}.")
+        dims[i] = Dim(name, sizes[i], axes, shown, why)
+        claimed |= dict.fromkeys(axes, name)
+    used = {(table[name][0], name) for _, name in named if name in table}
+    note = ""
+    if spread is not None and shape is not None:
+        used.add((role if dict(rules.overlays).get(role) is spread else "params", "over"))
+        note = _spread(dims, spread, live, claimed, math.prod(shape) * itemsize)
+    return Resolved(tuple(dims), tuple(problems), frozenset(used), note)
+
+
+def _place(
+    name: str, size: int | None, rule: Rule, live: Sizes, claimed: Mapping[str, str], may_stay_whole: bool
+) -> tuple[Axes, str, str]:
+    """The axes of one named dim under its rule, why not more, and what to do where that is a problem (else "")."""
+    misfits: list[str] = []
+    rivals: list[str] = []
+    for option in options(rule):
+        axes = tuple(axis for axis in option if axis in live)
+        taken = next((axis for axis in axes if axis in claimed), None)
+        if taken is not None:
+            rivals.append(claimed[taken])
+            misfits.append(messages.claimed_axis(taken, claimed[taken], name))
+        elif size is not None and size % _ways(axes, live):
+            misfits.append(messages.no_multiple(name, size, {axis: live[axis] for axis in axes}))
+        elif axes:
+            return axes, "; ".join(misfits), ""
+        elif not option:
+            return (), "; ".join([*misfits, "the rule says None"]), ""
+    why = "; ".join(misfits)
+    if not misfits:
+        return (), "the axes of the rule have size 1", ""
+    if may_stay_whole and not rivals:
+        return (), f"{why}: indivisible says replicate", ""
+    return (), why, messages.remedy(name, rivals, chooses=isinstance(rule, FirstOf))
+
+
+def _spread(dims: list[Dim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
+    """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not.
+
+    The last dim stands back where another one is left 8 or more to a device: a TPU keeps tiles of 8 rows by 128 columns.
+    """
+    asked = [axis for axis in spread.axes if axis in live]
+    axes = tuple(axis for axis in asked if axis not in claimed)
+    shard = [(dim.size or 0) // _ways(dim.axes, live) for dim in dims]
+    fits = [i for i, size in enumerate(shard) if size and size % _ways(axes, live) == 0]
+    if not axes:
+        note = f"the tensor already uses {listing(asked)}" if asked else "its axes have size 1"
+    elif nbytes < spread.min_bytes:
+        note = f"the tensor has {nbytes} bytes"
+    elif not fits:
+        note = f"no dim of a shard is a multiple of {_ways(axes, live)}"
+    else:
+        rows = {i for i in fits if i < len(dims) - 1 and shard[i] >= 8 * _ways(axes, live)}
+        best = max(fits, key=lambda i: (not dims[i].axes, i in rows, shard[i], -i))
+        old = dims[best]
+        rule = f"{old.rule} + {spread}" if old.axes else str(spread)
+        dims[best] = Dim(old.name, old.size, (*old.axes, *axes), rule)
+        return ""
+    return f"{spread} does not apply: {note}"
+
+
+def _ways(axes: Axes, sizes: Sizes) -> int:
+    return math.prod(sizes[axis] for axis in axes)

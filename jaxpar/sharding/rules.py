@@ -1,0 +1,253 @@
+"""``Rules``: logical dim → mesh axes, per role, as one frozen value, and its plain form, which YAML holds.
+
+Nothing here imports jax. A table is *closed* (a name it does not hold is an error), *unordered* (no rule shadows
+another) and *strict* (a dim degrades only by ``first_of`` or ``indivisible``, both written in the table).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.errors import RulesError, did_you_mean
+from jaxpar.sharding import messages
+from jaxpar.utils.yaml_config import merge
+
+ROLES = ("activations", "params", "gradients", "optimizer")
+"""Where a rule applies. ``gradients`` and ``optimizer`` start from ``params``, and every role from the base table."""
+
+_CHAIN = {role: (role,) if role in ("activations", "params") else ("params", role) for role in ROLES}
+_RESERVED = (*ROLES, "indivisible", "unannotated")
+
+Axes = tuple[str, ...]
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, repr=False)
+class FirstOf:
+    """Alternatives for one dim, tried in order; see :func:`first_of`."""
+
+    options: tuple[Axes, ...]
+
+    def __repr__(self) -> str:
+        return f"first_of({', '.join(messages.written(option) for option in self.options)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Over:
+    """Shard whole tensors of a role over an axis; see :func:`over`."""
+
+    axes: Axes
+    min_bytes: int
+
+    def __repr__(self) -> str:
+        return f"over({messages.written(self.axes)}, min_bytes={self.min_bytes})"
+
+
+Rule = Axes | FirstOf
+
+
+def first_of(*options: str | Sequence[str] | None) -> FirstOf:
+    """The first option with an axis larger than 1 whose axes divide the dim and are free in that tensor.
+
+    ``None`` as the last option leaves the dim whole where no other fits; without it that is an error.
+
+    >>> str(Rules(kv_heads=first_of("model", None)).table["kv_heads"])
+    'first_of(model, None)'
+    """
+    if not options or not all(options[:-1]):
+        raise RulesError(f"first_of{options}: one option or more is wanted, and None only as the last one.")
+    return FirstOf(tuple(_axes(option, "an option of first_of") for option in options))
+
+
+def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
+    """Shard every tensor of a role over ``axis``, along whichever dim divides; tensors below ``min_bytes`` stay whole.
+
+    ``optimizer=over("data")`` is ZeRO stage 1. A tensor with no dim that divides stays as it is; ``explain`` says so.
+
+    >>> over("data", min_bytes="64KiB").min_bytes
+    65536
+    """
+    found = re.fullmatch(r"(\d+) *(|B|KiB|MiB|GiB)", str(min_bytes))
+    if found is None or not axis:
+        raise RulesError(f"over({axis!r}, {min_bytes!r}): an axis and a size are wanted, as over('data', '64KiB').")
+    unit = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1)
+    return Over(_axes(axis, "the axis of over"), int(found[1]) * unit)
+
+
+@dataclass(frozen=True, init=False)
+class Rules:
+    """One table of partition rules.
+
+    Keyword arguments are logical dims, each with an axis, a tuple of axes (major to minor), ``None`` (deliberately not
+    sharded) or ``first_of(...)``. A role (``activations``, ``params``, ``gradients``, ``optimizer``) overlays the base
+    table with a dict of the same, or with ``over(axis)``. ``indivisible`` lists the dims that may stay whole when their
+    size does not divide. ``unannotated="replicate"`` allows parameters that carry no logical dims.
+
+    Raises:
+      RulesError: a value that is no rule, an axis twice in one rule, an overlay of a dim that the base table lacks.
+
+    >>> from jaxpar.sharding.resolve import resolve
+    >>> rules = Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
+    >>> rules == Rules(params=dict(embed="data"), mlp="model", embed=None, batch="data")
+    True
+    >>> resolve(rules, {"data": 4, "model": 2}, ("embed", "mlp"), (8, 6), role="params").axes
+    (('data',), ('model',))
+    """
+
+    base: tuple[tuple[str, Rule], ...]
+    overlays: tuple[tuple[str, tuple[tuple[str, Rule], ...] | Over], ...]
+    indivisible: tuple[str, ...]
+    unannotated: str
+
+    def __init__(self, /, **rules: Any):
+        roles = {role: rules.pop(role) for role in ROLES if role in rules}
+        indivisible = rules.pop("indivisible", None) or {}
+        unannotated = rules.pop("unannotated", "error")
+        base = {dim: _rule(value, dim) for dim, value in rules.items()}
+        if unannotated not in ("error", "replicate"):
+            raise RulesError(f"unannotated={unannotated!r}: it is 'error' (the default) or 'replicate'.")
+        if not isinstance(indivisible, Mapping) or any(how != "replicate" for how in indivisible.values()):
+            raise RulesError(f"indivisible={indivisible!r}: it is written as {{'vocab': 'replicate'}}.")
+        _known(indivisible, base, "indivisible")
+        overlays = {role: _overlay(role, value, base) for role, value in roles.items()}
+        object.__setattr__(self, "base", tuple(sorted(base.items())))
+        object.__setattr__(self, "overlays", tuple(sorted(overlays.items())))
+        object.__setattr__(self, "indivisible", tuple(sorted(indivisible)))
+        object.__setattr__(self, "unannotated", unannotated)
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[tuple[str, Any]]) -> Rules:
+        """Rules from (dim, rule) pairs, as Flax writes them; a dim listed twice is an error, not a fall-through."""
+        table: dict[str, Any] = {}
+        for dim, value in pairs:
+            if dim in table:
+                raise RulesError(messages.two_rules(dim, table[dim], value))
+            table[dim] = value
+        return cls(**table)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Rules:
+        """Rules from plain data, as YAML gives it: ``{first_of: [a, null]}`` and ``{over: data, min_bytes: 65536}``."""
+        return cls(**_read_table(table))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that :meth:`from_dict` reads back to an equal table."""
+        return _plain(self._arguments())
+
+    def replace(self, **changes: Any) -> Rules:
+        """The same table with some entries changed; a role's dict is changed rule by rule.
+
+        >>> Rules(embed=None, mlp="model").replace(params={"embed": "data"}).to_dict()
+        {'embed': None, 'mlp': 'model', 'params': {'embed': 'data'}}
+        """
+        return Rules(**merge(self._arguments(), changes))
+
+    def _arguments(self) -> dict[str, Any]:
+        """What ``Rules`` is called with for an equal table; defaults are left out."""
+        table: dict[str, Any] = dict(self.base)
+        table |= {role: own if isinstance(own, Over) else dict(own) for role, own in self.overlays}
+        if self.indivisible:
+            table["indivisible"] = dict.fromkeys(self.indivisible, "replicate")
+        if self.unannotated != "error":
+            table["unannotated"] = self.unannotated
+        return table
+
+    @property
+    def table(self) -> dict[str, Rule]:
+        """The base table."""
+        return dict(self.base)
+
+    def for_role(self, role: str) -> tuple[dict[str, tuple[str, Rule]], Over | None]:
+        """For each dim the table its rule comes from (a role, or ``""``) and the rule; and the role's ``over``."""
+        if role not in ROLES:
+            raise RulesError(f"unknown role {role!r}.{did_you_mean(role, ROLES)} The roles are: {', '.join(ROLES)}.")
+        table: dict[str, tuple[str, Rule]] = {dim: ("", value) for dim, value in self.base}
+        spread = None
+        for name in _CHAIN[role]:
+            overlay = dict(self.overlays).get(name, ())
+            if isinstance(overlay, Over):
+                spread = overlay
+            else:
+                table |= {dim: (name, value) for dim, value in overlay}
+        return table, spread
+
+    def axes(self) -> Iterator[tuple[str, str]]:
+        """Every (where, axis) pair that the table names."""
+        for role, own in (("", self.base), *self.overlays):
+            for dim, rule in (("over", own.axes),) if isinstance(own, Over) else own:
+                for option in options(rule):
+                    yield from ((messages.entry(role, dim), axis) for axis in option)
+
+
+def options(rule: Rule) -> tuple[Axes, ...]:
+    """What a rule offers, in the order in which it is tried."""
+    return rule.options if isinstance(rule, FirstOf) else (rule,)
+
+
+def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
+    for dim in dims:
+        if dim not in base:
+            raise RulesError(messages.not_in_base(where, dim, base))
+
+
+def _axes(value: Any, where: str) -> Axes:
+    axes = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise RulesError(messages.not_axes(where, value, _RESERVED if isinstance(value, Mapping | Over) else ()))
+    if len(set(axes)) < len(axes):
+        raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")
+    return tuple(axes)
+
+
+def _rule(value: Any, where: str) -> Rule:
+    return value if isinstance(value, FirstOf) else _axes(value, where)
+
+
+def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str, Rule], ...] | Over:
+    if isinstance(value, Over):
+        return value
+    if not isinstance(value, Mapping):
+        raise RulesError(f"{role} = {value!r}: a role takes a mapping of dims to rules, or over(axis).")
+    _known(value, base, role)
+    return tuple(sorted((dim, _rule(rule, f"{role}: {dim}")) for dim, rule in value.items()))
+
+
+def _read_table(table: Any) -> dict[str, Any]:
+    """The arguments of ``Rules`` that a plain mapping stands for.
+
+    Raises:
+      RulesError: no mapping of names, or a ``first_of`` or ``over`` in another form.
+    """
+    if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
+        raise RulesError(f"rules are written as a mapping of names to axes, as {{batch: data}}, not as {table!r}.")
+    return {name: _read(value, name) for name, value in table.items()}
+
+
+def _read(value: Any, name: str) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if "first_of" in value:
+        if len(value) > 1 or not isinstance(value["first_of"], list):
+            raise RulesError(f"{name} = {value!r}: it is written as {{first_of: [axis, ..., null]}}.")
+        return first_of(*value["first_of"])
+    if name in ROLES and "over" in value:
+        if set(value) - {"over", "min_bytes"}:
+            raise RulesError(f"{name} = {value!r}: it is written as {{over: axis, min_bytes: 64KiB}}.")
+        return over(value["over"], value.get("min_bytes", 64 * 1024))
+    return {key: _read(item, f"{name}: {key}") for key, item in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    """The plain data of an argument of ``Rules``, or of a mapping of them."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, FirstOf):
+        return {"first_of": [_plain(option) for option in value.options]}
+    if isinstance(value, Over):
+        return {"over": _plain(value.axes), "min_bytes": value.min_bytes}
+    if isinstance(value, tuple):
+        return None if not value else value[0] if len(value) == 1 else list(value)
+    return value

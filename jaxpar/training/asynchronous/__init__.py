@@ -1,0 +1,1 @@
+"""Steps of a pipeline that is not flushed between them."""

@@ -1,0 +1,187 @@
+"""What each stage of an asynchronous pipeline updates by itself: groups of parameters, each with an optimizer's state of its own; stages made equally large.
+
+A parameter that is read before the layers and after them (tied embeddings) goes with the first stage: see :attr:`Groups.tied`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError, listing
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.training.asynchronous.in_flight import Call, split_over
+from jaxpar.training.model import to_path
+from jaxpar.training.pipeline.stage_functions import Given, after_of, before_of
+from jaxpar.training.state import moment_names
+
+GROUPS = ("before", "layers", "after")
+"""What has an optimizer's state of its own; of the layers each stage has one."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Parameters as those of the first stage's input, of stages' layers [stages, layers, ...], and of the last stage's output.
+
+    Attributes:
+      first: paths of what ``Staged.before`` reads. All others that are not of the layers go with the last stage.
+      tied: those of them that ``Staged.after`` reads too. They are the first stage's: the last reads the version that the microbatch was given there,
+        and its part of their gradient waits for the first stage's.
+    """
+
+    call: Call
+    first: frozenset[tuple[Any, ...]]
+    tied: frozenset[tuple[Any, ...]]
+
+    def cut(self, params: Any) -> dict[str, Any]:
+        split, stages = self.call.split, self.call.window.stages
+        others = split.others(params)
+        of_stages = lambda w: w.reshape(stages, -1, *w.shape[1:])
+        return {
+            "before": _only(others, lambda path: path in self.first),
+            "layers": jax.tree.map(of_stages, split.stack(params)),
+            "after": _only(others, lambda path: path not in self.first),
+        }
+
+    def join(self, groups: dict[str, Any]) -> Any:
+        others = _over(groups["before"], groups["after"])
+        whole = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
+        return self.call.split.join(whole, others)
+
+    def of_tied(self, params: Any) -> Any:
+        """What is read before the layers and after them."""
+        return _only(self.call.split.others(params), lambda path: path in self.tied)
+
+    def with_tied(self, params: Any, tied: Any) -> Any:
+        """Parameters, or gradients, with others of what is tied."""
+        split = self.call.split
+        return split.join(split.stack(params), _over(tied, split.others(params)))
+
+    def with_first(self, params: Any, first: Any) -> Any:
+        """Parameters with others in the first group."""
+        return self.join({**self.cut(params), "before": first})
+
+    def start(self, params: Any) -> dict[str, Any]:
+        """The optimizer's states."""
+        tx, cut = self.call.state.static.tx, self.cut(params)
+        return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
+
+    def update(self, grads: Any, states: dict[str, Any], params: Any, takes: dict[str, jax.Array]) -> tuple[Any, Any]:
+        """Parameters and states after an update of the groups that take one; ``takes["layers"]`` is of each stage."""
+        tx, cut, given = self.call.state.static.tx, self.cut(params), self.cut(grads)
+        new, after = {}, {}
+        for name in GROUPS:
+            f = jax.vmap(tx.update) if name == "layers" else tx.update
+            updates, state = f(given[name], states[name], cut[name])
+            where = lambda a, b, on=takes[name]: jnp.where(on.reshape(on.shape + (1,) * (a.ndim - on.ndim)), a, b)
+            new[name] = jax.tree.map(where, optax.apply_updates(cut[name], updates), cut[name])
+            after[name] = jax.tree.map(where, state, states[name])
+        return self.join(new), after
+
+    def squares(self, grads: Any) -> dict[str, jax.Array]:
+        """Squared norms; of layers each stage's."""
+        square = lambda g, n: jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32))), range(n, g.ndim))
+        return {
+            name: sum((square(g, int(name == "layers")) for g in jax.tree.leaves(part)), jnp.zeros(()))
+            for name, part in self.cut(grads).items()
+        }
+
+    def placed(self, states: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's states, where their parameters' moments lie."""
+        call, dims = self.call, dict(self.call.state.static.dims)
+        shapes, names = {}, {}
+        for group, tree in jax.eval_shape(self.cut, call.state.params).items():
+            for keys, w in jax.tree_util.tree_leaves_with_path(tree):
+                path = to_path(keys)
+                of_layers = group == "layers"
+                own = dims.get(("params", *(call.split.path if of_layers else ()), *path))
+                shapes[group, *path] = w.shape
+                if own is not None:
+                    names["params", group, *path] = (own[0], None, *own[1:]) if of_layers else own
+
+        def one(group: str, keys: Any, x: jax.Array) -> jax.Array:
+            within = {path[1:]: shape for path, shape in shapes.items() if path[0] == group}
+            known = {("params", *path[2:]): name for path, name in names.items() if path[1] == group}
+            _, found, _ = moment_names(to_path(keys), x.shape, within, known)
+            if found is None:
+                return call.put(x, *((AXIS,) if group == "layers" else ()))
+            return call.put(x, *split_over(call.layout, found, "optimizer", x.shape, ()))
+
+        return {
+            group: jax.tree_util.tree_map_with_path(lambda keys, x, group=group: one(group, keys, x), states[group])
+            for group in GROUPS
+        }
+
+
+def _only(others: Any, keeps: Callable[[tuple[Any, ...]], bool]) -> Any:
+    """The leaves at some paths, ``None`` at all others."""
+    return jax.tree_util.tree_map_with_path(lambda keys, w: w if keeps(to_path(keys)) else None, others)
+
+
+def _over(some: Any, others: Any) -> Any:
+    """Leaves of the first, those of the second where it has none."""
+    return jax.tree.map(lambda a, b: b if a is None else a, some, others, is_leaf=lambda x: x is None)
+
+
+def evened(call: Call) -> Call:
+    """The call on parameters whose stages are equally large: see :func:`in_stages`.
+
+    Raises:
+      ConfigError: the layers do not lie with their stages, or gradients are to be scattered otherwise than once for each update.
+    """
+    if call.asked.reduce == "each":
+        raise ConfigError(
+            "asynchronous pipeline: reduce is 'each', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it out, "
+            "or 'pipedream_2bw'."
+        )
+    board = call.board
+    for lies in jax.tree.leaves(board.split.stack(board.stored)):
+        if lies.dims[0] != (AXIS,) and board.layers.pieces.stages > 1:
+            raise ConfigError(
+                f"asynchronous pipeline: the layers of {'/'.join(call.split.path)} are split over "
+                f"{listing(lies.dims[0]) if lies.dims[0] else 'nothing'}, but under 'pipedream' each stage holds its own. Remedy: the rule layers: {AXIS}."
+            )
+    counts = board.layers.counts
+    if counts is None:
+        return call
+    state = replace(call.state, params=in_stages(call, call.state.params))
+    return replace(call, state=state, previous=state.params, asked=replace(call.asked, layers=()), counts=counts)
+
+
+def in_stages(call: Call, params: Any, *, back: bool = False) -> Any:
+    """Parameters whose stack [layers, ...] is [stages times the layers of the largest, ...], each stage's filled up with zeros; or ``back``.
+
+    Zeros, so that what an optimizer sums over a stage's tensors is that of its layers. Stages run them, as all do the same in a tick, and drop what
+    they give. Where stages are equally large nothing happens.
+    """
+    layers, split = call.board.layers, call.split
+    if layers.counts is None:
+        return params
+    one = (lambda w: layers.back(w[None], split=True)) if back else (lambda w: layers.cut(w)[0])
+    local = lambda stack: jax.tree.map(one, stack)
+    spec = PartitionSpec(AXIS)
+    moved = jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names={AXIS}, check_vma=False)
+    return call.put_params(split.join(moved(split.stack(params)), split.others(params)))
+
+
+def groups_of(call: Call, batch: Any) -> Groups:
+    """Which parameters go with which stage."""
+    split, loss_fn = call.split, call.loss_fn
+    others = split.others(split.shapes)
+    piece = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // call.window.batch, *x.shape[1:]), x.dtype), batch
+    )
+
+    def read(others: Any, piece: Any) -> None:
+        x = before_of(loss_fn, split, others, piece)
+        after_of(loss_fn, split, others, x, Given(piece))
+
+    jax.eval_shape(read, others, piece)
+    first, last = split.read["before"], split.read["after"]
+    return Groups(call, first, first & last)

@@ -1,0 +1,277 @@
+"""``AsynchronousStep``: train steps of a pipeline that is not emptied between them, so that no stage ever stands still.
+
+PipeDream (Harlap et al. 2018, arXiv:1806.03377) and PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.gather_reduce import asking
+from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.pipeline.options import Asynchronous
+from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.precision.policy import Asked
+from jaxpar.sharding.layout import Layout, tracing_under
+from jaxpar.training import one_bit_adam
+from jaxpar.training.asynchronous import in_flight, weight_stashing
+from jaxpar.training.asynchronous.in_flight import InFlight, two_versions
+from jaxpar.training.loss import Metrics
+from jaxpar.training.microbatches import Gather, How, Reduce
+from jaxpar.training.model import show, to_path
+from jaxpar.training.offload.disk_state import disk_of
+from jaxpar.training.pipeline.transfer import Split, row_axes
+from jaxpar.training.state import TrainState
+from jaxpar.training.step import check_same, clipped, how_of, place_state
+
+
+class AsynchronousStep:
+    """``step(state, batch) -> (state, metrics)`` of a pipeline that goes on from call to call, with no bubble.
+
+    The state is one that :meth:`start` made: it holds what is on its way, as arrays, and can be saved between any two calls. A call forwards its batch and
+    does as many backwards, those of its own first microbatches and of the last of the batch before; what is open at its end the next call does.
+
+    ``pipedream_2bw``: parameters after call t are W(t + 1) = W(t) - u(g(W(t - 1))): a call computes its batch with the weights it finds, before and after
+    the layers too, and at its end the optimizer is given the mean gradient g of the *batch before*, which is whole then, made with the weights
+    before. The first call updates nothing, and counts for no optimizer. :meth:`flush` gives the last batch's gradients to it.
+
+    ``pipedream``: stage s of S updates its layers with every microbatch m, W_s(m + 1) = W_s(m) - u(g_s), where g_s is the gradient of the microbatch's loss at
+    the weights W_r(m - 2 (S - 1 - r)) of all stages r, those of its forward (W_r(0) where m is less). What ``Staged.before`` reads goes with stage 0, what
+    ``Staged.after`` reads with stage S - 1, whose gradients are never late. What both read (tied embeddings) goes with stage 0: both uses see W_0(m - 2 (S - 1)), and
+    one update takes the gradients of both. Each stage, like before and after, has an optimizer's state of its own, so what an optimizer sums over all
+    parameters, it sums over a stage's.
+
+    Args:
+      layout, loss_fn: as for :func:`jaxpar.train_step`; the loss is a :class:`jaxpar.Staged`.
+      pipeline: which kind, over how many stages, in how many microbatches.
+      accumulate, gather, reduce, precision, fusion, clip_norm: as there, as far as a pipeline takes them.
+      skip_nonfinite: leave out an update whose gradients are not finite; ``metrics["skipped"]`` says so.
+      donate: give the old state's memory to the new one.
+
+    Raises:
+      ConfigError: a loss scale, ``accumulate``, or ``clip_norm`` under ``pipedream``; and when traced, an optimizer whose state is on host or disk, or
+        which reduces gradients itself; layers that do not go over the stages; under ``pipedream``, layers that do not lie with them.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> loss = jp.Staged("blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2))
+    >>> layout = jp.Layout(jp.MeshSpec(pipeline=1).build(jax.devices()[:1]), jp.Rules(batch=None, layers="pipeline", embed=None))
+    >>> make_model = lambda key: {"blocks": jp.tag(jnp.ones((1, 1, 1)), "layers", "embed", "embed")}
+    >>> step = AsynchronousStep(layout, loss, jp.Asynchronous("pipedream_2bw", stages=1, microbatches=2))
+    >>> state = step.start(jp.init(layout, make_model, optax.sgd(0.25)), jnp.ones((2, 1)))
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, jnp.ones((2, 1)))
+    ...     print(float(metrics["loss"]), float(state.params["blocks"][0, 0, 0]))
+    1.0 1.0
+    1.0 0.5
+    0.25 0.0
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        loss_fn: Callable[..., Any],
+        pipeline: Asynchronous,
+        *,
+        accumulate: int = 1,
+        gather: Gather = "use",
+        reduce: Reduce | None = None,
+        precision: Asked = None,
+        fusion: Fusion | None = None,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        donate: bool = True,
+    ):
+        how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
+        _check(pipeline, how, clip_norm)
+        self.layout, self.loss_fn, self.pipeline, self.how = layout, loss_fn, pipeline, how
+        self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
+        donated = (0,) if donate else ()
+        options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
+        self._start = jax.jit(self._started)
+        self._step = jax.jit(self._stepped, donate_argnums=donated, compiler_options=options or None)
+        self._flush = jax.jit(
+            lambda state: self._stepped(state, None), donate_argnums=donated, compiler_options=options or None
+        )
+
+    def start(self, state: TrainState, batch: Any) -> InFlight:
+        """The state with room for what will be on its way; ``batch`` is like those to come, and only looked at."""
+        found: InFlight = self._start(state, batch)
+        return found
+
+    def abstract(self, state: TrainState, batch: Any) -> InFlight:
+        """What :meth:`start` would give, as placed shapes: nothing is made, so no device is wanted.
+
+        Args:
+          state: as :func:`jaxpar.abstract_state` gives it.
+          batch: placed shapes, or arrays.
+        """
+        program, shapes = jax.make_jaxpr(self._started, return_shape=True)(state, batch)
+        mesh = self.layout.mesh
+        lies = dict(
+            zip(map(id, program.jaxpr.invars), (x.sharding for x in jax.tree.leaves((state, batch))), strict=True)
+        )
+        # Whatever start makes it lays out at last.
+        laid = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+        lies |= {id(eqn.outvars[0]): eqn.params["sharding"] for eqn in laid}
+        placed = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies.get(id(v), NamedSharding(mesh, PartitionSpec())))
+            for x, v in zip(jax.tree.leaves(shapes), program.jaxpr.outvars, strict=True)
+        ]
+        found: InFlight = jax.tree.unflatten(jax.tree.structure(shapes), placed)
+        return found
+
+    def __call__(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
+        """The next state, and metrics.
+
+        ``loss`` and what the loss returned beside are means over the microbatches whose loss was made in this call: the last ``stages - 1`` of the batch before and
+        all but as many of this one. ``grad_norm`` is that of the gradient that the optimizer was given, before clipping, 0 where ``updated`` is false.
+        """
+        found: tuple[InFlight, Metrics] = self._step(state, batch)
+        return found
+
+    def flush(self, state: InFlight) -> tuple[InFlight, Metrics]:
+        """The state when all that is on its way has come in, its last update included, and nothing is left; the next call begins anew.
+
+        Metrics are of the microbatches whose loss was open.
+        """
+        found: tuple[InFlight, Metrics] = self._flush(state)
+        return found
+
+    def lower(self, state: InFlight, batch: Any = None) -> jax.stages.Lowered:
+        """The call, lowered, as of any jitted function; without a batch, :meth:`flush`."""
+        return self._flush.lower(state) if batch is None else self._step.lower(state, batch)
+
+    def _started(self, state: TrainState, batch: Any) -> InFlight:
+        _check_state(state, self.pipeline)
+        start = in_flight.start if self.pipeline.name == "pipedream_2bw" else weight_stashing.start
+        with tracing_under(self.layout), asking(self.how.precision):
+            return start(self.layout, self.loss_fn, state, batch, self.how, self.pipeline)
+
+    def _stepped(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
+        _check_state(state, self.pipeline)
+        if not isinstance(state, InFlight):
+            raise ConfigError(
+                "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = step.start(state, batch)."
+            )
+        self._check_flight(state)
+        if batch is not None:
+            self._check_batch(state, batch)
+        with tracing_under(self.layout):
+            if self.pipeline.name == "pipedream":
+                return self._every_microbatch(state, batch)
+            with asking(self.how.precision):
+                found, flight = two_versions(self.layout, self.loss_fn, state, batch, self.how, self.pipeline)
+            grads, norm = clipped(found.grads, self.clip_norm)
+            finite = jnp.isfinite(norm)
+            ready = state.flight["pending"] == 1
+            updates, opt_state = state.static.tx.update(grads, state.opt_state, state.params)
+            takes = ready & finite if self.skip_nonfinite else ready
+            params = optax.apply_updates(state.params, updates)
+            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(takes, a, b), new, old)
+            new = replace(state.landed, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state))
+            new = replace(new, step=state.step + (batch is not None))
+            check_same(state.landed, new)
+            new = place_state(self.layout, new)
+            told = {"skipped": ready & ~finite} if self.skip_nonfinite else {}
+            metrics = {"loss": found.loss, "grad_norm": norm, "updated": takes, **found.metrics, **told}
+            return InFlight(**vars(new), flight=flight), metrics
+
+    def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
+        with asking(self.how.precision):
+            new, metrics = weight_stashing.every_stage(
+                self.layout, self.loss_fn, state, batch, self.how, self.pipeline, skips=self.skip_nonfinite
+            )
+        new = replace(new, step=state.step + (batch is not None))
+        check_same(state, new)
+        # The optimizer's states are stages' own, which no rule places; they lie as their parameters' moments.
+        placed = place_state(self.layout, replace(new.landed, opt_state=()))
+        return replace(new, **{**vars(placed), "opt_state": new.opt_state}), metrics
+
+    def _check_flight(self, state: InFlight) -> None:
+        """What is on its way came there by a step like this one."""
+        act, asked = state.flight["aboard"]["act"], self.pipeline
+        if not isinstance(self.loss_fn, Staged):
+            return  # which is named where the pipeline begins
+        ways = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
+        kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
+        kept = "residuals" if "res" in state.flight["aboard"] else "input"
+        layers = jax.tree.leaves(Split(state, self.loss_fn).stack(state.params))[0].shape[0]
+        (have,) = state.flight["layers"]
+        wants = "-".join(map(str, asked.layers or (layers // asked.stages,) * asked.stages))
+        was = (kind, act.shape[0], have, act.shape[1], kept)
+        now = (asked.name, asked.stages, wants, ways, asked.keeps)
+        if was != now:
+            told = [
+                f"{kind!r} over {n} stages of {each} layers and {m} devices of rows, keeps {keeps!r}"
+                for kind, n, each, m, keeps in (was, now)
+            ]
+            raise ConfigError(
+                f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: flush(state) by the step it came from, "
+                f"then start(state.landed, batch)."
+            )
+
+    def _check_batch(self, state: InFlight, batch: Any) -> None:
+        """Batches are all alike: two of them are on their way at once."""
+        loss_fn = self.loss_fn
+        if not isinstance(loss_fn, Staged):
+            return  # which is named where the pipeline begins
+        split = Split(state, loss_fn)
+        with tracing_under(self.layout):
+            made = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
+        want, got = (
+            {to_path(keys): f"{x.dtype}{list(x.shape)}" for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (state.flight["batch"], made)
+        )
+        for path in want | got:
+            if want.get(path) != got.get(path):
+                raise LayoutError(
+                    f"{show(('batch', *path))} is {got.get(path, 'not there')}, but the batch on its way has {want.get(path, 'nothing there')}. Remedy: batches of "
+                    f"one shape; or flush(state), and start(state.landed, batch)."
+                )
+
+
+def _check(pipeline: Asynchronous, how: How, clip_norm: float | None) -> None:
+    """What goes with no asynchronous pipeline, or not with this kind."""
+    start, name = "asynchronous pipeline", pipeline.name
+    if how.accumulate != 1:
+        raise ConfigError(
+            f"{start}: accumulate is {how.accumulate}, but the {pipeline.microbatches} microbatches of {name!r} are the accumulation. Remedy: leave it out, "
+            f"or microbatches={how.accumulate * pipeline.microbatches}."
+        )
+    if how.precision.scale is not None:
+        raise ConfigError(
+            f"{start}: precision scales the loss, but under {name!r} gradients of two steps, made with two scales, are on their way at once. Remedy: "
+            f"compute in bf16, which wants no scale, or jp.schedule('1f1b')."
+        )
+    if name == "pipedream" and clip_norm is not None:
+        raise ConfigError(
+            f"{start}: clip_norm is {clip_norm:g}, but under 'pipedream' each stage updates by itself, and no one knows the norm of all gradients. Remedy: "
+            f"clip_norm=None, or 'pipedream_2bw'."
+        )
+
+
+def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
+    """What no state of an asynchronous pipeline can be."""
+    what = None
+    if isinstance(state.static.tx, one_bit_adam.OneBit):
+        what = "an optimizer that reduces gradients itself (one_bit_adam)"
+    elif disk_of(state) is not None:
+        what = "an optimizer's state on disk"
+    elif any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
+        what = "parameters or an optimizer's state in the host's memory"
+    if what is not None:
+        raise ConfigError(
+            f"asynchronous pipeline: {what} cannot be, as {pipeline.name!r} keeps versions of the weights on the devices. Remedy: leave it out, or "
+            f"jp.schedule('1f1b')."
+        )

@@ -1,0 +1,251 @@
+"""``pipedream`` (Harlap et al. 2018, arXiv:1806.03377): every stage updates its weights with every microbatch, and keeps those that microbatches on
+their way were forwarded with.
+
+A tick is a small step. Before it the newest weights go to a ring of versions; each stage forwards a microbatch with the newest and backwards another
+with the version of its forward; then whatever has a gradient is updated: each stage's layers, what comes before them and what comes after.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.batch_rows import numbering
+from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.pipeline.executor.async_runner import Stashing, beside, rows_of
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.primitives import pick, put, wide_dtype
+from jaxpar.parallel.pipeline.executor.program import EVERY, Head
+from jaxpar.parallel.pipeline.options import Asynchronous
+from jaxpar.parallel.pipeline.schedules.table import FIELDS
+from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.rules import Axes
+from jaxpar.training.asynchronous.in_flight import Call, InFlight, split_over
+from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, evened, groups_of, in_stages
+from jaxpar.training.loss import Metrics
+from jaxpar.training.microbatches import How, means_of, unscaled
+from jaxpar.training.model import to_path
+from jaxpar.training.pipeline.gradients import head_of
+from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_side
+from jaxpar.training.pipeline.transfer import row_axes
+from jaxpar.training.state import TrainState
+
+_B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
+
+
+@numbering
+def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
+    """A state with room for what will be on its way, nothing there yet, and an optimizer's state for each stage, at its beginning."""
+    call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
+    batch, sizes = call.prepared(batch), call.sizes
+    call = evened(call)
+    groups, params = groups_of(call, batch), call.state.params
+    run = _Run(call, groups, batch, batch)
+    first = groups.cut(params)["before"]
+    pieces = run.pieces()
+    run.check_side(pieces.batch)
+    tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
+    nothing = jax.tree.map(jnp.zeros_like, batch)
+    versions = {name: run.ring(part) for name, part in run.kept(params).items()}
+    late = jax.tree.map(lambda w: jnp.zeros((asked.stages, *w.shape), wide_dtype(w.dtype)), groups.of_tied(params))
+    none = jnp.zeros((), jnp.int32)
+    flight = {"pending": none, "batch": nothing, "versions": versions, "late": late, "layers": {sizes: none}}
+    flight["aboard"] = tick.aboard(fed)
+    parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
+    parts["opt_state"] = groups.placed(groups.start(params))
+    return InFlight(**parts, flight=run.placed(flight))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The ticks of a call over two batches, the one before and its own."""
+
+    call: Call
+    groups: Groups
+    before: Any
+    own: Any
+
+    def pieces(self) -> Any:
+        """[devices, 2 microbatches, rows, ...]."""
+        call = self.call
+        ways = math.prod(call.layout.sizes[axis] for axis in call.board.axes)
+        rows = jax.tree.leaves(self.own)[0].shape[0]
+        nothing = jnp.zeros((rows, ways, call.window.stages))
+        enter = lambda batch: call.board.enter(call.state.params, given_of(batch), nothing, call.window.batch)[1][0]
+        return beside(enter(self.before), enter(self.own), 1)
+
+    def piece(self, pieces: Given, at: jax.Array) -> Given:
+        """One microbatch [rows, ...], of all devices."""
+        call = self.call
+        found = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 1, keepdims=False), pieces)
+        out = jax.tree.map(lambda x: PartitionSpec(*row_axes(call.layout, x)), given_of(self.own))
+        manual = {*call.board.axes, *(axis for axis, size in call.layout.sizes.items() if size == 1 and axis != AXIS)}
+        local = lambda piece: jax.tree.map(lambda x: x[0], piece)
+        if call.board.axes:
+            own = PartitionSpec(call.board.axes)
+            local = jax.shard_map(local, in_specs=own, out_specs=out, axis_names=manual, check_vma=False)
+        piece: Given = local(found)
+        return piece
+
+    def kept(self, params: Any) -> dict[str, Any]:
+        """What backwards want again: the stack of layers, and what comes before it."""
+        split = self.call.split
+        return {"layers": split.stack(params), "before": self.groups.cut(params)["before"]}
+
+    def ring(self, tree: Any) -> Any:
+        """Room for as many versions as a microbatch of the first stage sees."""
+        return jax.tree.map(lambda w: jnp.zeros((self.call.window.delay + 1, *w.shape), w.dtype), tree)
+
+    def placed(self, flight: dict[str, Any]) -> dict[str, Any]:
+        """What is on its way, each array where the next call wants it."""
+        call = self.call
+        return {
+            "pending": call.put(flight["pending"]),
+            "layers": jax.tree.map(call.put, flight["layers"]),
+            "batch": call.put_batch(flight["batch"]),
+            "versions": self.put_versions(flight["versions"]),
+            "late": self.put_late(flight["late"]),
+            "aboard": call.put_stashes(flight["aboard"]),
+        }
+
+    def joined(self, versions: dict[str, Any]) -> Any:
+        return self.call.split.join(versions["layers"], versions["before"])
+
+    def stashed(self, ring: Any, slots: jax.Array) -> Any:
+        """Of every stage's layers the version in its slot."""
+        local = lambda ring, slot: pick(ring, slot[0])
+        versions = jax.shard_map(
+            local,
+            in_specs=(PartitionSpec(None, AXIS), PartitionSpec(AXIS)),
+            out_specs=PartitionSpec(AXIS),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        return versions(ring, slots)
+
+    def check_side(self, pieces: Any) -> None:
+        """Raises:
+        ConfigError: ``Staged.side`` reads parameters, of which a stage would want the version that a microbatch was forwarded with.
+        """
+        call = self.call
+        call.board.look_at(lambda piece: read_by_side(call.loss_fn, call.split, piece), pieces)
+        if read := call.split.read["side"]:
+            raise ConfigError(
+                f"asynchronous pipeline: Staged(side=...) reads {listed(read)}, of which the stages of 'pipedream' would want different versions. Remedy: "
+                f"a side that reads no parameters, or the schedule 'pipedream_2bw' or '1f1b'."
+            )
+
+    def tick(self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
+        """A tick on the newest parameters, the layers that backwards want and what the loss knows of the first group, and what the first stage is given."""
+        call = self.call
+        split, piece = call.split, self.piece(pieces, at)
+        x, _ = call.before(params, piece.batch, piece.numbers)
+        lent = self.groups.with_first(params, first) if self.groups.tied else params
+        new, (_, fed) = call.board.enter(lent, piece, x, 1)
+        old, _ = call.board.enter(split.join(layers, split.others(params)), piece, x, 1)
+        program = call.program(_mean(head_of(call.loss_fn, split, None), call.board.axes))
+        grows = fed.shape[-1] % call.window.stages == 0
+        weights = beside(split.stack(old), split.stack(new), 1)
+        return Stashing(program, weights, split.others(new), pieces, grows), fed
+
+    def __call__(self, state: InFlight, have: jax.Array, skips: bool) -> tuple[InFlight, Metrics]:
+        """The state after the ticks of the window, and metrics."""
+        call, window, groups, board = self.call, self.call.window, self.groups, self.call.board
+        full, delay, pieces = call.asked.schedule, window.delay, self.pieces()
+        program = call.program(head_of(call.loss_fn, call.split, None))
+        rows, every, _ = rows_of(program, have, (state.step - 1) % (delay + 1) * full.batch)
+        ring, count, stages = delay + 1, window.stages, np.arange(window.stages)
+
+        def one(carry: Any, xs: Any) -> tuple[Any, Any]:
+            params, states, versions, late, aboard = carry
+            t, row, every = xs
+            now = (state.step % ring * full.batch + t) % ring
+            versions = jax.tree.map(lambda ring, w: put(ring, w, now), versions, self.kept(params))
+            layers = self.stashed(versions["layers"], (now - delay + 2 * jnp.asarray(stages)) % ring)
+            seen = pick(versions["before"], (now - (count - 1)) % ring)
+            tick, fed = self.tick(params, layers, seen, pieces, full.batch + t)
+            aboard, grads, (sums, weight, after), x = tick.once(aboard, fed, row, every)
+            sums, weight, grads, x = board.leave(call.split.join(grads, after), sums, weight, x)
+            # Of what is tied, the loss's part of a gradient waits for that of the first stage.
+            slot = (state.step % count * full.batch + t) % count
+            late = jax.tree.map(lambda g, ring: put(ring, g, slot), groups.of_tied(grads), late)
+            grads = groups.with_tied(grads, pick(late, (slot + 1) % count))
+            first = pick(versions["before"], (now - delay) % ring)
+            piece = self.piece(pieces, full.batch + t - delay)
+            _, back = call.before(groups.with_first(params, first), piece.batch, piece.numbers)
+            (grads_before,) = back(x)
+            grads = unscaled(state, call.split.add(grads, jax.tree.map(wide, grads_before)), None)
+            valid = {"before": row[0, _B_ON] == 1, "layers": row[:, _B_ON] == 1, "after": every[_HEADS] == 1}
+            squares = groups.squares(grads)
+            finite = {name: jnp.isfinite(square) for name, square in squares.items()}
+            takes = {name: valid[name] & finite[name] if skips else valid[name] for name in GROUPS}
+            params, states = groups.update(grads, states, params, takes)
+            square = sum((jnp.where(valid[name], squares[name], 0).sum() for name in GROUPS), jnp.zeros(()))
+            skipped = jnp.stack([jnp.any(valid[name] & ~finite[name]) for name in GROUPS]).any()
+            taken = jnp.stack([jnp.any(takes[name]) for name in GROUPS]).any()
+            kept = self.put_versions(versions), self.put_late(late), aboard
+            carry = call.put_params(params), groups.placed(states), *kept
+            return carry, (sums, weight, square, skipped, taken)
+
+        flight = state.flight
+        carry = call.state.params, state.opt_state, flight["versions"], flight["late"], flight["aboard"]
+        xs = jnp.arange(window.length), rows, every
+        carry, (sums, weight, squares, skipped, taken) = jax.lax.scan(one, carry, xs)
+        params, states, versions, late, aboard = carry
+        loss, metrics, _ = means_of((*jax.tree.map(lambda x: x.sum(0), sums), {}), weight.sum(0))
+        norm = jnp.sqrt(squares.sum() / max(window.length, 1))
+        told = {"skipped": skipped.any()} if skips else {}
+        kept = {"batch": self.own, "versions": versions, "late": late, "aboard": aboard, "layers": flight["layers"]}
+        flight = {"pending": have[1], **kept}
+        new = replace(state, params=params, opt_state=states, flight=self.placed(flight))
+        return new, {"loss": loss, "grad_norm": norm, "updated": taken.any(), **metrics, **told}
+
+    def put_versions(self, versions: dict[str, Any]) -> dict[str, Any]:
+        split = self.call.split
+        found = self.call.put_params(self.joined(versions), None)
+        return {"layers": split.stack(found), "before": split.others(found)}
+
+    def put_late(self, late: Any) -> Any:
+        """Gradients that wait, where gradients lie."""
+        call, names = self.call, dict(self.call.state.static.dims)
+
+        def one(keys: Any, g: jax.Array) -> jax.Array:
+            shape = g.shape[1:]
+            dims = names.get(("params", *to_path(keys)), (None,) * len(shape))
+            return call.put(g, None, *split_over(call.layout, dims, "gradients", shape, ()))
+
+        return jax.tree_util.tree_map_with_path(one, late)
+
+
+def _mean(head: Head, axes: Axes) -> Head:
+    """A head whose gradients are those of its microbatch's mean loss, over all devices."""
+
+    def mean(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
+        (sums, weight, grads), cotangent = head(after, piece, y)
+        total = jax.lax.psum(weight, axes) if axes else weight
+        total = jnp.where(total == 0, 1, total)
+        grads, cotangent = jax.tree.map(lambda g: g / total.astype(g.dtype), (grads, cotangent))
+        return (sums, weight, grads), cotangent
+
+    return mean
+
+
+@numbering
+def every_stage(
+    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: How, asked: Asynchronous, *, skips: bool
+) -> tuple[InFlight, Metrics]:
+    """The state after a call of ``pipedream`` (but for ``step``) and its metrics; without a batch what is on its way is finished."""
+    flight, full = state.flight, asked.schedule
+    call = Call(layout, loss_fn, how, asked, full if batch is not None else full.flush(), state, state.params)
+    own = flight["batch"] if batch is None else call.prepared(batch)
+    have = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
+    even = evened(call)
+    new, metrics = _Run(even, groups_of(even, own), flight["batch"], own)(state, have, skips)
+    return replace(new, params=in_stages(call, new.params, back=True)), metrics

@@ -1,0 +1,428 @@
+"""``DiskStep``: a train step whose optimizer's state lies on disk, for what exceeds the host's memory too.
+
+After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). One program makes loss and gradients; then, group by group (a layer of a stacked
+parameter, or a whole one), moments are read ahead, updated on the device together with their weights, and written behind into the
+other of two generations (:mod:`jaxpar.parallel.offload.disk_store`), which counts once it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.errors import ConfigError, DiskError
+from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.offload.disk_io import Staging
+from jaxpar.parallel.offload.disk_store import Entry, Store
+from jaxpar.parallel.precision.policy import Asked
+from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
+from jaxpar.training.gradients import place_gradients
+from jaxpar.training.loss import Metrics
+from jaxpar.training.microbatches import Gather, Reduce
+from jaxpar.training.offload.disk_state import Group, Moment, disk_of, groups_of, is_stored, offered, zeros
+from jaxpar.training.state import TrainState, place
+from jaxpar.training.step import check_same, how_of, measure, place_state
+
+AHEAD = 2
+"""How many groups are read ahead of the one that is updated."""
+_ALIGN = 64  # what lies so need not be copied to become an array of a CPU device
+
+
+def gradient_step(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    *,
+    accumulate: int = 1,
+    gather: Gather = "use",
+    reduce: Reduce | None = None,
+    precision: Asked = None,
+    fusion: Fusion | None = None,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = True,
+) -> jax.stages.Wrapped:
+    """The first program of a :class:`DiskStep`; arguments and errors are those of :func:`jaxpar.train_step`.
+
+    Returns:
+      A jitted ``(state, batch) -> (carried, grads, metrics, finite)``; ``carried`` are the next state's ``step``, ``rest`` and ``scale``.
+    """
+    how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
+    options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
+
+    def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
+        with tracing_under(layout):
+            found, grads, norm, finite = measure(layout, loss_fn, state, batch, how, clip_norm)
+            new, kept = replace(state, step=state.step + 1, rest=found.rest), {}
+            check_same(state, new)
+            if skip_nonfinite:
+                new = replace(new, rest=jax.tree.map(lambda a, b: jnp.where(finite, a, b), found.rest, state.rest))
+                kept["skipped"] = ~finite
+                if how.precision.scale is not None:
+                    new = replace(new, scale=how.precision.scale.next(state.scale, finite))
+                    kept["loss_scale"] = state.scale["scale"]
+            new = place_state(layout, new)
+            carried = {"step": new.step, "rest": new.rest, "scale": new.scale}
+            metrics = {"loss": found.loss, "grad_norm": norm, **found.metrics, **kept}
+            return carried, place_gradients(layout, state, grads), metrics, finite | (not skip_nonfinite)
+
+    return jax.jit(run, compiler_options=options or None)
+
+
+class DiskStep:
+    """``step(state, batch) -> (state, metrics)`` as of :func:`jaxpar.train_step`, run by the host; a context, or :meth:`close` it.
+
+    When a step returns, its moments are on disk and count. A kill leaves those of the step before, those of this one, or both, and
+    the one that belongs to the state of a restart is taken.
+
+    Args:
+      layout, loss_fn: as for :func:`jaxpar.train_step`; so are ``options``, but for ``donate`` and ``keep_grads``.
+      state: made by :func:`jaxpar.init` with ``jp.offload(tx, to="disk", path=...)``, or restored. At step 0, in a folder without a record,
+        the moments are made; else those of its step are taken from there.
+      ahead: how many groups are read before their turn; 0 reads, updates and writes one after the other.
+      restore: a folder that :meth:`snapshot` made, to begin from in the place of what the path holds.
+      donate: give the old parameters' memory to the new ones. Where a step fails they are gone then; without, it can be tried again.
+      note: told what happens to each group: ``reading``, ``read``, ``update``, ``written``, and its number.
+
+    Raises:
+      ConfigError: the optimizer's state cannot be on disk.
+      DiskError: the folder is in use, of another run, of another step, damaged or without room.
+
+    >>> import tempfile, jax, numpy, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 4)), "embed", None)}
+    >>> loss_fn = lambda model, x: ((x @ model["w"]) ** 2).mean()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = jp.init(layout, make_model, jp.offload(optax.adam(1e-3), to="disk", path=folder, min_bytes=0))
+    ...     with DiskStep(layout, loss_fn, state) as step:
+    ...         state, metrics = step(state, numpy.ones((8, 16), "float32"))
+    ...         step.bytes_on_disk, int(state.step)
+    (512, 1)
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        loss_fn: Callable[..., Any],
+        state: TrainState,
+        *,
+        ahead: int = AHEAD,
+        restore: str | Path | None = None,
+        donate: bool = True,
+        note: Callable[[str, int], None] = lambda what, group: None,
+        **options: Any,
+    ):
+        self._groups = groups_of(layout, state)
+        tx = disk_of(state)
+        if tx is None or isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise ConfigError(f"DiskStep: ahead is {ahead!r}, but a number of groups, 0 or more, is wanted.")
+        self._layout, self._tx, self._slots, self._donate, self._note = layout, tx.inner, ahead + 1, donate, note
+        self._gradients: Any = gradient_step(layout, loss_fn, **options)
+        self._weights = [to_spec(t.resolved) for t in place(layout, state) if t.role == "params"]
+        self._homes = [NamedSharding(layout.mesh, spec) for spec in self._weights]
+        # A row holds the shards of this process, each once, one behind the other.
+        self._parts = {m.number: _parts(m) for group in self._groups for m in group.stored}
+        self._first = np.cumsum([0, *(len(group.stored) for group in self._groups)]).tolist()
+        self._pieces = [(g, row) for g, group in enumerate(self._groups) for row in range(group.rows)]
+        self._updates = [self._update_of(state, group) for group in self._groups]
+        self._tail, self._step = self._tail_of(state), int(state.step)
+        self.peak_staged = 0
+        """The most bytes of moments that the host held at once, on their way."""
+        entries = [_entry(m, group.rows, self._parts[m.number]) for group in self._groups for m in group.stored]
+        mesh = {axis: size for axis, size in layout.sizes.items() if size > 1}
+        about = {"mesh": mesh or "one device", "process": f"{jax.process_index()} of {jax.process_count()}"}
+        self._store = Store(Path(tx.path) / f"process{jax.process_index()}", entries, about)
+        try:
+            self._open(state, restore)
+        except BaseException:
+            self._store.close()
+            raise
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of one generation, of this process; the disk keeps two."""
+        return self._store.bytes
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes read and bytes written since the beginning."""
+        return self._store.bytes_read, self._store.bytes_written
+
+    def compile(self, state: TrainState, batch: Any, compiler_options: Any = None) -> None:
+        """Compile the gradients' program now, with XLA's options, as ``jax.stages.Lowered.compile`` takes them."""
+        self._gradients = self._gradients.lower(state, batch).compile(compiler_options)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step.
+
+        Raises:
+          DiskError: ``state`` is of another step than the disk; damaged bytes; a full disk. What the disk held before stays whole.
+        """
+        number = int(state.step)
+        if number != self._step:
+            raise DiskError(
+                f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: go on with the state "
+                f"that the last step returned, or open a DiskStep with this one."
+            )
+        sizes = [sum(self._parts[m.number][0] for m in self._groups[g].stored) for g, _ in self._pieces]
+        staging = Staging(sizes, self._read, self._write, slots=self._slots, note=self._note)
+        with staging:  # which reads the first groups while the gradients are made
+            carried, grads, metrics, finite = self._gradients(state, batch)
+            if not bool(finite):
+                self._store.skip(number + 1)
+                self._step = number + 1
+                return replace(state, **carried), metrics
+            self._store.begin()
+            params, opt_state = self._apply(staging, state, grads, metrics["loss"])
+            staging.finish()
+            self._store.commit(number + 1)
+        self.peak_staged = max(self.peak_staged, staging.peak)
+        self._step = number + 1
+        return replace(state, params=params, opt_state=opt_state, **carried), metrics
+
+    def snapshot(self, folder: str | Path) -> None:
+        """The moments as they are now, in a folder: at no cost where the file system has links. See ``restore``.
+
+        Raises:
+          DiskError: the folder holds one, or the disk has no room.
+        """
+        self._store.snapshot(Path(folder) / self._store.path.name)
+
+    def rewind(self, state: TrainState, folder: str | Path) -> None:
+        """Go back to a restored state: the moments of a snapshot come in the place of those here, and no program is compiled anew.
+
+        Raises:
+          DiskError: the snapshot is of another run or step than the state, or damaged.
+        """
+        self._store.restore(Path(folder) / self._store.path.name)
+        self._step = int(state.step)
+        self._store.open(self._step)
+
+    def moments(self, path: str) -> list[np.ndarray]:
+        """What is on disk of one array, as ``opt_state/0/mu/w``: each shard of this process, whole.
+
+        Raises:
+          KeyError: nothing on disk has this path.
+          DiskError: damaged bytes.
+        """
+        names = [entry.name for entry in self._store.entries]
+        if path not in names:
+            raise KeyError(f"{path!r} is not on disk; there are {', '.join(names)}.")
+        number = names.index(path)
+        m = next(m for group in self._groups for m in group.stored if m.tensor.path == path)
+        rows = [self._store.read(number, row) for row in range(self._store.entries[number].rows)]
+        shards = self._parts[m.number][1]
+        return [np.concatenate([_view(row, at, shape, m.dtype) for row in rows]) for *_, at, shape in shards]
+
+    def close(self) -> None:
+        """Give the folder back."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, state: TrainState, restore: str | Path | None) -> None:
+        if restore is not None:
+            self._store.restore(Path(restore) / self._store.path.name)
+        if self._step or self._store.exists():
+            self._store.open(self._step)
+            return
+        self._store.create()
+        weights, zero = jax.tree.leaves(state.params), zeros(self._tx.init, state.params)
+        for g, group in enumerate(self._groups):
+            if all(zero[m.number] for m in group.stored):
+                continue  # as the files are
+            begin = self._init_of(state, group)
+            for row in range(group.rows):
+                made = begin(row, weights[group.parameter])
+                for n, (m, x) in enumerate(zip(group.stored, made, strict=True)):
+                    self._store.write(self._first[g] + n, row, self._bytes(m, x))
+        self._store.commit(self._step)
+
+    def _read(self, piece: int) -> list[jax.Array]:
+        g, row = self._pieces[piece]
+        stored = self._groups[g].stored
+        return [self._array(m, self._store.read(self._first[g] + n, row)) for n, m in enumerate(stored)]
+
+    def _write(self, piece: int, made: Sequence[jax.Array]) -> None:
+        g, row = self._pieces[piece]
+        for n, (m, x) in enumerate(zip(self._groups[g].stored, made, strict=True)):
+            self._store.write(self._first[g] + n, row, self._bytes(m, x))
+
+    def _array(self, m: Moment, buffer: np.ndarray) -> jax.Array:
+        shards = [
+            jax.device_put(_view(buffer, at, shape, m.dtype), device)
+            for _, devices, at, shape in self._parts[m.number][1]
+            for device in devices
+        ]
+        return jax.make_array_from_single_device_arrays(m.shape, m.sharding, shards)
+
+    def _bytes(self, m: Moment, x: jax.Array) -> np.ndarray:
+        size, shards = self._parts[m.number]
+        buffer, found = np.zeros(size, np.uint8), {shard.device: shard.data for shard in x.addressable_shards}
+        for _, devices, at, shape in shards:
+            _view(buffer, at, shape, m.dtype)[...] = np.asarray(found[devices[0]])
+        return buffer
+
+    def _apply(self, staging: Staging, state: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any]:
+        weights, structure = jax.tree.flatten(state.params)
+        gradients = jax.tree.leaves(grads)
+        states, state_structure = jax.tree.flatten(state.opt_state, is_leaf=is_stored)
+        old = list(states)
+        for piece, (g, row) in enumerate(self._pieces):
+            group = self._groups[g]
+            w, kept = weights[group.parameter], [states[m.number] for m in group.kept]
+            if not self._donate and not row:
+                w, kept = jnp.copy(w), [jnp.copy(x) for x in kept]
+            moments = staging.get(piece)
+            self._note("update", piece)
+            free = [x for i, x in enumerate(old) if i in self._free]
+            w, made, kept = self._updates[g](row, w, gradients[group.parameter], moments, kept, free, loss)
+            weights[group.parameter] = w
+            for m, x in zip(group.kept, kept, strict=True):
+                states[m.number] = x
+            staging.put(piece, made)
+            del moments, made
+        # Last: it is given the memory of counts that the others read.
+        new_w, new_s = self._tail(*([xs[i] for i in some] for xs, some in self._rest(weights, gradients, old)), loss)
+        for i, x in zip(self._alone, new_w, strict=True):
+            weights[i] = x
+        for i, x in zip(self._staying, new_s, strict=True):
+            states[i] = x
+        return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, states)
+
+    def _rest(self, weights: list[Any], gradients: list[Any], states: list[Any]) -> list[tuple[list[Any], list[int]]]:
+        return [(weights, self._alone), (gradients, self._alone), (states, self._staying)]
+
+    def _update_of(self, state: TrainState, group: Group) -> Any:
+        """The program of a group's row: weights and what stays in memory are written in place."""
+        calling = self._calling(state)
+        numbers = [m.number for m in (*group.stored, *group.kept)]
+        spec, home = group.stored[0].sharding.spec, self._homes[group.parameter]
+
+        def run(
+            row: jax.Array, w: Any, g: Any, moments: list[Any], kept: list[Any], free: list[Any], loss: jax.Array
+        ) -> tuple[Any, list[Any], list[Any]]:
+            part = lambda x: _row(x, row, group)
+            # What its state is split over a parameter is split over too, for as long as this takes.
+            here = lambda x: lay_out(self._layout.mesh, part(x), spec)
+            with tracing_under(self._layout):
+                mine = dict(zip(numbers, [*moments, *map(part, kept)], strict=True))
+                given = mine | dict(zip(self._free, free, strict=True))
+                new_w, new_s = calling({group.parameter: here(w)}, {group.parameter: here(g)}, given, loss)
+                new = lay_out(self._layout.mesh, new_w[group.parameter], home.spec)
+                made = [new_s[m.number] for m in group.stored]
+                stay = [_put_row(x, new_s[m.number], row, group) for m, x in zip(group.kept, kept, strict=True)]
+                return _put_row(w, new, row, group), made, stay
+
+        places = ([m.sharding for m in group.stored], [m.sharding for m in group.kept])
+        return jax.jit(run, donate_argnums=(1, 4), out_shardings=(home, *places))
+
+    def _tail_of(self, state: TrainState) -> Any:
+        """The program of all that stays in memory: parameters without state on disk, counts."""
+        leaves = jax.tree.leaves(state.opt_state, is_leaf=is_stored)
+        grouped = {m.number for group in self._groups for m in (*group.stored, *group.kept)}
+        ours = {group.parameter for group in self._groups}
+        self._alone = [i for i in range(len(self._homes)) if i not in ours]
+        self._staying = [i for i in range(len(leaves)) if i not in grouped]
+        params = [i for i in self._staying if leaves[i].ndim]
+        self._free = [i for i in self._staying if i not in params]
+        calling, alone, staying = self._calling(state), self._alone, self._staying
+        places = [NamedSharding(self._layout.mesh, to_spec(t.resolved)) for t in _opt(self._layout, state)]
+
+        def run(weights: list[Any], gradients: list[Any], states: list[Any], loss: jax.Array) -> Any:
+            with tracing_under(self._layout):
+                some = (dict(zip(alone, xs, strict=True)) for xs in (weights, gradients))
+                new_w, new_s = calling(*some, dict(zip(staying, states, strict=True)), loss)
+                return [new_w[i] for i in alone], [new_s[i] for i in staying]
+
+        homes = ([self._homes[i] for i in alone], places)
+        return jax.jit(run, donate_argnums=(0, 2) if self._donate else (), out_shardings=homes)
+
+    def _init_of(self, state: TrainState, group: Group) -> Any:
+        """The program that makes the moments of a row."""
+        shapes, structure = jax.tree.flatten(jax.eval_shape(lambda p: p, state.params))
+
+        def run(row: jax.Array, w: Any) -> list[Any]:
+            with tracing_under(self._layout):
+                some = {group.parameter: _row(w, row, group)}
+                params = [some[i] if i in some else _stand_in(x) for i, x in enumerate(shapes)]
+                made = jax.tree.leaves(self._tx.init(jax.tree.unflatten(structure, params)))
+                return [made[m.number] for m in group.stored]
+
+        return jax.jit(run, out_shardings=[m.sharding for m in group.stored])
+
+    def _calling(self, state: TrainState) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """The optimizer's own update, of some leaves by number; one number stands in for each of the others, and nothing reads it."""
+        shapes, structure = jax.tree.flatten(jax.eval_shape(lambda p: p, state.params))
+        leaves, state_structure = jax.tree.flatten(state.opt_state, is_leaf=is_stored)
+        states = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+
+        def run(weights: Any, gradients: Any, given: Any, loss: jax.Array) -> tuple[list[Any], list[Any]]:
+            filled = lambda some, shapes: [some[i] if i in some else _stand_in(x) for i, x in enumerate(shapes)]
+            p, g = (jax.tree.unflatten(structure, filled(some, shapes)) for some in (weights, gradients))
+            s = jax.tree.unflatten(state_structure, filled(given, states))
+            updates, s = self._tx.update(g, s, p, **offered(self._tx, loss, g))
+            return jax.tree.leaves(optax.apply_updates(p, updates)), jax.tree.leaves(s)
+
+        return run
+
+
+def _opt(layout: Layout, state: TrainState) -> list[Any]:
+    # What a group keeps in memory is placed by its own program.
+    own = {m.tensor.path for group in groups_of(layout, state) for m in group.kept}
+    return [t for t in place(layout, state) if t.role == "opt_state" and t.path not in own]
+
+
+type Shard = tuple[tuple[tuple[int, int], ...], list[Any], int, tuple[int, ...]]
+
+
+def _parts(m: Moment) -> tuple[int, list[Shard]]:
+    """Bytes of a row, and its different shards: bounds in it, the devices that hold it, where it begins in the bytes, its shape."""
+    found: dict[Any, list[Any]] = {}
+    for device, index in m.sharding.addressable_devices_indices_map(m.shape).items():
+        bounds = tuple((s.indices(size)[0], s.indices(size)[1]) for s, size in zip(index or (), m.shape, strict=True))
+        found.setdefault(bounds, []).append(device)
+    at, parts = 0, list[Shard]()
+    for bounds, devices in sorted(found.items()):
+        shape = tuple(stop - start for start, stop in bounds)
+        parts.append((bounds, devices, at, shape))
+        at += -(-int(np.prod(shape)) * m.dtype.itemsize // _ALIGN) * _ALIGN
+    return at, parts
+
+
+def _entry(m: Moment, rows: int, parts: tuple[int, Any]) -> Entry:
+    spec = ", ".join("+".join(axes) or "·" for axes in m.tensor.resolved.axes)
+    shards = [list(bounds) for bounds, *_ in parts[1]]
+    about = {"dtype": str(m.dtype), "shape": list(m.tensor.shape), "spec": f"over ({spec})", "shards": shards}
+    return Entry(m.tensor.path, rows, parts[0], about)
+
+
+def _view(buffer: np.ndarray, at: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return buffer[at : at + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _row(x: Any, row: Any, group: Group) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, row, 1, 0) if group.rows > 1 else x
+
+
+def _put_row(x: Any, new: Any, row: Any, group: Group) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(x, new, row, 0) if group.rows > 1 else new
+
+
+def _stand_in(x: Any) -> jax.Array:
+    """One number of as many dims."""
+    return jnp.zeros((1,) * x.ndim, x.dtype)

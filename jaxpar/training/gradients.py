@@ -1,0 +1,239 @@
+"""Loss and gradients of a batch: at once or in microbatches, reduced by the compiler or by each device's own sums.
+
+By default the compiler decides: gradients are reduced where they arise, and a loop over microbatches reduces in every round.
+``reduce="once"`` makes the axes of the batch manual instead: each device sums the gradients of its own rows over all microbatches, and
+one reduction (a scatter, where the gradient is sharded) follows, in the dtype that :class:`jaxpar.Precision` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, numbering, rows_of
+from jaxpar.parallel.collectives.gather_reduce import asking, batch_axes, gather, parts_of
+from jaxpar.parallel.offload.host_weights import split, waiting
+from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.precision.fp8_matmul import PRODUCT
+from jaxpar.parallel.precision.policy import FP8, INT8, Precision
+from jaxpar.sharding import messages
+from jaxpar.sharding.layout import Layout, lay_out, to_spec
+from jaxpar.sharding.resolve import Resolved
+from jaxpar.training.loss import key_of, loss_of
+from jaxpar.training.manual_gradients import once, spec_of
+from jaxpar.training.microbatches import (
+    Found,
+    How,
+    each_parameter,
+    means_of,
+    pieces_of,
+    resolved_of,
+    scale_of,
+    seen_by,
+    sums_of,
+    unscaled,
+    value_and_grad,
+)
+from jaxpar.training.model import show, to_path
+from jaxpar.training.pipeline.gradients import piped
+from jaxpar.training.state import TrainState
+
+
+@numbering
+def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+    """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
+    with asking(how.precision):
+        if how.pipeline is not None:
+            return piped(layout, loss_fn, state, batch, how, how.pipeline)
+        hosted = _hosted(state, how)
+        by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
+        once_a_step = how.reduce == "once" or how.own or by_hand
+        sharded = (lambda x: x) if once_a_step or how.accumulate > 1 else (lambda x: rows_apart(layout, x))
+        batch = sharded(batch)
+        if isinstance(loss_fn, Staged) and loss_fn.keys:
+            # Cut with the batch, so that no row draws otherwise in another microbatch or on another device.
+            batch, loss_fn = (batch, sharded(loss_fn.rows(batch, key_of(state)))), loss_fn.of_rows
+        if once_a_step:
+            _check_handed(layout, loss_fn, state, batch, how, ())
+            return once(layout, loss_fn, state, batch, how)
+        _check_dtypes(how)
+        _check_fusion(how)
+        crossing = [("gather", how.gather == "use" and _sharded(layout, state)), ("reduce", bool(batch_axes(layout)))]
+        _check_handed(layout, loss_fn, state, batch, how, [name for name, does in crossing if does])
+        return _by_compiler(layout, loss_fn, state, batch, how)
+
+
+def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+    """Gradients reduced where they arise."""
+    weights, compute, scale = state.params, how.precision.computing, scale_of(state, how.precision)
+    if how.gather == "step":
+        weights = each_parameter(state, lambda path, w: _whole(layout, state, path, w, how.precision))
+        weights = jax.tree.map(compute, weights)
+        compute = lambda w: w
+
+    def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
+        here = state if n is None else seen_by(state, rest, state.key, n)
+        trained, whole = split(waiting(dict(state.static.dims), weights, layout))
+        grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
+        rows = None if n is None else microbatch_rows(rows_of(batch), how.accumulate, n, ways=ways)
+        with batch_rows(rows):
+            (loss, (metrics, rest)), grads = grad(trained)
+        return (loss, (metrics, rest)), place_gradients(layout, state, grads)
+
+    axes = batch_axes(layout) if how.accumulate > 1 else ()
+    ways = math.prod(layout.sizes[axis] for axis in axes)
+    if how.accumulate == 1:
+        (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
+    else:
+        pieces = pieces_of(batch, how.accumulate, ways, 1)
+        pieces = jax.tree.map(lambda x: lay_out(layout.mesh, x, PartitionSpec(None, axes)), pieces)
+        place = lambda grads: place_gradients(layout, state, grads)
+        sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.accumulate, place)
+        loss, metrics, grads = means_of(sums, weight)
+    return Found(loss, metrics, rest, unscaled(state, grads, scale))
+
+
+def rows_apart(layout: Layout, batch: Any) -> Any:
+    """The batch, each array's rows (dim 0) sharded by the rule of ``batch``.
+
+    jit replicates an array that was not put, as one of NumPy's, so that every device would compute all of its rows. Scalars and arrays of
+    one row beside arrays of more rows, which all rows share, stay replicated. On Explicit axes an array has a sharding of its own, and
+    stays as it is.
+
+    Raises:
+      LayoutError: the axes do not divide the rows of some arrays, and the rules do not say that such rows are replicated.
+    """
+    found = layout.resolve(("batch",))
+    if found.problems or not found.axes[0] or AxisType.Explicit in layout.mesh.axis_types:
+        return batch
+    most = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=0)
+    problems: dict[tuple[str, str], list[str]] = {}
+
+    def rows(keys: Any, x: Any) -> Any:
+        if not x.ndim or (x.shape[0] == 1 and most > 1):
+            return x
+        resolved = layout.resolve(("batch", *(None,) * (x.ndim - 1)), x.shape, dtype=x.dtype)
+        first = resolved.dims[0]
+        if resolved.problems:
+            problems.setdefault((first.why, first.rule), []).append(
+                f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+            )
+        if not first.axes:
+            return x
+        return lay_out(layout.mesh, x, PartitionSpec(first.axes, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
+
+    placed = jax.tree_util.tree_map_with_path(rows, batch)
+    if problems:
+        raise LayoutError([messages.undivided_rows(arrays, *cause) for cause, arrays in problems.items()])
+    return placed
+
+
+def _hosted(state: TrainState, how: How) -> bool:
+    """Whether parameters wait in the host's memory, which is for the compiler's own way only."""
+    if not any(map(on_host, jax.tree.leaves(state.params))):
+        return False
+    asked = {"reduce='once'": how.reduce == "once", "gather='step'": how.gather == "step"}
+    for name in (name for name, true in asked.items() if true):
+        raise ConfigError(
+            f"offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {name} "
+            f"(ZeRO stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep parameters on the device."
+        )
+    return True
+
+
+def _check_dtypes(how: How) -> None:
+    """The compiler gathers what is computed with, and reduces what was computed: neither a wider weight nor a narrower gradient."""
+    precision, by_compiler = how.precision, {"reduce"} if how.gather == "step" else {"reduce", "gather"}
+    computed = precision.compute or "float32"
+    for name in sorted(by_compiler):
+        value = getattr(precision, name)
+        if value in (None, INT8, precision.compute) or (name == "reduce" and precision.compute is None):
+            continue  # whether it is narrower than what the model itself computes in, Precision.summing sees
+        wider = jnp.promote_types(value, computed) == jnp.dtype(value)
+        if wider is (name == "gather"):
+            what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
+            ways = "reduce='once' (ZeRO stage 1)" + ("" if name == "reduce" else " or gather='step' (stages 1 and 2)")
+            kept = f"not {'wider' if wider else 'narrower'} than the dtype of the compute ({precision.compute or 'the model'})"
+            raise ConfigError(
+                f"precision: {name} is {value}, but here the compiler {what}, {kept}. Remedy: {ways}, or leave precision.{name} out."
+            )
+
+
+def _check_fusion(how: How) -> None:
+    for name, value in vars(how.fusion).items():
+        if isinstance(value, tuple):
+            what = "gathers weights" if name == "gather" else "reduces gradients"
+            raise ConfigError(
+                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: reduce='once' (ZeRO stage 1), a "
+                f"size, or auto."
+            )
+
+
+def _check_handed(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, crossing: Sequence[str]
+) -> None:
+    """A dtype to cross in is for what a model hands to ``project``; for one that hands it nothing, the key would be an empty word."""
+    precision = how.precision
+    keys = [(name, getattr(precision, name)) for name in crossing]
+    keys = [(name, dtype) for name, dtype in keys if dtype not in (None, precision.compute)]
+    keys += [("matmul", FP8)] if precision.matmul == FP8 else []
+    if keys and f"name={PRODUCT}" not in str(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params)):
+        name, dtype = keys[0]
+        raise ConfigError(
+            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.project, so nothing would be. "
+            f"Remedy: project(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
+        )
+
+
+def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
+    """Gradients laid out by the rules of the role ``gradients``."""
+
+    def one(keys: Any, grad: jax.Array) -> jax.Array:
+        resolved = resolved_of(layout, state, to_path(keys), grad, "gradients")
+        if resolved.problems:
+            raise LayoutError(resolved.problems)
+        return lay_out(layout.mesh, grad, to_spec(resolved))
+
+    return jax.tree_util.tree_map_with_path(one, grads)
+
+
+def _sharded(layout: Layout, state: TrainState) -> bool:
+    """Whether an axis of the batch splits parameters too, which a device then does not hold whole."""
+    axes = set(batch_axes(layout))
+    found = each_parameter(
+        state, lambda path, w: axes & {a for d in resolved_of(layout, state, path, w, "params").axes for a in d}
+    )
+    return any(jax.tree.leaves(jax.tree.map(bool, found, is_leaf=lambda x: isinstance(x, set))))
+
+
+def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array, precision: Precision) -> jax.Array:
+    """A weight as the compute uses it, gathered over the axes that only its storage is split over."""
+    stored, used = (resolved_of(layout, state, path, w, role) for role in ("params", "activations"))
+    if used.problems:
+        raise LayoutError(used.problems)
+    if stored.axes != used.axes and precision.gather == INT8:
+        return _whole_packed(layout, w, stored, used, precision)
+    if stored.axes != used.axes:
+        w = jax.lax.optimization_barrier(precision.crossing(w))
+    return lay_out(layout.mesh, w, to_spec(used))
+
+
+def _whole_packed(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved, precision: Precision) -> jax.Array:
+    kept = {axis for dim in used.axes for axis in dim}
+    axes = tuple(axis for dim in stored.axes for axis in dim if axis not in kept)
+    parts, manual = parts_of(stored, axes), {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
+    whole = jax.shard_map(
+        lambda w: gather(w, parts, precision),
+        in_specs=spec_of(parts),
+        out_specs=PartitionSpec(),
+        axis_names=manual,
+        check_vma=False,  # jax would take what is gathered for different on every device
+    )
+    return lay_out(layout.mesh, whole(w), to_spec(used))

@@ -1,0 +1,73 @@
+"""What a step differentiates: ``loss_fn`` of a state's model, taken apart into loss, metrics and carried variables."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import ModelError, listing
+from jaxpar.parallel.offload.host_weights import waiting
+from jaxpar.training.state import TrainState
+
+Metrics = dict[str, Any]
+
+
+def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
+    """``params -> (loss, (aux, carried))``, the form ``jax.value_and_grad`` differentiates."""
+    kind = state.static.kind
+    wants_key = "key" in inspect.signature(loss_fn).parameters
+    extra = {"key": key_of(state)} if wants_key else {}
+
+    def compute(params: Any) -> tuple[jax.Array, Any]:
+        model = kind.merge(waiting(dict(state.static.dims), params), state.rest)
+        loss, aux, updates = unpack(loss_fn(model, batch, **extra))
+        return loss, (aux, kind.carried(model, state.rest, updates))
+
+    return compute
+
+
+def key_of(state: TrainState) -> jax.Array:
+    """The PRNG key of a step."""
+    return jax.random.fold_in(state.key, state.step)
+
+
+def unpack(value: Any) -> tuple[Any, Metrics, Any]:
+    """What a ``loss_fn`` returned: loss, metrics and updates.
+
+    Raises:
+      ModelError: it is none of the forms that are taken, or a metric has a name that is.
+    """
+    if isinstance(value, tuple) and len(value) not in (2, 3):
+        raise ModelError(
+            f"loss_fn returned a tuple of {len(value)}, but loss, (loss, aux) or (loss, aux, updates) is wanted."
+        )
+    loss, aux, updates = (*value, None)[:3] if isinstance(value, tuple) else (value, None, None)
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
+        raise ModelError(
+            f"loss_fn returned a {type(loss).__name__} as the loss, but a floating scalar is wanted. Remedy: return loss, "
+            f"(loss, aux) or (loss, aux, updates)."
+        )
+    dtype = jnp.result_type(loss)
+    if jnp.shape(loss) != () or not jnp.issubdtype(dtype, jnp.floating):
+        remedy = "take the mean" if jnp.shape(loss) else "compute it in floating point"
+        raise ModelError(
+            f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype {dtype}, but a floating scalar is wanted. "
+            f"Remedy: {remedy}."
+        )
+    metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
+    check_names(metrics)
+    return loss, metrics, updates
+
+
+def check_names(metrics: Metrics) -> None:
+    """The step's own metrics have their names for themselves."""
+    taken = sorted({"loss", "grad_norm", "grads", "skipped", "loss_scale"} & set(metrics))
+    if taken:
+        raise ModelError(
+            f"loss_fn returned metrics named {listing(taken)}, which the step itself reports. Remedy: rename them."
+        )

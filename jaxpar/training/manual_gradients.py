@@ -1,0 +1,177 @@
+"""Gradients by each device's own sums: the axes of the batch are manual, and one reduction follows all microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError, ModelError
+from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, rows_of
+from jaxpar.parallel.collectives.bucketing import Fusion, check_groups, in_groups
+from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, wide
+from jaxpar.sharding.layout import Layout, current_layout
+from jaxpar.sharding.names import LAYERS
+from jaxpar.sharding.rules import Axes
+from jaxpar.training.loss import loss_of
+from jaxpar.training.microbatches import (
+    Found,
+    How,
+    each_parameter,
+    means_of,
+    pieces_of,
+    resolved_of,
+    scale_of,
+    seen_by,
+    sums_of,
+    unscaled,
+    value_and_grad,
+)
+from jaxpar.training.model import show, to_path
+from jaxpar.training.state import TrainState
+
+
+def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+    """Each device's own sums, then one reduction; none where the optimizer sees to it (``how.own``)."""
+    axes, precision, scale, fusion = batch_axes(layout), how.precision, scale_of(state, how.precision), how.fusion
+    ways = math.prod(layout.sizes[axis] for axis in axes)
+    stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
+    wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
+    pieces_of(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
+
+    def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
+        weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))
+        first = _index(layout, axes) * how.accumulate
+
+        def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
+            here = replace(seen_by(state, rest, key, first + n), step=step)
+            rows = microbatch_rows(rows_of(batch), how.accumulate, n, index=lambda: _index(layout, axes))
+            with batch_rows(rows):
+                return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
+
+        pieces = pieces_of(batch, how.accumulate, 1, 0)
+        _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
+        own = _own_keys(rest, _index(layout, axes))
+        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.accumulate)
+        rest = _first_keys(own, _index(layout, axes), axes)
+        if how.own:
+            grads = jax.tree.map(lambda g: wide(g)[None], grads)
+        else:
+            sums = lambda g, parts: reduce(g, parts, axes, precision)
+            grads = _cross(state, grads, wanted, fusion, ("scatter", "reduce"), sums)
+        loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
+        return (loss, metrics, grads), weight, rest
+
+    arguments = (state.params, state.rest, state.key, state.step, scale, batch)
+    if axes:
+        specs = (spec_of(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
+        given = PartitionSpec(axes) if how.own else spec_of(wanted)
+        results = ((PartitionSpec(), PartitionSpec(), given), PartitionSpec(), PartitionSpec())
+        # Unchecked: jax would take what is gathered for different on every device.
+        # With axes of size 1, so that what is not there leaves none behind.
+        manual = {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
+        local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
+    sums, weight, rest = local(*arguments)
+    loss, metrics, grads = means_of(sums, weight)
+    if how.own:  # so that their mean, and no longer their sum, is the gradient
+        grads = jax.tree.map(lambda g: g * ways, grads)
+    return Found(loss, metrics, rest, unscaled(state, grads, scale))
+
+
+def _cross(
+    state: TrainState, tree: Any, split: Any, fusion: Fusion, kinds: Sequence[str], cross: Callable[..., jax.Array]
+) -> Any:
+    """``cross(x, parts)`` of every tensor, or of groups of layers as ``fusion`` asks, in the kinds for what is split and for what is not."""
+    leaves, parts = jax.tree.leaves(tree), jax.tree.leaves(split)
+    paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    dims = dict(state.static.dims)
+    layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
+    found: dict[int, jax.Array] = {}
+    for kind in kinds:
+        mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce")]
+        if not isinstance(getattr(fusion, kind), tuple):
+            continue
+        if batch_axes(current_layout()) and not mine:
+            what = {"gather": "gathered", "scatter": "scattered", "reduce": "summed whole"}[kind]
+            raise ConfigError(
+                f"fusion: {kind} is {list(getattr(fusion, kind))}, but nothing is {what} here. Remedy: leave {kind} out."
+            )
+        if not mine:
+            continue
+        check_groups([show(("params", *path)) for path in paths], parts, layered)
+        layers = max(x.shape[0] for x, has in zip(leaves, layered, strict=True) if has)
+        crossed = in_groups(
+            [leaves[i] for i in mine],
+            [parts[i] for i in mine],
+            [layered[i] for i in mine],
+            fusion.groups(kind, layers) or [],
+            lambda x, axes: cross(x, Parts((axes, (), ()))),
+            gathers=kind == "gather",
+        )
+        found |= dict(zip(mine, crossed, strict=True))
+    results = [found[i] if i in found else cross(leaves[i], parts[i]) for i in range(len(leaves))]
+    return jax.tree.unflatten(jax.tree.structure(tree), results)
+
+
+def spec_of(tree: Any) -> Any:
+    return jax.tree.map(lambda parts: PartitionSpec(*(dim or None for dim in parts.dims)), tree)
+
+
+def _index(layout: Layout, axes: Axes) -> Any:
+    """Which of the parts of the batch this device has."""
+    index: Any = 0
+    for axis in axes:
+        index = index * layout.sizes[axis] + jax.lax.axis_index(axis)
+    return index
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _own_keys(rest: Any, index: Any) -> Any:
+    """Carried PRNG keys (as of ``nnx.Rngs``) as a device draws from them: else all would drop out the same of their rows.
+
+    The first device keeps them as they are, so that what it leaves of them can be carried (``_first_keys``).
+    """
+
+    def own(key: Any) -> Any:
+        folded = jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), index).reshape(key.shape)
+        return jnp.where(index == 0, key, folded)
+
+    return jax.tree.map(lambda x: own(x) if _is_key(x) else x, rest)
+
+
+def _first_keys(rest: Any, index: Any, axes: Axes) -> Any:
+    """The first device's carried PRNG keys on all."""
+
+    def first(key: Any) -> Any:
+        bits = jax.random.key_data(key)
+        bits = jax.lax.psum(jnp.where(index == 0, bits, jnp.zeros_like(bits)), axes)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
+
+    return jax.tree.map(lambda x: first(x) if axes and _is_key(x) else x, rest)
+
+
+def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -> None:
+    """Carried variables that depend on a device's rows would part; counters and keys, which do not, may change."""
+    leaves = jax.tree_util.tree_leaves_with_path(rest)
+    if not leaves:
+        return
+    traced = jax.make_jaxpr(lambda rest: jax.tree.leaves(run(weights, rest, batch, 0)[0][1][1]))(rest)
+    pairs = zip(leaves, traced.jaxpr.invars, traced.jaxpr.outvars, strict=True)
+    changed = [
+        show(("rest", *to_path(keys)))
+        for (keys, x), i, o in pairs
+        if o is not i and jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    if changed:
+        raise ModelError(
+            f"loss_fn changes {', '.join(changed)}, but with reduce='once' each device sees its own rows only, so the devices would "
+            f"part. Remedy: reduce='each' (jp.Zero: stage 2), which reduces in every microbatch."
+        )

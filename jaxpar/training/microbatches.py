@@ -1,0 +1,211 @@
+"""Microbatches: a batch in pieces, and the weighted sums of what each gives; what all ways to gradients share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import LayoutError, ModelError
+from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.pipeline.options import Pipeline
+from jaxpar.parallel.precision.policy import Precision
+from jaxpar.sharding import messages
+from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.resolve import Resolved
+from jaxpar.training.loss import Metrics
+from jaxpar.training.model import show, to_path
+from jaxpar.training.state import TrainState
+
+Gather = Literal["use", "step"]
+Reduce = Literal["once", "each"]
+
+
+@dataclass(frozen=True)
+class How:
+    """The ways of :func:`jaxpar.train_step` to gradients; its arguments of the same names.
+
+    ``own``: the optimizer reduces gradients itself. They are then the devices' own, along a leading dim that the batch's axes split.
+    """
+
+    accumulate: int = 1
+    gather: Gather = "use"
+    reduce: Reduce | None = None
+    precision: Precision = field(default_factory=Precision)
+    fusion: Fusion = field(default_factory=Fusion)
+    own: bool = False
+    pipeline: Pipeline | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one batch gave."""
+
+    loss: jax.Array
+    metrics: Metrics
+    rest: Any
+    grads: Any
+
+
+def scale_of(state: TrainState, precision: Precision) -> jax.Array | None:
+    """What the loss is multiplied by."""
+    if (precision.scale is None) is not (state.scale is None):
+        who = ("the step scales the loss", "the state carries no scale")
+        who = who if state.scale is None else ("the state carries a loss scale", "the step scales none")
+        raise ModelError(f"{who[0]}, but {who[1]}. Remedy: give init() and train_step() the same precision.")
+    return None if state.scale is None else state.scale["scale"]
+
+
+def value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.Array | None) -> Callable[[Any], Any]:
+    """``jax.value_and_grad(compute, has_aux=True)``, the gradients multiplied by ``scale`` from their beginning."""
+    if scale is None:
+        return jax.value_and_grad(compute, has_aux=True)
+
+    def scaled(weights: Any) -> tuple[jax.Array, Any]:
+        loss, found = compute(weights)
+        return wide(loss) * scale, (loss, found)
+
+    def run(weights: Any) -> Any:
+        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(weights)
+        return found, grads
+
+    return run
+
+
+def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
+    """Gradients in their parameters' dtypes, without the scale."""
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+    return grads if scale is None else jax.tree.map(lambda g: (wide(g) / scale).astype(g.dtype), grads)
+
+
+def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
+    names = dict(state.static.dims).get(("params", *path), (None,) * x.ndim)
+    where = show(("params", *path))
+    where = f"gradient of {where}" if role == "gradients" else where
+    return layout.resolve(names, x.shape, role=role, dtype=x.dtype, path=where)
+
+
+def each_parameter(state: TrainState, f: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
+    """``f(path, w)`` of every parameter."""
+    return jax.tree_util.tree_map_with_path(lambda keys, w: f(to_path(keys), w), state.params)
+
+
+def seen_by(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
+    """The state as microbatch ``n`` sees it: with a key of its own."""
+    return replace(state, rest=rest, key=jax.random.fold_in(key, n))
+
+
+def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
+    """Every array [rows, ...] of a batch as [microbatches, rows, ...]; each microbatch has rows of every device.
+
+    Args:
+      batch: arrays whose first dim is the batch.
+      count: of microbatches.
+      ways: devices that the rows are spread over.
+      dim: 1 if the rows are those of all devices, in their order; 0 if of one.
+
+    Raises:
+      LayoutError: some arrays have other numbers of rows; all of these are named.
+    """
+
+    undivided = undivided_by(batch, ways * count)
+    if undivided:
+        raise LayoutError(messages.uncut_rows(undivided, count, ways, "accumulate"))
+
+    def one(x: jax.Array) -> jax.Array:
+        if dim == 0:
+            return x.reshape(count, -1, *x.shape[1:])
+        return x.reshape(ways, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+
+    return jax.tree.map(one, batch)
+
+
+def undivided_by(batch: Any, number: int) -> list[str]:
+    """The arrays of a batch, each with its shape, whose first dim is no multiple of ``number``; scalars have none."""
+    return [
+        f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+        for keys, x in jax.tree_util.tree_leaves_with_path(batch)
+        if x.ndim == 0 or x.shape[0] % number
+    ]
+
+
+def sums_of(
+    run: Callable[..., Any],
+    weights: Any,
+    rest: Any,
+    pieces: Any,
+    count: int,
+    place: Callable[[Any], Any] = lambda grads: grads,
+) -> tuple[Any, jax.Array, Any]:
+    """Weighted sums of (loss, metrics, gradients) over microbatches, in fp32 or wider; the sum of the weights; carried variables.
+
+    A microbatch weighs what ``loss_fn`` returns as the metric ``weight``, 1 without. One of weight 0 adds nothing (its loss may be NaN), but the
+    variables that it leaves are carried on.
+    """
+
+    def weighted(rest: Any, piece: Any, n: Any) -> tuple[Any, Any]:
+        (loss, (metrics, rest)), grads = run(weights, rest, piece, n)
+        for name, value in metrics.items():
+            if jnp.shape(value):
+                raise ModelError(
+                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars "
+                    f"are wanted. Remedy: return its mean, or set accumulate=1 and leave reduce out."
+                )
+        weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
+        return (weighted_sum((loss, metrics, grads), weight, metrics), weight), rest
+
+    def one(carry: Any, xs: Any) -> tuple[Any, None]:
+        sums, rest = carry
+        found, rest = weighted(rest, xs[1], xs[0])
+        (loss, metrics, grads), weight = jax.tree.map(jnp.add, sums, found)
+        return (((loss, metrics, place(grads)), weight), rest), None
+
+    first = jax.tree.map(lambda x: x[0], pieces)
+    if count == 1:
+        (sums, weight), rest = weighted(rest, first, 0)
+    else:
+        shapes, after = jax.eval_shape(weighted, rest, first, 0)
+        _check_carried(rest, after)
+        (loss, metrics, grads), weight = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        carry = (((loss, metrics, place(grads)), weight), rest)
+        ((sums, weight), rest), _ = jax.lax.scan(one, carry, (jnp.arange(count), pieces))
+    return sums, weight, rest
+
+
+def weighted_sum(tree: Any, weight: jax.Array, metrics: Metrics) -> Any:
+    """What a part of a batch (a microbatch, a device's rows) adds to sums: ``tree`` times ``weight``, in fp32 or wider.
+
+    A part of weight 0 adds exactly 0, whatever its values: its mean is 0 / 0, and NaN times 0 would be NaN.
+    """
+    scaled = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), tree)
+    return counted(scaled, weight, metrics)
+
+
+def counted[T](tree: T, weight: jax.Array, metrics: Metrics) -> T:
+    """``tree``, or zeros where ``weight`` is 0; as it is where ``loss_fn`` reports no weight."""
+    return tree if "weight" not in metrics else jax.tree.map(lambda x: jnp.where(weight == 0, 0, x), tree)
+
+
+def means_of(sums: Any, weight: jax.Array) -> Any:
+    """Means of the sums that parts of a batch add up to. Where no part counts, loss, metrics and gradients are 0."""
+    total = jnp.where(weight == 0, 1, weight)
+    loss, metrics, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), sums)
+    return loss, metrics | ({"weight": weight} if "weight" in metrics else {}), grads
+
+
+def _check_carried(before: Any, after: Any) -> None:
+    """A loop carries variables of fixed shapes and dtypes."""
+    was, now = (
+        {to_path(keys): (x.shape, x.dtype) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (before, after)
+    )
+    changed = [path for path in was | now if was.get(path) != now.get(path)]
+    if changed:
+        raise ModelError(
+            f"loss_fn changed the shape or dtype of {', '.join(show(('rest', *path)) for path in changed)}, which a loop over "
+            f"microbatches has to keep."
+        )

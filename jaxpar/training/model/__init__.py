@@ -1,0 +1,43 @@
+"""What a model is to jaxpar: arrays to train, arrays to carry, a logical name per dim, and a way back to the model.
+
+``read`` takes whatever ``make_model`` returns (an NNX module, a Linen variable dict, a tagged pytree) and gives
+``Parts``: plain nested dicts of arrays, so that every optax transform, mask and label function sees ordinary pytrees.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jaxpar.errors import ModelError
+from jaxpar.sharding.names import Names
+from jaxpar.training.model import pytree
+from jaxpar.training.model.parts import Kind, MakeModel, Parts, Path, Tagged, show, tag, to_path
+from jaxpar.training.model.pytree import TreeKind
+
+__all__ = ["Kind", "MakeModel", "Names", "Parts", "Path", "Tagged", "TreeKind", "read", "show", "tag", "to_path"]
+
+
+def read(model: Any) -> Parts:
+    """Take a model apart.
+
+    Args:
+      model: an ``nnx.Module``; a mapping with the key ``params`` (Linen variables: other collections are carried, not
+        trained); or any other pytree of arrays, with ``tag`` or Flax's ``nn.Partitioned`` boxes on annotated leaves.
+
+    Raises:
+      ModelError: no parameters, or a Linen module instead of its variables.
+      AnnotationError: a malformed annotation.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(model, nnx.Module):
+        from jaxpar.training.model import nnx_module
+
+        return nnx_module.read(model)
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(model, linen.Module):
+        raise ModelError(
+            f"make_model returned the Linen module {type(model).__name__}, which holds no arrays. Remedy: return its "
+            f"variables, as make_model = lambda key: module.init(key, example_input)."
+        )
+    return pytree.read(model)

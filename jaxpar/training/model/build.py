@@ -1,0 +1,58 @@
+"""A model made by ``make_model(key)``, taken apart, its initial parameters equal in every layout."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.errors import ModelError
+from jaxpar.training.model import MakeModel, Parts, read, show, to_path
+from jaxpar.training.model.fixed_order import Causes, in_fixed_order
+
+
+def build(make_model: MakeModel, key: jax.Array) -> tuple[Parts, dict[str, Causes]]:
+    """The model's parts, and by path the order-dependent primitives on the way to each parameter that has any."""
+    static: list[tuple[Any, Any]] = []
+
+    def arrays(key: jax.Array) -> tuple[Any, Any]:
+        parts = read(_call(make_model, key))
+        _check_trainable(parts.params)
+        static.append((parts.dims, parts.kind))
+        return parts.params, parts.rest
+
+    (params, rest), found = in_fixed_order(arrays, key)
+    paths = [show(("params", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    causes = {path: names for path, names in zip(paths, found, strict=True) if names}
+    return Parts(params, rest, *static[0]), causes
+
+
+def _call(make_model: MakeModel, key: jax.Array) -> Any:
+    linen = sys.modules.get("flax.linen")
+    if (
+        not callable(make_model)
+        or isinstance(make_model, nnx.Module)
+        or (linen and isinstance(make_model, linen.Module))
+    ):
+        raise ModelError(
+            f"make_model is a {type(make_model).__name__}, but a function of a PRNG key is wanted, so that the model can be "
+            f"built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+        )
+    return make_model(key)
+
+
+def _check_trainable(params: Any) -> None:
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = show(("params", *to_path(keys)))
+        try:
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        except TypeError:
+            raise ModelError(f"{path} is a {type(leaf).__name__}, but an array is wanted.") from None
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ModelError(
+                f"{path} has dtype {dtype}, which has no gradient. Remedy: keep it out of the parameters (another "
+                f"nnx.Variable type, another Linen collection, or a closure)."
+            )

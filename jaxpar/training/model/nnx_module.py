@@ -1,0 +1,74 @@
+"""Models that are NNX modules. Imported only when one arrives, so that a model of another kind needs no NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpar.errors import ModelError, listing
+from jaxpar.nnx import names_of
+from jaxpar.parallel.offload.host_weights import is_waiting
+from jaxpar.parallel.precision.int8 import is_int8
+from jaxpar.sharding.names import Names
+from jaxpar.training.model.parts import Parts, Path, show
+
+
+@dataclass(frozen=True)
+class NNXKind:
+    """The static half of an NNX module."""
+
+    graphdef: Any
+    params: Any
+    rest: Any
+
+    def merge(self, params: Any, rest: Any) -> Any:
+        states = [
+            jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=lambda leaf: is_waiting(leaf) or is_int8(leaf)))
+            for d, x in ((self.params, params), (self.rest, rest))
+        ]
+        return nnx.merge(self.graphdef, *states)
+
+    def carried(self, model: Any, rest: Any, updates: Any) -> Any:
+        if updates is not None:
+            raise ModelError(
+                "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: return "
+                "(loss, aux), and assign to the module's variables instead."
+            )
+        _, *now = nnx.split(model, nnx.Param, ...)
+        before = _paths(jax.tree.unflatten(d, range(d.num_leaves)) for d in (self.params, self.rest))
+        after = _paths(now)
+        changes = {"added": after - before, "removed": before - after}
+        if before != after:
+            text = " and ".join(f"{verb} {listing(sorted(paths))}" for verb, paths in changes.items() if paths)
+            raise ModelError(
+                f"loss_fn {text}, but the variables of an NNX module stay those that its constructor made. Remedy: create "
+                f"every variable there; return intermediate values from loss_fn."
+            )
+        return nnx.to_pure_dict(now[1])
+
+
+def _paths(states: Iterable[Any]) -> set[str]:
+    return {show(tuple(map(str, keys))) for state in states for keys, _ in nnx.to_flat_state(state)}
+
+
+def read(module: Any) -> Parts:
+    """An NNX module taken apart: ``nnx.Param`` variables are trained, all others carried."""
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    names: list[tuple[Path, Names]] = []
+    for part, state in (("params", params), ("rest", rest)):
+        for keys, variable in nnx.to_flat_state(state):
+            path = (part, *map(str, keys))
+            dims = names_of(variable.get_metadata(), show(path))
+            if dims is not None:
+                names.append((path, dims))
+    kind = NNXKind(graphdef, jax.tree.structure(params), jax.tree.structure(rest))
+    pure = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    if not jax.tree.leaves(pure[0]):
+        raise ModelError(
+            f"make_model returned {type(module).__name__}, which holds no nnx.Param. Remedy: return the whole module."
+        )
+    return Parts(*pure, tuple(names), kind)

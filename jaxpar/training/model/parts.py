@@ -1,0 +1,71 @@
+"""What a model is made of: arrays with the names of their dims, paths, and the way back to the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from jaxpar.sharding.names import Names, check_names
+
+Path = tuple[str, ...]
+
+MakeModel = Callable[[jax.Array], Any]
+"""``make_model(key)`` builds the model: an NNX module, Linen variables or a pytree."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["dims"])
+@dataclass(frozen=True)
+class Tagged:
+    """An array with the logical names of its dims; made by :func:`tag`."""
+
+    value: Any
+    dims: Names
+
+
+def tag(x: Any, *dims: str | None) -> Tagged:
+    """An array (or ``ShapeDtypeStruct``) with logical dims, for models that are plain pytrees, and for batches.
+
+    Raises:
+      AnnotationError: a name is neither a string nor ``None``.
+
+    >>> import jax
+    >>> tag(jax.ShapeDtypeStruct((8, 128), "int32"), "batch", "seq").dims
+    ('batch', 'seq')
+    """
+    return Tagged(x, check_names(dims, "tag()"))
+
+
+class Kind(Protocol):
+    """How the parts become the model again. Hashable: it is static in the training state."""
+
+    def merge(self, params: Any, rest: Any) -> Any:
+        """What ``loss_fn`` receives."""
+        ...
+
+    def carried(self, model: Any, rest: Any, updates: Any) -> Any:
+        """The carried arrays after ``loss_fn`` ran on ``model``; ``updates`` is its third return value, if any."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model taken apart. ``dims`` has the names of each annotated leaf, keyed by ("params" | "rest", *path)."""
+
+    params: Any
+    rest: Any
+    dims: tuple[tuple[Path, Names], ...]
+    kind: Kind
+
+
+def to_path(keys: tuple[Any, ...]) -> Path:
+    """A jax key path as a tuple of strings."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def show(path: Path) -> str:
+    """A path as people read it: ``params/blocks/attn/q/kernel``."""
+    return "/".join(path)

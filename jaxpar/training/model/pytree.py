@@ -1,0 +1,75 @@
+"""Models that are pytrees: Linen variables, and trees of arrays with ``tag`` around those whose dims have names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpar.errors import AnnotationError, ModelError, listing
+from jaxpar.sharding.names import Names, check_names
+from jaxpar.training.model.parts import Parts, Path, Tagged, show, to_path
+
+
+@dataclass(frozen=True)
+class TreeKind:
+    """A plain pytree, or a Linen variable dict of which only the collection ``params`` is trained."""
+
+    collections: bool
+
+    def merge(self, params: Any, rest: Any) -> Any:
+        return {"params": params, **rest} if self.collections else params
+
+    def carried(self, model: Any, rest: Any, updates: Any) -> Any:
+        if updates is None:
+            return rest
+        if not isinstance(updates, Mapping) or not set(updates) <= set(rest):
+            what = type(updates).__name__ if not isinstance(updates, Mapping) else f"a dict of {listing(updates)}"
+            raise ModelError(
+                f"the third value of loss_fn is {what}, but a dict of the carried collections ({listing(rest)}) is "
+                f"wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
+            )
+        return {**rest, **updates}
+
+
+def read(model: Any) -> Parts:
+    """A mapping with the key ``params`` (of which only that is trained) or any other pytree, taken apart."""
+    collections = isinstance(model, Mapping) and "params" in model
+    params = model["params"] if collections else model
+    rest = {name: value for name, value in model.items() if name != "params"} if collections else {}
+    names: list[tuple[Path, Names]] = []
+    plain = {
+        part: jax.tree_util.tree_map_with_path(
+            lambda path, leaf, part=part: _unbox((part, *to_path(path)), leaf, names), tree, is_leaf=_is_box
+        )
+        for part, tree in (("params", params), ("rest", rest))
+    }
+    if not jax.tree.leaves(plain["params"]):
+        raise ModelError(
+            f"make_model returned {type(model).__name__} with no parameters. Remedy: return an nnx.Module, Linen "
+            f"variables or a pytree of arrays."
+        )
+    return Parts(plain["params"], plain["rest"], tuple(names), TreeKind(collections))
+
+
+def _is_box(x: Any) -> bool:
+    linen = sys.modules.get("flax.linen")
+    return isinstance(x, Tagged) or (linen is not None and isinstance(x, linen.meta.AxisMetadata))
+
+
+def _unbox(path: Path, leaf: Any, names: list[tuple[Path, Names]]) -> Any:
+    if isinstance(leaf, Tagged):
+        value, dims = leaf.value, leaf.dims
+    elif _is_box(leaf):
+        from jaxpar import linen as adapter
+
+        value, dims = adapter.unbox(leaf, show(path))
+    else:
+        return leaf
+    if not jax.tree_util.all_leaves([value]):
+        raise AnnotationError(f"{show(path)}: a tag goes around one array, not around {type(value).__name__}.")
+    names.append((path, check_names(dims, show(path))))
+    return value

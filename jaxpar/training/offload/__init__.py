@@ -1,0 +1,1 @@
+"""Updates of a state in host memory or on disk."""

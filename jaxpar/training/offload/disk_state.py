@@ -1,0 +1,184 @@
+"""What of an optimizer's state lies on disk, in which groups it comes to the device, and whether it can."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.collectives.bucketing import LAYERS
+from jaxpar.parallel.offload.placement import OnDisk, Stored
+from jaxpar.sharding.layout import Layout, to_spec
+from jaxpar.training.model import show, to_path
+from jaxpar.training.offload.host_update import entangled
+from jaxpar.training.state import Tensor, TrainState, moment_names, place
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An array of the optimizer's state: its leaf's number, where it lies, and one row of it (all, where it is no stack).
+
+    Attributes:
+      number: among the leaves of the state as it would be in memory.
+      tensor: its place; ``path`` as ``opt_state/0/mu/up``.
+      shape: of a row.
+      sharding: of a row.
+    """
+
+    number: int
+    tensor: Tensor
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+
+    @property
+    def dtype(self) -> Any:
+        return self.tensor.dtype
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter with state on disk: a row of it after the other is updated.
+
+    Attributes:
+      parameter: its number among the leaves of ``params``.
+      rows: layers of a stack, 1 otherwise.
+      stored, kept: its moments on disk, and those that stay in memory for being small.
+    """
+
+    parameter: int
+    rows: int
+    stored: tuple[Moment, ...]
+    kept: tuple[Moment, ...]
+
+
+def is_stored(x: Any) -> bool:
+    return isinstance(x, Stored)
+
+
+def disk_of(state: TrainState) -> OnDisk | None:
+    """The optimizer, if it was made to keep its state on disk."""
+    tx: Any = state.static.tx
+    return tx if isinstance(tx, OnDisk) else None
+
+
+def in_memory(state: TrainState) -> TrainState:
+    """The state as it would be without a disk; what lies there as ``ShapeDtypeStruct``."""
+    tx = disk_of(state)
+    if tx is None:
+        return state
+    one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_stored(x) else x
+    whole = jax.tree.map(one, state.opt_state, is_leaf=is_stored)
+    return replace(state, opt_state=whole, static=replace(state.static, tx=tx.inner))
+
+
+def stored_tensors(layout: Layout, state: TrainState) -> list[Tensor]:
+    """Where each array on disk would lie on the devices: it is kept split as there."""
+    if disk_of(state) is None:
+        return []
+    found = [tensor for tensor in place(layout, in_memory(state)) if tensor.role == "opt_state"]
+    leaves = jax.tree.leaves(state.opt_state, is_leaf=is_stored)
+    return [tensor for tensor, leaf in zip(found, leaves, strict=True) if is_stored(leaf)]
+
+
+def offered(tx: Any, loss: Any, grads: Any) -> dict[str, Any]:
+    """What an optimizer asks for beside gradients, as far as it is there piece by piece."""
+    wanted = inspect.signature(tx.update).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+    return {name: x for name, x in (("value", loss), ("grad", grads)) if takes_any or name in wanted}
+
+
+def refusal(state: TrainState) -> str | None:
+    """Why the optimizer's state cannot be on disk, as text; ``None`` where it can."""
+    if disk_of(state) is None:
+        return None
+    whole = in_memory(state)
+    operation = entangled(whole, offered(whole.static.tx, np.float32(0), None))
+    if operation is not None:
+        return (
+            f"offload: the optimizer makes a number of several ({operation}), so its state cannot come from the disk piece by piece. "
+            f"Remedy: an optimizer that treats every number by itself (as Adam, Lion, SGD; clip by clip_norm), or "
+            f"optimizer: host (to='host')."
+        )
+    params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    for path, x, owner in _owned(state):
+        if is_stored(x) and (owner is None or params[owner] != x.shape):
+            return (
+                f"offload: {show(path)} {list(x.shape)} is no moment of a parameter's shape, so it cannot come from the disk piece "
+                f"by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
+            )
+    return None
+
+
+def zeros(function: Callable[..., Any], *given: Any) -> list[bool]:
+    """Which leaves of ``function(*given)`` are zeros whatever it is given, as far as its trace tells.
+
+    >>> zeros(lambda x: (x, jax.numpy.zeros_like(x)), np.ones(2))
+    [False, True]
+    """
+    return _zeros(jax.make_jaxpr(function)(*given).jaxpr)
+
+
+def _zeros(jaxpr: Any) -> list[bool]:
+    is_zero = lambda v: not np.any(v.val) if isinstance(v, Literal) else v in known
+    known: set[Any] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape") and is_zero(equation.invars[0]):
+            known.add(equation.outvars[0])
+        elif name in ("jit", "pjit"):
+            known |= {
+                v for v, is_so in zip(equation.outvars, _zeros(equation.params["jaxpr"].jaxpr), strict=True) if is_so
+            }
+    return [bool(is_zero(v)) for v in jaxpr.outvars]
+
+
+def groups_of(layout: Layout, state: TrainState) -> list[Group]:
+    """The parameters with state on disk, in the order in which they are updated.
+
+    Raises:
+      ConfigError: the optimizer's state cannot be on disk, or is not asked to be.
+    """
+    if disk_of(state) is None:
+        raise ConfigError(
+            "DiskStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
+            "jp.init too; or jp.train_step."
+        )
+    text = refusal(state)
+    if text is not None:
+        raise ConfigError(text)
+    tensors = [tensor for tensor in place(layout, in_memory(state)) if tensor.role == "opt_state"]
+    owned = [(owner, tensors[i], is_stored(x)) for i, (_, x, owner) in enumerate(_owned(state))]
+    groups, dims = [], dict(state.static.dims)
+    for number, (keys, w) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
+        path = to_path(keys)
+        mine = [(i, tensor, away) for i, (owner, tensor, away) in enumerate(owned) if owner == path]
+        mine = [(i, tensor, away) for i, tensor, away in mine if tensor.shape == w.shape]
+        if not any(away for *_, away in mine):
+            continue
+        # Where an axis splits the layers themselves, a device has not a part of each.
+        stack = dims.get(("params", *path), ())[:1] == (LAYERS,) and w.ndim > 1
+        stack = stack and not any(tensor.resolved.axes[0] for _, tensor, _ in mine)
+        shape = (1, *w.shape[1:]) if stack else w.shape
+        moments = [
+            (Moment(i, tensor, shape, NamedSharding(layout.mesh, to_spec(tensor.resolved))), away)
+            for i, tensor, away in mine
+        ]
+        split = (tuple(m for m, away in moments if away is wanted) for wanted in (True, False))
+        groups.append(Group(number, w.shape[0] if stack else 1, *split))
+    return groups
+
+
+def _owned(state: TrainState) -> list[tuple[Any, Any, Any]]:
+    """Path, array (or what stands for it) and owner's path of each leaf of the optimizer's state."""
+    params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    dims = dict(state.static.dims)
+    leaves = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=is_stored)
+    paths = [(to_path(keys), x) for keys, x in leaves]
+    return [(("opt_state", *path), x, moment_names(path, tuple(x.shape), params, dims)[0]) for path, x in paths]

@@ -1,0 +1,286 @@
+"""The update of an optimizer whose state, and of parameters which, lie in the host's memory.
+
+A state of layers stacked in one array stays where it is, while a loop reads a layer's slice, updates it and writes it back; what is no stack
+moves whole. Only an optimizer that treats every number by itself can go by layers (as Adam, Lion, SGD); one that looks at whole
+matrices moves them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.offload.placement import DEVICE, HOST, on_host
+from jaxpar.sharding.layout import Layout, lay_out, to_spec
+from jaxpar.sharding.names import LAYERS
+from jaxpar.training.model import Path, show, to_path
+from jaxpar.training.state import TrainState, moment_names, place
+
+# Each number of the result is made of one number of each operand.
+_BY_ITSELF = frozenset(
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "div",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pow",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tanh",
+        "xor",
+    ]
+)
+_INNER = ("jaxpr", "call_jaxpr")
+
+type Apply = Callable[..., tuple[list[Any], list[Any]]]
+
+
+def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]) -> tuple[Any, Any]:
+    """New parameters and optimizer state; where ``finite`` is false, the old ones.
+
+    Args:
+      grads: of the parameters, on the device.
+      extra: what the optimizer is given beside gradients.
+    """
+    tx, (weights, structure) = state.static.tx, jax.tree.flatten(state.params)
+    states, state_structure = jax.tree.flatten(state.opt_state)
+    gradients = jax.tree.leaves(grads)
+
+    def apply(
+        weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[Any], finite: jax.Array, loss: Any
+    ) -> tuple[list[Any], list[Any]]:
+        p, g = (jax.tree.unflatten(structure, xs) for xs in (weights, gradients))
+        given = extra | {name: x for name, x in (("grad", g), ("value", loss)) if name in extra}
+        updates, s = tx.update(g, jax.tree.unflatten(state_structure, states), p, **given)
+        new = (jax.tree.leaves(optax.apply_updates(p, updates)), jax.tree.leaves(s))
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (list(weights), list(states)))
+
+    tensors = place(layout, state)
+    specs = [to_spec(t.resolved) for t in tensors if t.role == "opt_state"]
+    own = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
+    ours, theirs, homes = _by_layers(state, extra, own, specs)
+    # First what moves whole. One number stands in for what goes by layers; nothing reads it.
+    stood = [
+        _stand_in(x) if skip else _bring(layout, x, spec) if on_host(x) else x
+        for x, spec, skip in zip(states, specs, theirs, strict=True)
+    ]
+    loss = extra.get("value", jnp.zeros(()))
+    new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite, loss)
+    new_s = [
+        _send(layout, new, spec) if on_host(old) and not skip else new
+        for old, new, spec, skip in zip(states, new_s, specs, theirs, strict=True)
+    ]
+    if any(ours):
+        layered = _layers(
+            layout, apply, (weights, gradients, states), (ours, theirs), (homes, _only(specs, theirs)), (finite, loss)
+        )
+        new_w, new_s = _filled(layered[0], ours, new_w), _filled(layered[1], theirs, new_s)
+    return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
+
+
+def _by_layers(
+    state: TrainState, extra: dict[str, Any], placed: Any, specs: Sequence[PartitionSpec]
+) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
+    """Which parameters, and which arrays of the optimizer, go layer by layer; where each such parameter's state lies."""
+    dims = dict(state.static.dims)
+    params = {to_path(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    owners: list[Any] = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        owner = moment_names(to_path(keys), x.shape, {path: w.shape for path, w in params.items()}, dims)[0]
+        owners.append(owner if owner is not None and params[owner].shape == x.shape else None)
+    states = jax.tree.leaves(state.opt_state)
+    ours = {path for path, w in params.items() if on_host(w)}
+    waiting = ours | {owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)}
+    # The TPU's compiler cannot cut slices of a row from the host's memory.
+    stacks = {path for path in waiting if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
+    lengths = [params[path].shape[0] for path in params if path in (ours or stacks)]
+    stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
+    tangled = entangled(state, extra) if stacks else None
+    if not stacks or tangled:
+        _check_stay(ours, tangled)
+        return [False] * len(params), [False] * len(states), []
+    lies = {owner: spec for owner, spec in zip(owners, specs, strict=True) if owner in stacks}
+    own = {to_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(placed)}
+    _check_alike(params, ours, stacks, own, lies)
+    lies |= {path: own[path] for path in ours}
+    return (
+        [path in stacks for path in params],
+        [owner in stacks for owner in owners],
+        [lies[path] for path in params if path in stacks],
+    )
+
+
+def _check_stay(ours: set[Path], tangled: str | None) -> None:
+    """What cannot go by layers moves whole; parameters that wait in the host's memory must not."""
+    if ours:
+        raise ConfigError(
+            f"offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a number of several "
+            f"({tangled}). Remedy: one that treats every number by itself (as adamw, lion, sgd; to clip, clip_norm of the step), or keep "
+            f"parameters on the device."
+        )
+
+
+def _check_alike(
+    params: Mapping[Path, Any],
+    ours: set[Path],
+    stacks: set[Path],
+    own: Mapping[Path, PartitionSpec],
+    states: Mapping[Path, PartitionSpec],
+) -> None:
+    """What lies in the host's memory is not laid out anew, and one loop goes through all of it."""
+    for path in params:
+        where = show(("params", *path))
+        if path in ours - stacks:
+            raise ConfigError(
+                f"offload: {where} {list(params[path].shape)} waits in the host's memory, but another stack there has another number of "
+                f"layers, and one loop updates all. Remedy: keep parameters on the device."
+            )
+        if path in ours and states.get(path, own[path]) != own[path]:
+            raise ConfigError(
+                f"offload: {where} waits in the host's memory as {own[path]}, its optimizer's state as {states[path]}, but nothing is "
+                f"laid out anew there. Remedy: the same rules for the roles params and optimizer."
+            )
+
+
+def entangled(state: TrainState, extra: Mapping[str, Any] | None = None) -> str | None:
+    """The first operation by which the optimizer makes a number of several; ``None`` where it treats each by itself."""
+    extra = extra or {}
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    given = jax.tree.map(shape, (state.params, state.opt_state, state.params))
+
+    def run(g: Any, s: Any, p: Any) -> Any:
+        return state.static.tx.update(g, s, p, **(dict(extra) | ({"grad": g} if "grad" in extra else {})))
+
+    return _entangled(jax.make_jaxpr(run)(*given).jaxpr)
+
+
+def _entangled(jaxpr: Any) -> str | None:
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, equation.invars
+        inner = next((equation.params[key] for key in _INNER if key in equation.params), None)
+        if not any(getattr(v.aval, "ndim", 0) for v in (*inputs, *equation.outvars)):
+            continue  # a schedule, a count
+        if inner is not None:
+            found = _entangled(getattr(inner, "jaxpr", inner))
+        else:
+            spread = name == "broadcast_in_dim" and not inputs[0].aval.ndim
+            found = None if spread or name in _BY_ITSELF else str(name)
+        if found:
+            return found
+    return None
+
+
+def _layers(
+    layout: Layout,
+    apply: Apply,
+    arrays: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    chosen: tuple[Sequence[bool], Sequence[bool]],
+    specs: tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]],
+    scalars: tuple[Any, Any],
+) -> tuple[list[Any], list[Any]]:
+    """Parameters and states of layers, updated one after the other where they lie."""
+    (weights, gradients, states), (ours, theirs) = arrays, chosen
+    stand = [_stand_in(w) for w in weights]
+    # What its state is split over a parameter is split over too, for as long as this takes.
+    w_specs, s_specs = (list(some) for some in specs)
+
+    def loop(
+        weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], scalars: tuple[Any, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        def one(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            part = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
+            here = lambda x: jax.device_put(part(x), DEVICE) if on_host(x) else part(x)
+            back = lambda x, new: jax.lax.dynamic_update_slice_in_dim(
+                x, jax.device_put(new, HOST) if on_host(x) else new, i, 0
+            )
+            w, g, s = ([here(x) for x in xs] for xs in (carry[0], gradients, carry[1]))
+            new_w, new_s = apply(
+                _filled(w, ours, stand), _filled(g, ours, stand), _filled(s, theirs, staying), *scalars
+            )
+            write = lambda old, new, flags: [back(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
+            return write(carry[0], new_w, ours), write(carry[1], new_s, theirs)
+
+        # The host's arrays are what the loop carries, or the compiler would copy them whole.
+        return jax.lax.fori_loop(0, weights[0].shape[0], one, (weights, moving))
+
+    # Every device by itself: what it lays out anew between host and device, the compiler lays out on the host.
+    run = jax.shard_map(
+        loop,
+        mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
+        in_specs=(w_specs, w_specs, s_specs, PartitionSpec(), PartitionSpec()),
+        out_specs=(w_specs, s_specs),
+        check_vma=False,
+    )
+    staying = [_stand_in(x) if x.ndim else x for x in states]
+    return run(_only(weights, ours), _only(gradients, ours), _only(states, theirs), staying, scalars)
+
+
+def _only(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [x for x, flag in zip(values, chosen, strict=True) if flag]
+
+
+def _filled(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+    """``others``, with ``some`` in the places that are chosen."""
+    given = iter(some)
+    return [next(given) if flag else other for flag, other in zip(chosen, others, strict=True)]
+
+
+def _without(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [_stand_in(x) if flag else x for x, flag in zip(values, chosen, strict=True)]
+
+
+def _stand_in(x: Any) -> jax.Array:
+    """One number of as many dims, on the device."""
+    return jnp.zeros((1,) * x.ndim, x.dtype)
+
+
+def _bring(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    # Pinned to where it lies: the compiler would move another layout's exchange to the host.
+    return lay_out(layout.mesh, jax.device_put(x, DEVICE), spec)
+
+
+def _send(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.device_put(lay_out(layout.mesh, x, spec), HOST)

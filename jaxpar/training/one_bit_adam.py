@@ -1,0 +1,373 @@
+"""``one_bit_adam``: data-parallel Adam that, once its variance has settled, sends the signs of the momentum in the place of gradients.
+
+After 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). Ordinary Adam for ``warmup`` steps; from then on the variance stands still, each device adds
+its own gradient to the common momentum, and the devices average that by :func:`jaxpar.parallel.collectives.one_bit.average`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError, LayoutError, ModelError, RulesError
+from jaxpar.parallel.collectives import one_bit
+from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
+from jaxpar.sharding.layout import Layout, current_layout
+from jaxpar.sharding.resolve import Dim, Resolved
+from jaxpar.sharding.rules import Axes, over
+from jaxpar.training.model import Names, Path, show, to_path
+
+NAME = "one_bit_adam"
+_ROLES = ("params", "gradients", "optimizer")
+
+type Dims = Mapping[Path, Names]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of :func:`one_bit_adam`."""
+
+    learning_rate: float | Callable[[Any], Any]
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    warmup: int
+    block: int
+    min_bytes: int
+
+
+class State(NamedTuple):
+    """The state of :func:`one_bit_adam`.
+
+    Attributes:
+      count: int32 scalar, the updates made.
+      mu, nu: as of Adam, of each parameter.
+      worker: of each array that is sent as signs [devices, *shape]: what a device's signs have left out.
+      server: of each such array [devices, pieces, numbers]: what the signs of the average left out, of the part that a device
+        averages; ``pieces`` are those that other axes than the batch's split the array into.
+    """
+
+    count: Any
+    mu: Any
+    nu: Any
+    worker: Any
+    server: Any
+
+
+class OneBit(NamedTuple):
+    """An optimizer that reduces gradients itself. Made by :func:`one_bit_adam`."""
+
+    init: Callable[..., State]
+    update: Callable[..., Any]
+    settings: Settings
+
+
+def one_bit_adam(
+    learning_rate: float | Callable[[Any], Any],
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    warmup: int,
+    block: int = one_bit.BLOCK,
+    min_bytes: int | str = "64KiB",
+) -> Any:
+    """Adam (AdamW with ``weight_decay``) that sends one bit a number after its warm-up; for :func:`jaxpar.init` and all that takes an optimizer.
+
+    Weights and moments are whole on every device of the batch (stage 0). Each makes its own gradient, as with ``reduce="once"``.
+
+    Args:
+      learning_rate, b1, b2, eps, weight_decay: as of ``optax.adamw``; the rate may be a schedule.
+      warmup: updates of ordinary Adam, with gradients reduced in fp32, before the variance is held still.
+      block: numbers to one fp32 scale.
+      min_bytes: arrays of fewer bytes in fp32 stay with ordinary Adam for good; their gradients are summed together, in fp32.
+
+    Raises:
+      ConfigError: an argument is out of its range.
+
+    >>> one_bit_adam(1e-3, warmup=100, min_bytes="4KiB").settings.min_bytes
+    4096
+    """
+    for name, value in (("warmup", warmup), ("block", block)):
+        step = 8 if name == "block" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % step:
+            what = "a number of steps, 1 or more" if name == "warmup" else "a number of numbers, a multiple of 8"
+            raise ConfigError(f"{NAME}: {name} is {value!r}, but {what}, is wanted.")
+    for name, rate in (("b1", b1), ("b2", b2)):
+        if not 0 <= rate < 1:
+            raise ConfigError(f"{NAME}: {name} is {rate!r}, but a number from 0 to below 1 is wanted.")
+    try:
+        least = over("data", min_bytes).min_bytes
+    except RulesError:
+        raise ConfigError(f"{NAME}: min_bytes is {min_bytes!r}, but a size, as '64KiB', is wanted.") from None
+    settings = Settings(learning_rate, b1, b2, eps, weight_decay, warmup, block, least)
+    return OneBit(functools.partial(_init, settings), _alone, settings)
+
+
+def without_signs(tx: Any, steps: int) -> Any:
+    """``tx``, or where it would send signs within so many steps, what stays in its warm-up for as long."""
+    if not isinstance(tx, OneBit) or tx.settings.warmup >= steps:
+        return tx
+    settings = replace(tx.settings, warmup=steps)
+    return OneBit(functools.partial(_init, settings), _alone, settings)
+
+
+def _alone(*_: Any, **__: Any) -> Any:
+    raise ConfigError(
+        f"{NAME} averages the devices' own gradients itself, so it stands inside of no other transform (optax.chain, optax.masked, "
+        f"jp.offload). Remedy: hand it to init() and train_step() as it is."
+    )
+
+
+def refuse(asked: Iterable[tuple[str, Any, Any]]) -> None:
+    """Say which argument of a step does not go with the optimizer.
+
+    Args:
+      asked: name, value, and the value that goes with it.
+
+    Raises:
+      ConfigError: the first that does not.
+    """
+    why = {
+        "clip_norm": "the norm of the gradient of all devices is not known where each keeps its own",
+        "gather": "it holds weights whole",
+        "reduce": "it reduces gradients itself, once a step",
+        "precision: reduce": "it reduces in fp32 in its warm-up, and by signs after it",
+    }
+    for name, value, fits in asked:
+        if value != fits:
+            reason = why.get(name, "its signs cross all at once, and all else by its own reductions")
+            raise ConfigError(
+                f"{name} is {value!r}, but the optimizer is {NAME}: {reason}. Remedy: leave {name.replace(': ', '.')} out"
+                + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
+            )
+
+
+def _packed(settings: Settings, x: Any) -> bool:
+    """Whether an array is sent as signs."""
+    return math.prod(x.shape) * _dtype(x).itemsize >= settings.min_bytes
+
+
+def _dtype(x: Any) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _init(settings: Settings, params: Any, dims: Dims | None = None) -> State:
+    if dims is None:
+        _alone()
+    layout = current_layout()
+    errors: dict[str, list[Any]] = {"worker": [], "server": []}
+    for keys, x in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            path = show(("params", *to_path(keys)))
+            raise ModelError(f"{path} has dtype {x.dtype}, but {NAME} sends signs, which are of real numbers.")
+        shapes = _shapes(layout, dims or {}, to_path(keys), x.shape) if _packed(settings, x) else None
+        for name, found in errors.items():
+            found.append(None if shapes is None else jnp.zeros(shapes[name], _dtype(x)))
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, _dtype(x)), params)
+    structure = jax.tree.structure(params)
+    worker, server = (jax.tree.unflatten(structure, found) for found in errors.values())
+    return State(jnp.zeros((), jnp.int32), zeros(), zeros(), worker, server)
+
+
+def _ways(layout: Layout, axes: Sequence[str]) -> int:
+    return math.prod(layout.sizes[axis] for axis in axes)
+
+
+def _split(layout: Layout, dims: Dims, path: Path, shape: tuple[int, ...]) -> Resolved:
+    """A parameter's place, but for the batch's axes (which :func:`place` has a problem for)."""
+    names = dims.get(("params", *path), (None,) * len(shape))
+    found, batch = layout.resolve(names, shape, role="params"), batch_axes(layout)
+    kept = tuple(Dim(d.name, d.size, tuple(a for a in d.axes if a not in batch), d.rule, d.why) for d in found.dims)
+    return Resolved(kept, found.problems, found.used)
+
+
+def _shapes(layout: Layout, dims: Dims, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    ways = _ways(layout, batch_axes(layout))
+    pieces = _ways(layout, _axes_of(_split(layout, dims, path, shape)))
+    return {
+        "worker": (ways, *shape),
+        "server": (ways, pieces, one_bit.chunk_of(math.prod(shape) // pieces, ways)),
+    }
+
+
+def _axes_of(resolved: Resolved) -> Axes:
+    return tuple(axis for dim in resolved.axes for axis in dim)
+
+
+def place(
+    layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: Dims
+) -> tuple[Names, Resolved] | None:
+    """Names and place of an array of errors; ``None`` for what lies as any optimizer's.
+
+    Args:
+      path: in the optimizer's state.
+      shape: the array's.
+      params: parameter path → shape.
+      dims: ("params", *path) → logical dims.
+    """
+    kind, owner = path[0], path[1:]
+    if kind not in ("worker", "server"):
+        return None
+    axes, batch = batch_axes(layout), layout.resolve(("batch",))
+    own = _split(layout, dims, owner, params[owner])
+    whose = {"worker": "what its own signs left out", "server": "what the signs of the average left out, of its part"}
+    first = Dim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {whose[kind]}")
+    if kind == "worker":
+        return ("batch", *(dim.name for dim in own.dims)), Resolved((first, *own.dims), (), own.used | batch.used)
+    pieces = Dim(None, shape[1], _axes_of(own), "", "as many as the parameter is split into")
+    part = Dim(None, shape[2], (), "", "the numbers that one device averages, in whole bytes of signs")
+    return ("batch", None, None), Resolved((first, pieces, part), (), batch.used)
+
+
+def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: Dims) -> tuple[str, ...]:
+    """What is wrong with a parameter's place: a device that keeps its own gradient holds all of it."""
+    names = dims.get(("params", *path), (None,) * len(shape))
+    for role in _ROLES:
+        used = set(_axes_of(layout.resolve(names, shape, role=role))) & set(batch_axes(layout))
+        if used:
+            text = (
+                f"{show(('params', *path))} {list(shape)} is split over {', '.join(sorted(used))} by the rules of {role}, as the batch "
+                f"is, but {NAME} wants weights and moments whole (stage 0). Remedy: a layout as configs/layouts/dp.yaml, "
+                f"without parallel.optimizer, or another optimizer."
+            )
+            return (text,)
+    return ()
+
+
+def update(layout: Layout, settings: Settings, dims: Dims, grads: Any, state: State, params: Any) -> tuple[Any, State]:
+    """Updates of the parameters, and the new state.
+
+    Args:
+      grads: of each parameter [devices, *shape], the devices' own; their mean is the gradient.
+
+    Raises:
+      LayoutError: the state holds the errors of another number of devices.
+    """
+    axes, ways = batch_axes(layout), _ways(layout, batch_axes(layout))
+    leaves, structure = jax.tree.flatten(params)
+    paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    packed = [_packed(settings, x) for x in leaves]
+    _check_devices(
+        layout, dims, state, [(p, x.shape) for p, x, flag in zip(paths, leaves, packed, strict=True) if flag]
+    )
+    places = [_split(layout, dims, path, x.shape) for path, x in zip(paths, leaves, strict=True)]
+    whole = [PartitionSpec(*(dim or None for dim in r.axes)) for r in places]
+    own = [PartitionSpec(axes or None, *spec) for spec in whole]
+    server = [PartitionSpec(axes or None, _axes_of(r) or None) for r, flag in zip(places, packed, strict=True) if flag]
+    worker = [spec for spec, flag in zip(own, packed, strict=True) if flag]
+    # Manual over every axis: which numbers meet in a block is then each device's own matter, and nothing is laid out anew for it.
+    run = jax.shard_map(
+        functools.partial(_moments, settings, packed, axes, ways),
+        in_specs=(PartitionSpec(), own, whole, whole, worker, server),
+        out_specs=(whole, whole, worker, server),
+        check_vma=False,  # jax would take what is gathered for different on every device
+    )
+    given = (jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, state.worker, state.server))
+    mu, nu, errors, others = run(state.count, *given)
+    count = optax.safe_increment(state.count)
+    rate = settings.learning_rate
+    rate = rate(state.count) if callable(rate) else rate
+
+    def one(p: jax.Array, m: jax.Array, v: jax.Array, flag: bool) -> jax.Array:
+        # The variance's correction stands still where the variance does.
+        seen = jnp.minimum(count, settings.warmup) if flag else count
+        change = (m / _correction(settings.b1, count)) / (jnp.sqrt(v / _correction(settings.b2, seen)) + settings.eps)
+        return (-rate * (change + settings.weight_decay * p)).astype(p.dtype)
+
+    updates = [one(*xs) for xs in zip(leaves, mu, nu, packed, strict=True)]
+    like = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
+    new = State(count, like(params, mu), like(params, nu), like(state.worker, errors), like(state.server, others))
+    return jax.tree.unflatten(structure, updates), new
+
+
+def _correction(decay: float, count: jax.Array) -> jax.Array:
+    return 1 - jnp.asarray(decay, jnp.float32) ** count
+
+
+def _check_devices(layout: Layout, dims: Dims, state: State, sent: Sequence[tuple[Path, tuple[int, ...]]]) -> None:
+    for name in ("worker", "server"):
+        for (path, shape), x in zip(sent, jax.tree.leaves(getattr(state, name)), strict=True):
+            wanted = _shapes(layout, dims, path, shape)[name]
+            if x.shape != wanted:
+                raise LayoutError(
+                    f"{show(('opt_state', name, *path))} {list(x.shape)} holds the errors of {x.shape[0]} devices, but {list(wanted)} is "
+                    f"wanted where the batch is split over {wanted[0]}. Remedy: the layout that the state was made for, or init() anew."
+                )
+
+
+type _Arrays = list[jax.Array]
+
+
+def _moments(
+    settings: Settings,
+    packed: Sequence[bool],
+    axes: Axes,
+    ways: int,
+    count: jax.Array,
+    grads: _Arrays,
+    mu: _Arrays,
+    nu: _Arrays,
+    worker: _Arrays,
+    server: _Arrays,
+) -> tuple[_Arrays, _Arrays, _Arrays, _Arrays]:
+    """The new moments and errors, of one device's parts."""
+    grads = [wide(g[0]) for g in grads]
+    large, small = ([i for i, flag in enumerate(packed) if flag is want] for want in (True, False))
+    index: Any = 0
+    for axis in axes:
+        index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+
+    def momentum(m: jax.Array, g: jax.Array) -> jax.Array:
+        return settings.b1 * m + (1 - settings.b1) * g
+
+    def adam(grads: _Arrays, mu: _Arrays, nu: _Arrays) -> tuple[_Arrays, _Arrays]:
+        variance = lambda v, g: settings.b2 * v + (1 - settings.b2) * g**2
+        return list(map(momentum, mu, grads)), list(map(variance, nu, grads))
+
+    def mean(x: jax.Array) -> jax.Array:
+        # Behind a barrier, or the TPU's compiler sums in the dtype that the gradient was cast from.
+        return jax.lax.psum(jax.lax.optimization_barrier(x), axes) / ways if axes else x
+
+    def ordinary(grads: _Arrays, mu: _Arrays, nu: _Arrays, worker: _Arrays, server: _Arrays) -> Any:
+        return *adam(list(map(mean, grads)), mu, nu), worker, server
+
+    def by_signs(grads: _Arrays, mu: _Arrays, nu: _Arrays, worker: _Arrays, server: _Arrays) -> Any:
+        # Without a variance there is no step to take: a number that had no gradient in the warm-up stands still.
+        # Flattened before it is compared, and what comes back compared as it is: the TPU's compiler takes minutes to flatten booleans.
+        live = [jax.lax.optimization_barrier(v.ravel()) > 0 for v in nu]
+        parts = [
+            one_bit.Part(momentum(m, g).ravel(), alive, w.ravel(), s.ravel())
+            for m, g, alive, w, s in zip(mu, grads, live, worker, server, strict=True)
+        ]
+        found = one_bit.average(parts, axes, index, settings.block)
+        of_live = lambda x, v, like: jnp.where(v > 0, x.reshape(v.shape), 0).reshape(like.shape)
+        means = [of_live(p.values, v, v) for p, v in zip(found, nu, strict=True)]
+        errors = [of_live(p.worker, v, w) for p, v, w in zip(found, nu, worker, strict=True)]
+        return means, nu, errors, [p.server.reshape(s.shape) for p, s in zip(found, server, strict=True)]
+
+    new_mu, new_nu = list(mu), list(nu)
+    pick = lambda xs, which: [xs[i] for i in which]
+    if small:
+        together = mean(jnp.concatenate([grads[i].ravel() for i in small]))
+        cuts = [sum(grads[i].size for i in small[:n]) for n in range(1, len(small))]
+        summed = [g.reshape(mu[i].shape) for i, g in zip(small, jnp.split(together, cuts), strict=True)]
+        for i, m, v in zip(small, *adam(summed, pick(mu, small), pick(nu, small)), strict=True):
+            new_mu[i], new_nu[i] = m, v
+    if large:
+        # Every device counts alike, so all take the same branch.
+        given = (pick(grads, large), pick(mu, large), pick(nu, large), worker, server)
+        some_mu, some_nu, worker, server = jax.lax.cond(count < settings.warmup, ordinary, by_signs, *given)
+        for i, m, v in zip(large, some_mu, some_nu, strict=True):
+            new_mu[i], new_nu[i] = m, v
+    return new_mu, new_nu, worker, server

@@ -1,0 +1,145 @@
+"""What a step needs of an optax transform beside ``init`` and ``update``: room for the slow parameters of ``optax.lookahead``, and updates that fit."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import ConfigError, ModelError
+from jaxpar.parallel.offload.placement import OnDisk
+from jaxpar.training.model import show, to_path
+
+
+class Lookahead(NamedTuple):
+    """The optimizer's state where the optimizer holds ``optax.lookahead`` (Zhang et al. 2019, arXiv:1907.08610).
+
+    Attributes:
+      state: of the optimizer itself.
+      slow: the slow parameters, a tree as the parameters are, which evaluation and inference should use. ``TrainState.params`` are the fast ones.
+    """
+
+    state: Any
+    slow: Any
+
+
+def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
+    """``tx`` as a step calls it, and its first state.
+
+    ``optax.lookahead`` wants fast and slow parameters together. A step has one set of parameters, the fast ones, so the slow ones go into the
+    optimizer's state. Every other optimizer stays as it is.
+
+    Raises:
+      ConfigError: the optimizer's other transforms do not take fast and slow parameters together, or the state is to lie on disk.
+    """
+    with _no_advice():
+        state = tx.init(params)
+    looks = lambda x: isinstance(x, optax.LookaheadState)
+    if not any(looks(x) for x in jax.tree.leaves(state, is_leaf=looks)):
+        return tx, state
+    if isinstance(tx, OnDisk):
+        raise ConfigError(
+            "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: to='host', or leave offload out."
+        )
+    tx = _adapted(tx)
+    with _no_advice():
+        return tx, tx.init(params)
+
+
+@functools.lru_cache(maxsize=64)  # so that equal optimizers stay equal, by which jit finds a step again
+def _adapted(tx: Any) -> Any:
+    adapter = _Adapter(tx)
+    return tx._replace(init=adapter.init, update=adapter.update)
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    tx: Any
+
+    def init(self, params: Any) -> Lookahead:
+        state = Lookahead(self.tx.init(params), jax.tree.map(jnp.array, params))
+        try:
+            jax.eval_shape(self.update, params, state, params)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does not take "
+                f"({type(error).__name__}). Remedy: lookahead outermost, as optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
+            ) from error
+        return state
+
+    def update(self, updates: Any, state: Lookahead, params: Any, **offered: Any) -> tuple[Any, Lookahead]:
+        wanted = inspect.signature(self.tx.update).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+        extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
+        both = optax.LookaheadParams(fast=params, slow=state.slow)
+        found, inner = self.tx.update(updates, state.state, both, **extra)
+        return found.fast, Lookahead(inner, optax.apply_updates(state.slow, found.slow))
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Without the warning of ``optax.lookahead`` that it was given no slow parameters: it gets them with every update."""
+    logger, other = logging.getLogger("absl"), lambda record: "only fast parameters" not in record.getMessage()
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def check_steps(state: Any) -> None:
+    """Raises where no step has what the optimizer of this state wants.
+
+    Raises:
+      ModelError: it wants a gradient of each example.
+    """
+    contrib = sys.modules.get("optax.contrib")
+    private = getattr(contrib, "DifferentiallyPrivateAggregateState", ())
+    wants = lambda x: isinstance(x, private)
+    if any(wants(x) for x in jax.tree.leaves(state, is_leaf=wants)):
+        raise ModelError(
+            "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step gives the optimizer one gradient, of the mean "
+            "loss, whose first dim would be taken for examples. Remedy: another optimizer."
+        )
+
+
+def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
+    """Raises where an optimizer's update does not fit its parameters, or its state would not fit the next step.
+
+    Raises:
+      ModelError: naming the parameters, or the arrays of the state.
+    """
+    shapes, wanted = (
+        {to_path(keys): tuple(jnp.shape(x)) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (updates, params)
+    )
+    wrong = [path for path, shape in wanted.items() if shapes.get(path) != shape]
+    if wrong:
+        shown = "; ".join(
+            f"{show(('params', *path))} {list(wanted[path])}: {_said(shapes.get(path))}" for path in wrong[:4]
+        )
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise ModelError(
+            f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: an optimizer that "
+            f"returns an update for every entry of its parameters."
+        )
+    was, now = ({to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
+    if was != now:
+        paths = ", ".join(show(("opt_state", *path)) for path in sorted(was ^ now)[:4])
+        raise ModelError(
+            f"the optimizer's update adds or removes arrays of its state ({paths}), but the next step takes the state that this one took. Remedy: an "
+            f"optimizer whose init makes all of them (optax.monitor does not)."
+        )
+
+
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else f"an update {list(shape)}"

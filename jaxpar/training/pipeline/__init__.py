@@ -1,0 +1,1 @@
+"""Loss and gradients of a step whose layers run in a pipeline."""

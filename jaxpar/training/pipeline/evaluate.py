@@ -1,0 +1,71 @@
+"""Metrics of a batch by a pipeline: forwards alone, each stage with its own layers, nothing kept for backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.batch_rows import numbering
+from jaxpar.parallel.pipeline.executor.program import Head
+from jaxpar.parallel.pipeline.executor.run_forward import run_forward
+from jaxpar.parallel.pipeline.options import Pipeline
+from jaxpar.parallel.pipeline.schedules.forward_only import forwards
+from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.precision.policy import Precision
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.loss import Metrics, key_of
+from jaxpar.training.microbatches import means_of, weighted_sum
+from jaxpar.training.pipeline.gradients import check_pipeline, join
+from jaxpar.training.pipeline.stage_functions import (
+    after_of,
+    before_of,
+    check_rows,
+    columns,
+    each_before,
+    given_of,
+    program_of,
+    side_weights,
+)
+from jaxpar.training.pipeline.transfer import Boarding, Split
+from jaxpar.training.state import TrainState
+
+
+@numbering
+def evaluated(
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, asked: Pipeline
+) -> Metrics:
+    """Loss and metrics of ``batch``, over microbatches averaged as in training."""
+    schedule = forwards(asked.schedule)
+    asked = replace(asked, schedule=schedule, keeps="input", reduce="once", lowering="uniform", recompute=())
+    check_pipeline(layout, loss_fn, state, asked)
+    split = Split(state, loss_fn)
+    batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
+    check_rows(layout, batch, schedule.microbatches)
+    in_ticks, x = asked.before == "each", None
+    if not in_ticks:
+        others = jax.tree.map(precision.computing, split.others(state.params))
+        x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
+    board = Boarding.of(layout, split, state, precision, asked)
+    given = given_of(batch, loss_fn.rows(batch, key_of(state)))
+    weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
+    head, before = _head(loss_fn, split), each_before(loss_fn, split) if in_ticks else None
+    program = program_of(layout, loss_fn, split, board, schedule=schedule, head=head, join=join, before=before)
+    others = split.others(weights)
+    read = side_weights(loss_fn, split, board, others, pieces[0])
+    sums = run_forward(program, split.stack(weights), others, fed, pieces, read)
+    (loss, metrics), weight = board.summed(sums)
+    loss, metrics, _ = means_of((loss, metrics, ()), weight)
+    return {"loss": loss, **metrics}
+
+
+def _head(loss_fn: Staged, split: Split) -> Head:
+    """What comes after the layers, of one microbatch: its share of all sums."""
+
+    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
+        loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
+        return (weighted_sum((loss, metrics), weight, metrics), weight), ((), jnp.stack([weight, weight]))
+
+    return head

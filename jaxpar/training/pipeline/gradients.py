@@ -1,0 +1,244 @@
+"""Loss and gradients of a batch by a pipeline: the layers over its stages, what comes before and after them over all devices.
+
+The axes of the batch and of the sequence are manual, as for ``reduce="once"``: weights are gathered once a step, every device sums its own gradients over
+all microbatches, and one reduction follows. What comes before the layers runs once for the whole batch, outside of the ticks (or, asked so, as
+what comes after); what comes after them, for each microbatch on all stages at once, so that rules may split its weights over ``pipeline`` (``vocab: [pipeline, model]``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.parallel.batch_rows import batch_rows
+from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
+from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.pipeline.executor.layer_inputs import Beside, Extras
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.program import Head
+from jaxpar.parallel.pipeline.executor.run import run
+from jaxpar.parallel.pipeline.executor.sequence_chunks import Carry, check_chunks
+from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
+from jaxpar.parallel.pipeline.staged_loss import Staged, with_extras
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.loss import check_names, key_of
+from jaxpar.training.microbatches import Found, How, counted, means_of, scale_of, unscaled, weighted_sum
+from jaxpar.training.model import show, to_path
+from jaxpar.training.pipeline.stage_functions import (
+    after_of,
+    before_of,
+    check_rows,
+    columns,
+    each_before,
+    given_of,
+    program_of,
+    read_by,
+    side_weights,
+)
+from jaxpar.training.pipeline.transfer import Boarding, Split, seq_axes
+from jaxpar.training.state import TrainState
+
+
+def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Pipeline) -> Found:
+    """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.training.gradients.gradients` gives them."""
+    check_trained(layout, loss_fn, state, how, asked)
+    if how.reduce == "each" and asked.reduce == "once":  # as stage 2 of ZeRO asks
+        asked = replace(asked, reduce="each")
+    schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
+    split = Split(state, loss_fn)
+    batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
+    check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
+    _check_chunks(layout, loss_fn, batch, asked)
+
+    others = jax.tree.map(precision.computing, split.others(state.params))
+    before = lambda others: columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
+    in_ticks = asked.before == "each"
+    x, pull = (jax.eval_shape(before, others), None) if in_ticks else jax.vjp(before, others)
+    check_chunks(x, schedule)
+
+    board = Boarding.of(layout, split, state, precision, asked)
+    given = given_of(batch, loss_fn.rows(batch, key_of(state)))
+    weights, (pieces, fed) = board.enter(state.params, given, None if in_ticks else x, schedule.microbatches)
+    program = program_of(
+        layout,
+        loss_fn,
+        split,
+        board,
+        schedule=schedule,
+        head=head_of(loss_fn, split, scale),
+        keeps=asked.keeps,
+        divergent=asked.lowering == "divergent",
+        reduce=board.of_one_layer if asked.reduce == "each" else None,
+        turn=board.of_one_layer if asked.reduce == "chunk" else None,
+        join=join,
+        kept=board.kept(asked),
+        again=asked.recompute,
+        carry=_carry(loss_fn, split, schedule.sequence_chunks),
+        before=each_before(loss_fn, split) if in_ticks else None,
+    )
+    others = split.others(weights)
+    read = side_weights(loss_fn, split, board, others, pieces[0])
+    grads, (sums, weight, after), fed = run(program, split.stack(weights), others, fed, pieces, read)
+    sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
+    if pull is not None:
+        (grads_before,) = pull(x)
+        grads = split.add(grads, jax.tree.map(wide, grads_before))
+    loss, metrics, grads = means_of((*sums, grads), weight)
+    return Found(loss, metrics, state.rest, unscaled(state, grads, scale))
+
+
+def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pipeline | Asynchronous) -> None:
+    """What a pipeline cannot do, or not in training."""
+    check_pipeline(layout, loss_fn, state, asked)
+    if asked.schedule.forward_only:
+        raise ConfigError(
+            f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: '1f1b'."
+        )
+    others = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))}
+    if asked.lowering == "divergent" and others:
+        said = ", ".join(f"{axis} {size}" for axis, size in others.items())
+        raise ConfigError(
+            f"pipeline: lowering is 'divergent', in which each stage runs loops of its own length, but the mesh has {said}: collectives over it "
+            f"stand inside of layers, where some stages would wait for others for ever. Remedy: lowering='uniform', or a mesh of pipeline and "
+            f"the axes of the batch alone."
+        )
+    if how.accumulate != 1:
+        raise ConfigError(
+            f"pipeline: accumulate is {how.accumulate}, but the schedule's {asked.schedule.microbatches} microbatches are the accumulation. "
+            f"Remedy: leave accumulate out, or a schedule of {how.accumulate * asked.schedule.microbatches}."
+        )
+    groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
+    each = isinstance(asked, Asynchronous) and how.reduce == "each"
+    if groups or each:
+        what = f"fusion: {groups[0]} names groups of layers" if groups else "reduce is 'each'"
+        raise ConfigError(
+            f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out."
+        )
+    if how.own:
+        raise ConfigError(
+            "pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be. Remedy: leave it out, or the pipeline."
+        )
+
+
+def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipeline | Asynchronous) -> None:
+    """What no pipeline can do."""
+    if not isinstance(loss_fn, Staged):
+        raise ConfigError(
+            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what the layers are. Remedy: "
+            f"jaxpar.Staged(layers=..., before=..., layer=..., after=...), which names the stack and what comes before and after it."
+        )
+    stages = layout.sizes.get(AXIS, 1)
+    if asked.schedule.stages != stages:
+        raise ConfigError(
+            f"pipeline: the schedule {asked.schedule.name!r} has {asked.schedule.stages} stages, but the mesh's axis {AXIS!r} has {stages} "
+            f"devices. Remedy: stages={stages}, or mesh {{{AXIS}: {asked.schedule.stages}}}."
+        )
+    if any(map(on_host, jax.tree.leaves(state.params))):
+        raise ConfigError("pipeline: parameters in the host's memory cannot be. Remedy: leave it out, or the pipeline.")
+    carried = [
+        show(("rest", *to_path(keys)))
+        for keys, x in jax.tree_util.tree_leaves_with_path(state.rest)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    if carried:
+        raise ModelError(
+            f"pipeline: the model carries {', '.join(carried)}, but microbatches pass the stages in an order of their own, so no state can be "
+            f"carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
+        )
+
+
+def join(sums: Any, extras: Extras) -> Any:
+    """Sums over microbatches, with those of the layers' own losses and metrics."""
+    (loss, metrics), *others = sums
+    if not extras:
+        return sums
+    loss, metrics = with_extras((loss, metrics), extras)
+    check_names(metrics)
+    return (loss, metrics), *others
+
+
+def _check_chunks(layout: Layout, loss_fn: Staged, batch: Any, asked: Pipeline) -> None:
+    """A sequence that goes in chunks is whole on its device, and divides; its layers can take it so."""
+    schedule = asked.schedule
+    if schedule.sequence_chunks == 1:
+        return
+    cuts = f"pipeline: the schedule {schedule.name!r} cuts each sequence into {schedule.sequence_chunks} chunks"
+    if loss_fn.carried_layer is None:
+        raise ConfigError(
+            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: Staged(carried_layer=..., carry=...), or "
+            f"sequence_chunks=1."
+        )
+    if loss_fn.keys:
+        raise ConfigError(
+            f"{cuts}, but layers draw random numbers (keys=True), a key for each row, and each of its chunks would draw the same. Remedy: "
+            f"sequence_chunks=1, or layers that draw none."
+        )
+    if asked.recompute:
+        raise ConfigError(
+            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. Remedy: keeps='input', or "
+            f"sequence_chunks=1."
+        )
+    if schedule.split:
+        raise ConfigError(
+            f"{cuts} and backwards in two, but the gradients of what chunks carry come whole. Remedy: an order without W."
+        )
+    if axes := seq_axes(layout):
+        raise ConfigError(
+            f"{cuts}, but the rule of 'seq' splits it over {', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}: a chunk would be some "
+            f"devices' alone. Remedy: sequence_chunks=1, or no rule of 'seq' over them."
+        )
+    for keys, x in jax.tree_util.tree_leaves_with_path(batch):
+        if x.ndim > 1 and x.shape[1] % schedule.sequence_chunks:
+            raise LayoutError(
+                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} cuts the second dim of the batch's arrays into "
+                f"{schedule.sequence_chunks} chunks, which do not divide {x.shape[1]}. Remedy: a sequence of a multiple of "
+                f"{schedule.sequence_chunks}, or another sequence_chunks."
+            )
+
+
+def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
+    """How layers take sequences in chunks."""
+    layer = loss_fn.carried_layer
+    if chunks == 1 or layer is None:
+        return None
+
+    def empty(piece: Any) -> Any:
+        call = lambda model: loss_fn.carry(model, piece.batch)
+        others = jax.tree.map(
+            lambda w: jnp.zeros(w.shape, w.dtype), split.others(split.shapes)
+        )  # its shape alone is asked for
+        read_by(split, "carry", call, others)
+        return call(split.model_of(others))
+
+    def carried(w: Any, x: jax.Array, side: Beside, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
+        with batch_rows(side.numbers):
+            return layer(split.block(w), x, side.given, carry, chunk)
+
+    return Carry(
+        layer=carried,
+        empty=empty,
+        chunks=chunks,
+    )
+
+
+def head_of(loss_fn: Staged, split: Split, scale: Any) -> Head:
+    """What comes after the layers, of one microbatch: its share of all sums, and the cotangent of what it is given."""
+
+    def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
+        loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
+        scaled = wide(loss) * weight * (1 if scale is None else scale)
+        return scaled, (loss, metrics, weight)
+
+    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
+        grad = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
+        (grads, cotangent), (loss, metrics, weight) = grad(after, y, piece)
+        counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
+        grads, cotangent = counted((grads, cotangent), weight, metrics)
+        sums = weighted_sum((loss, metrics), weight, metrics)
+        return (sums, weight, split.laid(jax.tree.map(wide, grads))), (cotangent, counts)
+
+    return head

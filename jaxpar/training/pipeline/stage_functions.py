@@ -1,0 +1,230 @@
+"""The pieces of a :class:`jaxpar.Staged` loss as an executor calls them: of a model whose layers are elsewhere, on a microbatch's rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import LayoutError, ModelError
+from jaxpar.parallel.batch_rows import batch_rows, rows_of
+from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
+from jaxpar.parallel.pipeline.executor.layer_inputs import Beside
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.program import Before, Program
+from jaxpar.parallel.pipeline.executor.stage import Layer
+from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.sharding import messages
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.loss import Metrics, unpack
+from jaxpar.training.microbatches import undivided_by
+from jaxpar.training.model import show, to_path
+from jaxpar.training.model.parts import Path
+from jaxpar.training.pipeline.transfer import Boarding, Split, row_axes, seq_axes
+
+
+class Given(NamedTuple):
+    """What an executor cuts into microbatches: the batch, and of each of its rows [rows] the key to draw from and its place in the whole batch.
+
+    Attributes:
+      keys: ``None`` where layers draw nothing.
+      numbers: int32; ``None`` of a batch that is not cut.
+    """
+
+    batch: Any
+    keys: Any = None
+    numbers: Any = None
+
+
+def given_of(batch: Any, keys: Any = None) -> Given:
+    """A whole batch, to be cut."""
+    rows = rows_of(batch)
+    return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
+
+
+def program_of(layout: Layout, loss_fn: Staged, split: Split, board: Boarding, **others: Any) -> Program:
+    """What stages carry out: the loss's layers where ``board`` has them; ``others`` are a program's other fields, or other values of these."""
+    layers = board.layers
+    mine: dict[str, Any] = {
+        "layer": layer_of(loss_fn, split),
+        "side": side_of(layout, loss_fn, split),
+        "dims": loss_fn.dims,
+    }
+    return Program(**{**mine, "axes": board.axes, "counts": layers.counts, "starts": layers.starts, **others})
+
+
+def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Array:
+    """What the first layer is given."""
+    x: jax.Array = _called(split, "before", lambda model: loss_fn.before(model, batch), others)
+    return x
+
+
+def each_before(loss_fn: Staged, split: Split) -> Before:
+    """The same of one microbatch at a time, in the ticks."""
+
+    def given(weights: Any, piece: Given) -> jax.Array:
+        with batch_rows(piece.numbers):
+            return before_of(loss_fn, split, weights, piece.batch)
+
+    def back(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
+        _, pull = jax.vjp(lambda weights: given(weights, piece), weights)
+        (found,) = pull(cotangent)
+        *others, grads = sums
+        return *others, jax.tree.map(jnp.add, grads, split.laid(jax.tree.map(wide, found)))
+
+    return Before(given, back)
+
+
+def layer_of(loss_fn: Staged, split: Split) -> Layer:
+    """One layer, of its weights."""
+
+    def layer(weights: Any, x: jax.Array, side: Beside) -> tuple[jax.Array, dict[str, jax.Array]]:
+        with batch_rows(side.numbers):
+            return loss_fn.one(split.block(weights), x, side.given, side.keys)
+
+    return layer
+
+
+def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any, Sequence[jax.Array]], Beside]:
+    """What layers know of a microbatch, of it and of what :func:`side_weights` gave."""
+
+    def side(piece: Given, weights: Sequence[jax.Array]) -> Beside:
+        batch, keys, numbers = piece
+        read, values = read_by_side(loss_fn, split, batch), iter(weights)
+        # What it does not read stays a shape, so that no tick is given it.
+        value = lambda keys, shape: next(values) if to_path(keys) in read else shape
+        others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
+        with batch_rows(numbers):
+            given = _called(split, "side", lambda model: loss_fn.side(model, batch), others)
+        if keys is not None:
+            for axis in seq_axes(layout):
+                keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
+        return Beside(given, keys, jnp.zeros((), jnp.float32), numbers)
+
+    return side
+
+
+def read_by_side(loss_fn: Staged, split: Split, batch: Any) -> frozenset[Path]:
+    """The parameters that ``Staged.side`` reads, beside none of the layers, of a microbatch."""
+    return read_by(split, "side", lambda model: loss_fn.side(model, batch), split.others(split.shapes))
+
+
+def side_weights(loss_fn: Staged, split: Split, board: Boarding, weights: Any, pieces: Any) -> list[jax.Array]:
+    """The parameters that ``Staged.side`` reads, replicated over the stages: each computes the side of its own microbatch.
+
+    Args:
+      weights: the parameters that are not of the layers, as ticks have them; or versions of them, [versions, ...].
+      pieces: of the batch alone, [devices, microbatches, rows, ...].
+    """
+    board.look_at(lambda piece: read_by_side(loss_fn, split, piece), pieces)
+    read = split.read["side"]
+    leaves = [w for keys, w in jax.tree_util.tree_leaves_with_path(weights) if to_path(keys) in read]
+    return board.on_all_stages(leaves) if leaves else []
+
+
+def after_of(
+    loss_fn: Staged, split: Split, after: Any, y: jax.Array, piece: Given
+) -> tuple[jax.Array, Metrics, jax.Array]:
+    """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
+    with batch_rows(piece.numbers):
+        found = _called(split, "after", lambda model: loss_fn.after(model, y, piece.batch), after)
+    loss, metrics, updates = unpack(found)
+    if updates is not None:
+        raise ModelError(
+            "Staged(after=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
+        )
+    for name, value in metrics.items():
+        if jnp.shape(value):
+            raise ModelError(
+                f"Staged(after=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars are "
+                f"wanted. Remedy: return its mean."
+            )
+    return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
+
+
+def read_by(split: Split, what: str, call: Callable[[Any], Any], others: Any) -> frozenset[Path]:
+    """The paths of the parameters that the result of ``call(model)`` depends on; found once for each ``what``, a piece of the loss.
+
+    Raises:
+      ModelError: some of them are of the layers.
+    """
+    if what not in split.read:
+
+        def run(stack: Any, others: Any) -> list[jax.Array]:
+            found = call(split.model(split.join(stack, others)))
+            return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
+
+        shape = lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype)
+        given = split.stack(split.shapes), jax.tree.map(shape, others)
+        jaxpr = jax.make_jaxpr(run)(*given).jaxpr
+        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        stack, rest = ([to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(part)] for part in given)
+        paths = [*((*split.path, *path) for path in stack), *rest]
+        read = [path for path, is_used in zip(paths, used, strict=True) if is_used]
+        if of_layers := read[: sum(used[: len(stack)])]:
+            where = "/".join(split.path)
+            raise ModelError(
+                f"Staged({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
+                f"them in Staged(layer=...), or keep them outside of {where!r}."
+            )
+        split.read[what] = frozenset(read)
+    return split.read[what]
+
+
+def listed(paths: Iterable[Path]) -> str:
+    return ", ".join(sorted(show(("params", *path)) for path in paths))
+
+
+def _called(split: Split, what: str, call: Callable[[Any], Any], others: Any) -> Any:
+    """``call(model)`` of a model without its layers: a piece of the loss."""
+    read_by(split, what, call, others)
+    model = split.model_of(others)
+    found = call(model)
+    _check_carried(what, split, model)
+    return found
+
+
+def _check_carried(what: str, split: Split, model: Any) -> None:
+    """A piece changes no variable of the model: microbatches come in an order of their own, and nobody would see the change."""
+    now = split.kind.carried(model, split.rest, None)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.rest), strict=True)
+    changed = [show(("rest", *to_path(keys))) for (keys, new), old in pairs if new is not old]
+    if changed:
+        raise ModelError(
+            f"Staged({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a model that changes none; for random "
+            f"numbers of layers Staged(keys=True)."
+        )
+
+
+def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
+    """Every array has rows for each device's microbatches, and a sequence that its axes divide."""
+    ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
+    if undivided := undivided_by(batch, ways * microbatches):
+        raise LayoutError(messages.uncut_rows(undivided, microbatches, ways, "pipeline"))
+    for keys, x in jax.tree_util.tree_leaves_with_path(batch):
+        what = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+        _, *seq = row_axes(layout, x)
+        parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
+        if x.ndim > 1 and x.shape[1] % parts:
+            raise LayoutError(
+                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} devices, which do not divide "
+                f"{x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule of 'seq' over those axes."
+            )
+
+
+def columns(layout: Layout, x: jax.Array, dims: tuple[str | None, ...] | None) -> jax.Array:
+    """What the first layer is given, its last dim over the stages: only the first wants it whole, a microbatch at a time.
+
+    Its other dims lie by their names, as between layers: of a whole batch there is much.
+    """
+    stages = layout.sizes.get(AXIS, 1)
+    if x.shape[-1] % stages:
+        return x
+    first = row_axes(layout, x) if dims is None else layout.resolve(dims, x.shape, dtype=x.dtype).axes[:-1]
+    spec = PartitionSpec(*first, *(None,) * (x.ndim - 1 - len(first)), AXIS)
+    return jax.lax.with_sharding_constraint(x, spec)

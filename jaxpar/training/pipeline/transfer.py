@@ -1,0 +1,322 @@
+"""Into a pipeline and out of it: weights gathered and cut into stages' layers, a batch into pieces; gradients scattered, and back in the model's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import ConfigError, LayoutError, listing
+from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
+from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
+from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
+from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
+from jaxpar.parallel.pipeline.staged_loss import Staged, stacked_part
+from jaxpar.parallel.precision.policy import Precision
+from jaxpar.sharding.layout import Layout, hint
+from jaxpar.sharding.rules import Axes
+from jaxpar.training.microbatches import each_parameter, pieces_of, resolved_of
+from jaxpar.training.model import show, to_path
+from jaxpar.training.model.parts import Path
+from jaxpar.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Boarding:
+    """What crosses before the first tick and after the last, each once a step.
+
+    Attributes:
+      axes: of the batch and of the sequence, over which each device has its own rows.
+      split: the parameters, as the stack of layers and all others.
+      layers: which stage wants which of them.
+      stored, wanted: where parameters, and their gradients, lie: trees of :class:`Lies`.
+      each: gradients of layers come already scattered.
+      chunks: of each sequence.
+    """
+
+    layout: Layout
+    axes: Axes
+    split: Split
+    layers: Layers
+    precision: Precision
+    stored: Any
+    wanted: Any
+    each: bool
+    chunks: int
+
+    @classmethod
+    def of(
+        cls, layout: Layout, split: Split, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
+    ) -> Boarding:
+        """That of a state.
+
+        Raises:
+          ConfigError, LayoutError: layers do not go over the pieces, or parameters lie so that stages cannot have theirs.
+        """
+        axes = (*batch_axes(layout), *seq_axes(layout))
+        stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
+        each = asked.reduce != "once"
+        for lies in jax.tree.leaves(split.stack(wanted)):
+            first = lies.parts(axes).dims[0]
+            if each and first:
+                raise ConfigError(
+                    f"pipeline: reduce is {asked.reduce!r}, but gradients are split over {listing(first)} layer by layer, of which one alone cannot be. "
+                    f"Remedy: reduce='once', or rules that split another dim."
+                )
+        chunks = asked.schedule.sequence_chunks
+        return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks)
+
+    def kept(self, asked: Pipeline) -> Kept | None:
+        """Slots of layers, where the first of a stage recompute.
+
+        Raises:
+          ConfigError: a stage is to recompute more layers than it has.
+        """
+        pieces, path = self.layers.pieces, "/".join(self.split.path)
+        counts = np.zeros((pieces.stages, pieces.chunks), np.int32)
+        for piece, count in enumerate(self.layers.each):
+            counts[pieces.place(piece)] = count
+        for stage, (wanted, most) in enumerate(zip(asked.recompute, counts.max(axis=1).tolist(), strict=False)):
+            if wanted > most:
+                raise ConfigError(
+                    f"pipeline: recompute is {list(asked.recompute)}, but stage {stage} has {most} of the {self.layers.total} layers of {path} in "
+                    f"a pass. Remedy: a number up to {most} for stage {stage}."
+                )
+        return kept_of(asked.schedule, asked.recompute, counts) if asked.recompute else None
+
+    def enter(self, params: Any, batch: Any, x: jax.Array | None, microbatches: int) -> tuple[Any, tuple[Any, Any]]:
+        """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x``, if there is one, as [devices, microbatches, rows, ...].
+
+        Of sequences in chunks, each chunk of a microbatch comes as one.
+        """
+
+        def local(params: Any, batch: Any, x: jax.Array | None) -> Any:
+            whole = lambda w, lies: gather(w, lies.parts(self.axes), self.precision)
+            weights = self.split.apart(params, self.stored, whole, self._cut)
+            pieces = in_chunks(pieces_of((batch, x), microbatches // self.chunks, 1, 0), self.chunks)
+            return weights, jax.tree.map(lambda x: x[None], pieces)
+
+        ways, own = self.axes or None, PartitionSpec(self.axes or None)
+        of_layers = PartitionSpec(AXIS)
+        weights = self.split.apart(self.stored, self.stored, lambda _, lies: lies.spec((AXIS,)), lambda *_: of_layers)
+        rows = lambda x: PartitionSpec(*row_axes(self.layout, x))
+        stored = jax.tree.map(lambda lies: lies.spec(), self.stored)
+        came = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
+        goes = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, ways), x)
+        into = stored, jax.tree.map(rows, batch), came
+        out = weights, (jax.tree.map(lambda _: own, batch), goes)
+        found: tuple[Any, tuple[Any, Any]] = self._inside(local, into, out)(params, batch, x)
+        return found
+
+    def leave(self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> tuple[Any, jax.Array, Any, Any]:
+        """Sums over all devices, of metrics, of weights, and of gradients where they are wanted; ``x``, if there is one, as it came in."""
+
+        def local(grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> Any:
+            sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
+            scatter = lambda g, lies: reduce(g[0], lies.parts(self.axes), self.axes, self.precision)
+            grads = self.split.apart(grads, self.wanted, scatter, self._back)
+            sums, weight = jax.lax.psum((sums, weight), self.axes) if self.axes else (sums, weight)
+            whole = lambda x: x.reshape(-1, *x.shape[2:])
+            return sums, weight, grads, jax.tree.map(lambda x: whole(joined(x, self.chunks)), x)
+
+        ways, own = self.axes or None, PartitionSpec(self.axes or None)
+        of_layers = PartitionSpec(AXIS, ways)
+        came = self.split.apart(
+            self.wanted, self.wanted, lambda _, lies: lies.spec((AXIS,), ways), lambda *_: of_layers
+        )
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype), x)
+        into = came, own, own, jax.tree.map(lambda x: self._columns(x, x.ndim, ways), x)
+        wanted = jax.tree.map(lambda lies: lies.spec(), self.wanted)
+        goes = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), like)
+        out = PartitionSpec(), PartitionSpec(), wanted, goes
+        found: tuple[Any, jax.Array, Any, Any] = self._inside(local, into, out)(grads, sums, weight, x)
+        return found
+
+    def summed(self, sums: Any) -> Any:
+        """Each device's own sums [1, ...], of all devices."""
+        if not self.axes:
+            return jax.tree.map(lambda x: x[0], sums)
+        local = lambda sums: jax.lax.psum(jax.tree.map(lambda x: x[0], sums), self.axes)
+        return self._inside(local, (PartitionSpec(self.axes),), PartitionSpec())(sums)
+
+    def on_all_stages(self, weights: Any) -> Any:
+        """Parameters that are not of the layers, replicated over the stages where rules split them over these."""
+        return self._inside(lambda weights: weights, (PartitionSpec(),), PartitionSpec())(weights)
+
+    def look_at(self, f: Callable[[Any], Any], pieces: Any) -> None:
+        """Trace ``f(microbatch)`` of one device where a tick computes, and forget it. ``pieces``: [devices, microbatches, rows, ...]."""
+
+        def local(pieces: Any) -> tuple[()]:
+            f(jax.tree.map(lambda x: x[0, 0], pieces))
+            return ()
+
+        jax.eval_shape(self._inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
+
+    def of_one_layer(self, grads: Any) -> Any:
+        """A layer's gradients, summed over devices and scattered."""
+
+        def one(g: jax.Array, lies: Lies) -> jax.Array:
+            return reduce(g, Parts(lies.parts(self.axes).dims[1:]), self.axes, self.precision)
+
+        return jax.tree.map(one, grads, self.split.stack(self.wanted))
+
+    def _cut(self, w: jax.Array, lies: Lies) -> jax.Array:
+        """A stage's layers, gathered."""
+        first, *others = lies.parts(self.axes).dims
+        w = gather(w, Parts((first,)), self.precision) if first else w
+        # Cast before it goes to another stage, too.
+        w = self.layers.cut(self.precision.crossing(w))
+        return gather(w, Parts(((), (), *others)), self.precision)[None]
+
+    def _back(self, g: jax.Array, lies: Lies) -> jax.Array:
+        """A stage's gradients [1, 1, chunks, layers, ...], scattered, in the place of its part of the stack."""
+        first, *others = lies.parts(self.axes).dims
+        on, g = AXIS in lies.dims[0], g[0, 0]
+        if not self.each and not first:
+            g = reduce(g, Parts(((), (), *others)), self.axes, self.precision)
+        g = self.layers.back(g, split=on)
+        if first:
+            g = reduce(g, lies.parts(self.axes), self.axes, self.precision)
+        return g if on or self.layers.pieces.stages == 1 else jax.lax.psum(g, AXIS)
+
+    def _columns(self, x: Any, ndim: int, *lead: Any) -> PartitionSpec:
+        """Of an array of so many dims whose last is that of ``x``, split over stages if they divide it."""
+        last = AXIS if x.shape[-1] % self.layers.pieces.stages == 0 else None
+        return PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
+
+    def _inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+        alone = {axis for axis, size in self.layout.sizes.items() if size == 1}
+        manual = {*self.axes, *alone, AXIS}
+        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=manual, check_vma=False)
+
+
+class Split:
+    """A state's parameters as the stack of layers and all others."""
+
+    def __init__(self, state: TrainState, loss_fn: Staged):
+        self.kind, self.path, self.rest = state.static.kind, loss_fn.path, state.rest
+        self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
+        self.model = lambda params: self.kind.merge(params, self.rest)
+        _, self.block = stacked_part(self.model(self.shapes), self.path)
+        self.names = dict(state.static.dims)
+        self.read: dict[str, frozenset[Path]] = {}
+        """Which parameters a piece of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`."""
+
+    def stack(self, params: Any) -> Any:
+        for name in self.path:
+            params = params[name]
+        return params
+
+    def others(self, params: Any) -> Any:
+        """Without the layers."""
+        return _replaced(params, self.path, None)
+
+    def laid(self, others: Any) -> Any:
+        """Gradients of what is not of the layers, by their rules."""
+
+        def one(keys: Any, grad: jax.Array) -> jax.Array:
+            names = self.names.get(("params", *to_path(keys)))
+            return grad if names is None else hint(grad, *names, role="gradients")
+
+        return jax.tree_util.tree_map_with_path(one, others)
+
+    def join(self, stack: Any, others: Any) -> Any:
+        return _replaced(others, self.path, stack)
+
+    def model_of(self, others: Any) -> Any:
+        """The model, with nothing but shapes for its layers."""
+        return self.model(self.join(self.stack(self.shapes), others))
+
+    def apart(self, tree: Any, beside: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]) -> Any:
+        """``f(x, y)`` of every parameter and what is beside it, ``of_stack(x, y)`` of those of the layers."""
+        others = jax.tree.map(f, self.others(tree), self.others(beside))
+        return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(beside)), others)
+
+    def add(self, grads: Any, others: Any) -> Any:
+        """Gradients with those of what comes before the layers."""
+        summed = jax.tree.map(jnp.add, self.others(grads), others)
+        return self.join(self.stack(grads), summed)
+
+
+@dataclass(frozen=True)
+class Lies:
+    """For each dim of a parameter, or of its gradient, the axes of the batch, the sequence and the pipeline that split it. A leaf."""
+
+    dims: tuple[Axes, ...]
+
+    def parts(self, axes: Axes) -> Parts:
+        """Those of these axes."""
+        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims))
+
+    def spec(self, axes: Axes | None = None, *lead: Any) -> PartitionSpec:
+        """Of an array with so many dims before; of these axes alone, or all."""
+        dims = self.dims if axes is None else self.parts(axes).dims
+        return PartitionSpec(*lead, *(dim or None for dim in dims))
+
+
+def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
+    """Where every parameter, or its gradient, lies.
+
+    Raises:
+      LayoutError: a dim is split over ``pipeline`` inside of another axis.
+    """
+
+    def one(path: Any, w: jax.Array) -> Lies:
+        found = parts_of(resolved_of(layout, state, path, w, role), (*axes, AXIS)).dims
+        for dim, names in enumerate(found):
+            if AXIS in names[1:]:
+                raise LayoutError(
+                    f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages come first. Remedy: a rule with "
+                    f"{AXIS!r} before {names[0]!r}."
+                )
+        return Lies(found)
+
+    return each_parameter(state, one)
+
+
+def _layers(split: Split, asked: Pipeline | Asynchronous) -> Layers:
+    """How the stack goes over the pieces."""
+    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
+    _check_layers(total, pieces.count, asked.layers, "/".join(split.path))
+    return Layers(total, pieces, asked.layers or (total // pieces.count,) * pieces.count)
+
+
+def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) -> None:
+    if not layers and total % pieces:
+        low, more = divmod(total, pieces)
+        fits = (*(low + 1,) * more, *(low,) * (pieces - more))
+        raise ConfigError(
+            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number for each piece (YAML: offset: "
+            f"{[n - low for n in fits]}), or a schedule of as many stages and chunks as divide {total}."
+        )
+    if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
+        raise ConfigError(
+            f"pipeline: layers is {list(layers)}, of {sum(layers)} layers in {len(layers)} pieces, but {where} has {total} layers and the "
+            f"schedule {pieces} pieces, of one layer or more each. Remedy: {pieces} numbers that sum to {total}."
+        )
+
+
+def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
+    if not path:
+        return value
+    inner = tree[path[0]] if tree.get(path[0]) is not None else {}
+    return {**tree, path[0]: _replaced(inner, path[1:], value)}
+
+
+def seq_axes(layout: Layout) -> Axes:
+    """The axes, larger than 1, that the rules split the dim ``seq`` over; none where no rule names it."""
+    resolved = layout.resolve(("seq",))
+    model = {axis for dim in layout.resolve(("heads",)).dims for axis in dim.axes} if not resolved.problems else set()
+    return () if resolved.problems else tuple(axis for axis in resolved.axes[0] if axis not in model)
+
+
+def row_axes(layout: Layout, x: Any) -> tuple[Axes, ...]:
+    """The manual axes of an array's first dims, rows and sequence."""
+    seq = seq_axes(layout)
+    return (batch_axes(layout), seq) if seq and x.ndim > 1 else (batch_axes(layout),)

@@ -1,0 +1,145 @@
+"""``Recompute``: what the backward pass keeps of a layer, what it computes again, and in which layers (also called remat).
+
+After Chen et al. 2016 (arXiv:1604.06174) and the selective form of Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
+from jaxpar.parallel.zero.gather import GATHERED, all_but_gathered
+from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.layout import current_layout
+
+OUTPUT = "block_output"
+"""The name of what attention or MLP adds to the residual stream."""
+SAVED_EMBED = "saved_embed"
+"""The logical dim of what goes from layer to layer, where it is kept in parts."""
+POLICIES = ("none", "full", "dots", "save_attention", "save_outputs", "save_names")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A policy, and the layers it is for.
+
+    Attributes:
+      policy: ``none`` keeps everything, ``full`` nothing but what goes from layer to layer, ``dots`` what matmuls with weights make,
+        ``save_attention`` what attention makes, ``save_outputs`` what is added to the residual stream (under tensor parallelism
+        what a collective has made), ``save_names`` the tensors named here.
+      save_names, offload_names: of ``save_names``: what stays on the device, and what waits in the host's memory.
+      slice_activation: what goes from layer to layer, and so is kept, lies by the dims ``batch``, ``residual_seq``, :data:`SAVED_EMBED`:
+        where a rule splits the last over ``model``, each device keeps a part, and the layers gather it when they begin.
+      layers: for each stage, of as many layers each, how many of its first layers recompute; the others keep everything. Empty: all.
+
+    Raises:
+      ConfigError: no such policy, names without ``save_names`` or the other way round, a name twice, a negative number.
+
+    >>> Recompute("full", layers=(2, 1)).segments(8)
+    [(0, 2, True), (2, 4, False), (4, 5, True), (5, 8, False)]
+    """
+
+    policy: str = "none"
+    save_names: tuple[str, ...] = ()
+    offload_names: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    slice_activation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"remat: unknown policy {self.policy!r}.{did_you_mean(str(self.policy), POLICIES)} The policies are: "
+                f"{', '.join(POLICIES)}."
+            )
+        names = (*self.save_names, *self.offload_names)
+        if bool(names) is not (self.policy == "save_names"):
+            said = f"the policy {self.policy!r} takes no names" if names else "the policy 'save_names' names no tensor"
+            raise ConfigError(f"remat: {said}. Remedy: policy: save_names, with save_names or offload_names as lists.")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"remat: {', '.join(twice)} stands twice in save_names and offload_names. Remedy: name it once."
+            )
+        if self.slice_activation and self.policy == "none":
+            raise ConfigError(
+                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes none. Remedy: "
+                "another policy, or leave slice_activation out."
+            )
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.layers):
+            raise ConfigError(f"remat: layers is {list(self.layers)}, but numbers of layers, 0 or more, are wanted.")
+
+    @classmethod
+    def of(cls, value: str | Recompute) -> Recompute:
+        """A policy by its name alone, or as it is."""
+        return value if isinstance(value, Recompute) else cls(value)
+
+    def segments(self, layers: int) -> list[tuple[int, int, bool]]:
+        """Runs of layers (first, one beyond the last) that recompute by the policy, or keep everything.
+
+        Raises:
+          ConfigError: the stages do not divide the layers, or a stage is to recompute more than it has.
+        """
+        if not self.layers:
+            return [(0, layers, True)]
+        stages = len(self.layers)
+        if layers % stages:
+            raise ConfigError(
+                f"remat: layers has {stages} numbers, one for each stage, but {layers} layers make no {stages} equal stages. Remedy: "
+                f"as many numbers as there are stages."
+            )
+        each = layers // stages
+        if max(self.layers) > each:
+            raise ConfigError(
+                f"remat: layers is {list(self.layers)}, but each of {stages} stages has {each} of the {layers} layers. Remedy: numbers "
+                f"up to {each}."
+            )
+        flags = [i < n for n in self.layers for i in range(each)]
+        edges = [0, *(i for i in range(1, layers) if flags[i] is not flags[i - 1]), layers]
+        return [(a, b, flags[a]) for a, b in itertools.pairwise(edges)]
+
+    def rule(self, known: Sequence[str], *, regather: bool = True) -> Callable[..., Any]:
+        """The policy as ``jax.checkpoint`` takes it.
+
+        Args:
+          known: the names that tensors of the model have.
+          regather: gather weights again; kept, they undo the sharding of the parameters.
+
+        Raises:
+          ConfigError: a name that no tensor has.
+
+        Warns:
+          UserWarning: ``offload_names`` on simulated CPU devices, whose memory is the host's.
+        """
+        policies = jax.checkpoint_policies
+        for name in (*self.save_names, *self.offload_names):
+            if name not in known:
+                raise ConfigError(
+                    f"remat: no tensor of the model is named {name!r}.{did_you_mean(name, known)} The names are: {', '.join(known)}."
+                )
+        if self.policy == "none":
+            return all_but_gathered if regather else policies.everything_saveable
+        kept = {"save_attention": (SAVED, KEPT), "save_outputs": (OUTPUT,), "save_names": self.save_names}.get(
+            self.policy, ()
+        )
+        kept = kept if regather else (*kept, GATHERED)
+        if self.offload_names:
+            if platform_of(current_layout().mesh) == "cpu":
+                text = "remat: offload_names keeps nothing from a CPU's memory, which is the host's; the numbers are the same."
+                warnings.warn(text, stacklevel=2)
+            return policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(kept),
+                names_which_can_be_offloaded=list(self.offload_names),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        named = policies.save_only_these_names(*kept)
+        if self.policy == "dots":
+            return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
+        return named if kept else policies.nothing_saveable

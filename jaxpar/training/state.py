@@ -1,0 +1,372 @@
+"""The training state: built by one jit that puts every array where the layout says, before anything is whole anywhere.
+
+``place`` decides for every leaf (parameters, carried variables, optimizer state) and is what ``init``, ``train_step``,
+``explain`` and ``check`` all read, so that none of them can disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.parallel.offload.placement import KIND, hosted, hosted_layers, no_layers
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.precision.policy import Asked, Precision
+from jaxpar.sharding import messages
+from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.layout import Layout, observing, to_spec, tracing_under
+from jaxpar.sharding.names import LAYERS
+from jaxpar.sharding.resolve import Dim, Resolved
+from jaxpar.training import one_bit_adam
+from jaxpar.training.model import Kind, MakeModel, Names, Path, show, to_path
+from jaxpar.training.model.build import build
+from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
+from jaxpar.training.optimizers import with_slow_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What of a state is not an array: how to rebuild the model, the optimizer, and the logical dims of each leaf."""
+
+    kind: Kind
+    tx: optax.GradientTransformation
+    dims: tuple[tuple[Path, Names], ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "rest", "key", "scale"],
+    meta_fields=["static"],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes, an ordinary pytree of arrays.
+
+    Attributes:
+      step: int32 scalar, the number of steps taken.
+      params: nested dict of the trained arrays.
+      opt_state: what ``tx.init(params)`` gave.
+      rest: nested dict of the carried arrays (NNX variables other than ``nnx.Param``, Linen collections).
+      key: the PRNG key that a ``loss_fn`` with a ``key`` argument draws from.
+      static: the parts that are not arrays.
+      scale: of the loss, and what it changes by (:class:`jaxpar.parallel.precision.policy.LossScale`); ``None`` without.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    rest: Any
+    key: Any
+    static: Static
+    scale: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The model, with these parameters: what ``loss_fn`` receives."""
+        return self.static.kind.merge(self.params, self.rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One leaf with its place, in the device's or the host's memory: what ``explain`` prints a row of."""
+
+    role: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    names: Names | None
+    resolved: Resolved
+    note: str = ""
+    host: bool = False
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.resolved.problems
+
+
+def init(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int = 0,
+    precision: Asked = None,
+) -> TrainState:
+    """Build model and optimizer state in place: one jit with ``out_shardings``, so no array is ever whole on one device.
+
+    Parameters are bitwise equal in every layout: float sums of an initializer, as in ``w - w.mean(0)``, are evaluated in a fixed order
+    (:mod:`jaxpar.training.model.fixed_order`). A few other operations have no fixed order, as matmuls; :func:`jaxpar.explain` names the parameters
+    that depend on them.
+
+    Args:
+      layout: where things go. Its mesh holds devices.
+      make_model: ``make_model(key)`` returns an NNX module, Linen variables or a (tagged) pytree. It is traced.
+      tx: any optax transform.
+      seed: of the PRNG key that ``make_model`` receives.
+      precision: as for :func:`jaxpar.train_step`; one with a loss scale makes the state carry it.
+
+    Raises:
+      LayoutError: listing every tensor that the rules cannot place.
+      ModelError: ``make_model`` returned something that holds no parameters.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed="data", mlp=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 4)), "embed", "mlp")}
+    >>> init(layout, make_model, optax.adam(1e-3)).params["w"].sharding.spec
+    P('data', None)
+    """
+    return init_program(layout, make_model, tx, precision)(jax.random.key(seed))
+
+
+def init_program(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> jax.stages.Wrapped:
+    """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
+    abstract, causes = _abstract(layout, make_model, tx, precision)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    treedef = jax.tree.structure(abstract)
+
+    def build(key: jax.Array) -> TrainState:
+        # A model that makes functions as it is built (attention_fn=lambda ...) is another one each time, but for its arrays.
+        made = _build(layout, make_model, tx, Precision.of(precision), key)
+        return jax.tree.unflatten(treedef, jax.tree.leaves(made))
+
+    # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
+    # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
+    options: dict[str, Any] = {}
+    if layout.mesh.devices.flat[0].platform == "cpu":
+        options["xla_backend_optimization_level"] = 0
+        if any(names & FIXED for names in causes.values()):
+            options |= ONE_CODE
+    return jax.jit(build, out_shardings=shardings, compiler_options=options or None)
+
+
+def abstract_state(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> TrainState:
+    """The state that :func:`init` would build, as ``ShapeDtypeStruct`` leaves with shardings. Needs no devices.
+
+    Raises:
+      LayoutError: listing every tensor that the rules cannot place.
+      ConfigError: parameters are to wait in the host's memory, but none is a stack of layers.
+    """
+    return _abstract(layout, make_model, tx, precision)[0]
+
+
+def _abstract(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked
+) -> tuple[TrainState, dict[str, Causes]]:
+    """:func:`abstract_state`, and the order-dependent primitives of each parameter that has any."""
+    shapes, causes = shape_state_and_causes(layout, make_model, tx, precision)
+    tensors = place(layout, shapes)
+    if problems := problems_of(layout, tensors):
+        raise LayoutError(problems)
+    missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    if missing:
+        raise ConfigError(missing)
+    simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
+    if simulated and any(tensor.host for tensor in tensors):
+        text = "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
+        warnings.warn(text, stacklevel=3)
+    leaves, treedef = jax.tree.flatten(shapes)
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(layout, tensor))
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, placed), causes
+
+
+def _sharding(layout: Layout, tensor: Tensor) -> NamedSharding:
+    sharding = NamedSharding(layout.mesh, to_spec(tensor.resolved))
+    return sharding.with_memory_kind(KIND) if tensor.host else sharding
+
+
+def shape_state(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> TrainState:
+    """The state as ``ShapeDtypeStruct`` leaves without shardings."""
+    return shape_state_and_causes(layout, make_model, tx, precision)[0]
+
+
+def shape_state_and_causes(
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+) -> tuple[TrainState, dict[str, Causes]]:
+    """The state as shapes, and by path the order-dependent primitives on the way to each parameter (:mod:`jaxpar.training.model.fixed_order`)."""
+    found: dict[str, Causes] = {}
+    build = functools.partial(_build, layout, make_model, tx, Precision.of(precision), causes=found)
+    return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0))), found
+
+
+def _build(
+    layout: Layout,
+    make_model: MakeModel,
+    tx: optax.GradientTransformation,
+    precision: Precision,
+    key: jax.Array,
+    causes: dict[str, Causes] | None = None,
+) -> TrainState:
+    model_key, step_key = jax.random.split(key)
+    # Flax would take the names in its metadata for mesh axes, Linen when it sees a mesh and NNX always: the jit around this
+    # places what comes out. A Linen init runs the model on an example, often with a batch of one, which need not fit.
+    no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), observing(_ignore):
+        parts, found = build(make_model, model_key)
+        one_bit = isinstance(tx, one_bit_adam.OneBit)
+        if one_bit:
+            opt_state: Any = tx.init(parts.params, dict(parts.dims))
+        else:
+            tx, opt_state = with_slow_parameters(tx, parts.params)
+    if causes is not None:
+        causes |= found
+    static = Static(parts.kind, tx, parts.dims)
+    scale = None if precision.scale is None else precision.scale.start()
+    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static, scale)
+
+
+def _ignore(*_: Any) -> None:
+    """An observer that lets every problem pass. One function for all calls: it is part of jit's cache key."""
+
+
+def place(layout: Layout, state: TrainState) -> list[Tensor]:
+    """Where every leaf of ``state`` lies, in the order of ``jax.tree.leaves(state)``; problems are texts in the tensors."""
+    dims = dict(state.static.dims)
+    leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
+    placed = {
+        path: _model_tensor(layout, path, dims.get(path), leaf, state.static.tx)
+        for path, leaf in leaves
+        if path[0] != "opt_state"
+    }
+    one_bit = isinstance(state.static.tx, one_bit_adam.OneBit)
+    for path, leaf in leaves:
+        if path[0] == "opt_state":
+            found = one_bit_adam.place(layout, path[1:], leaf.shape, params, dims) if one_bit else None
+            if found is not None:
+                placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, *found)
+                continue
+            owner, names, note = moment_names(path[1:], leaf.shape, params, dims)
+            known = (None,) * len(leaf.shape) if names is None else names
+            resolved = layout.resolve(known, leaf.shape, role="optimizer", dtype=leaf.dtype, path=show(path))
+            if owner is not None and placed["params", *owner].problems:
+                # The parameter names the problem once; repeating it for each moment would bury the others.
+                resolved = dataclasses.replace(resolved, problems=())
+            if one_bit and path[1] == "mu":  # every parameter has one
+                found_too = one_bit_adam.problem(layout, path[2:], leaf.shape, dims)
+                resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
+            host = hosted(state.static.tx, leaf.shape, leaf.dtype)
+            placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
+    return [placed[path] for path, _ in leaves]
+
+
+def problems_of(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
+    """What is wrong with any of them, each text once.
+
+    Parameters that nobody annotated are one problem together, and so are stacks of layers that the stages of a pipeline do not divide.
+    """
+    bare = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
+    together = (messages.unannotated(list(bare.items())),) if bare else ()
+    stages = layout.sizes.get(AXIS, 1)
+    stacks: dict[Dim, list[str]] = {}
+    for tensor in tensors:
+        if _undivided(tensor, stages):
+            stacks.setdefault(tensor.resolved.dims[0], []).append(f"{tensor.path} {list(tensor.shape)}")
+
+    def one(tensor: Tensor) -> Sequence[str]:
+        if tensor.path in bare:
+            return together
+        if not _undivided(tensor, stages):
+            return tensor.problems
+        layers = tensor.resolved.dims[0]
+        text = messages.undivided_layers(stacks[layers], layers.size or 0, layers.why, layers.rule, stages)
+        return (text, *(other for other in tensor.problems if f": {layers.why} (rule" not in other))
+
+    return list(dict.fromkeys(text for tensor in tensors for text in one(tensor)))
+
+
+def _undivided(tensor: Tensor, stages: int) -> bool:
+    """Whether it is a stack of layers that goes over a pipeline's stages, but not evenly."""
+    if not tensor.problems or stages == 1 or (tensor.names or ())[:1] != (LAYERS,):
+        return False
+    first = tensor.resolved.dims[0]
+    return messages.no_multiple(LAYERS, first.size or 0, {AXIS: stages}) == first.why
+
+
+def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> Tensor:
+    """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
+    part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
+    if names is not None:
+        resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
+        host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
+        return Tensor(part, full, shape, dtype, names, resolved, why, host)
+    if part == "params":
+        # Only `over` can place a parameter that nobody annotated.
+        resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
+        if shape and layout.rules.unannotated == "error":
+            resolved = dataclasses.replace(resolved, problems=(messages.unannotated([(full, shape)]),))
+        return Tensor(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
+    why = "carried by the model, not annotated"
+    resolved = Resolved(tuple(Dim(None, size, why=why) for size in shape))
+    return Tensor(part, full, shape, dtype, None, resolved, why if part == "rest" else "")
+
+
+def moment_names(
+    path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: Mapping[Path, Names]
+) -> tuple[Path | None, Names | None, str]:
+    """The logical dims of an optimizer leaf, from the parameter it belongs to.
+
+    A leaf belongs to the parameter whose path its own path contains (the longest one). Its dims then follow from the two
+    shapes: equal (moments); one leading dim more (histories, as lbfgs); a dim kept at size 1 (sm3); a dim dropped
+    (factored moments, as adafactor). What fits none of these is left whole, by name.
+
+    Args:
+      path: the leaf's path in the optimizer state.
+      shape: the leaf's shape.
+      params: parameter path → shape.
+      dims: ("params", *path) → logical dims.
+
+    Returns:
+      The owner's path (or None), the dims (or None), and a note on why there are none.
+    """
+    if not shape:
+        return None, None, ""
+    spans = [path[i:j] for i in range(len(path)) for j in range(len(path), i, -1)]
+    owner = max((span for span in spans if span in params), key=len, default=() if () in params else None)
+    if owner is None:
+        return None, None, "belongs to no parameter"
+    names = dims.get(("params", *owner))
+    if names is None:
+        return owner, None, "its parameter is not annotated"
+    related = relate(params[owner], names, shape)
+    note = "" if related is not None else f"its shape does not follow from {show(owner)} {list(params[owner])}"
+    return owner, related, note
+
+
+def relate(param: tuple[int, ...], names: Names, shape: tuple[int, ...]) -> Names | None:
+    """Names for ``shape``, derived from a parameter's shape and names; ``None`` when nothing certain can be said.
+
+    >>> relate((8, 4), ("embed", "mlp"), (10, 8, 4))
+    (None, 'embed', 'mlp')
+    >>> relate((8, 4), ("embed", "mlp"), (4,))
+    ('mlp',)
+    >>> relate((8, 8), ("embed", "mlp"), (8,)) is None
+    True
+    """
+    if len(names) != len(param):  # the annotation is wrong, and reported at the parameter
+        return None
+    if len(shape) == len(param) and all(got in (want, 1) for got, want in zip(shape, param, strict=True)):
+        return tuple(name if got == want else None for name, got, want in zip(names, shape, param, strict=True))
+    if shape[1:] == param:
+        return (None, *names)
+    dropped = {names[:i] + names[i + 1 :] for i in range(len(param)) if param[:i] + param[i + 1 :] == shape}
+    return dropped.pop() if len(dropped) == 1 else None

@@ -1,0 +1,303 @@
+"""Compiling for TPUs and GPUs that are not here, with the real compilers in environments of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar as jp
+from jaxpar.analysis.compile import ahead_of_time
+from jaxpar.analysis.compile.ahead_of_time import aim, compile_for
+from jaxpar.analysis.compile.compilers import COMPILERS
+from jaxpar.analysis.compile.warnings import rematerialised
+from jaxpar.analysis.hlo.audit import audit
+from jaxpar.analysis.hlo.parser import parse
+from jaxpar.app.cli import main
+from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.losses import next_token_loss
+from jaxpar.sharding.hardware.topology import Topology, platform_of
+
+PYTHON, GPU_PYTHON = (COMPILERS[platform].variable for platform in ("tpu", "gpu"))
+ROOT = Path(__file__).parents[3]
+FSDP = ROOT / "configs" / "layouts" / "fsdp.yaml"
+GOLDEN = ROOT / "tests" / "golden" / "program_quickstart_v5e.json"
+MODEL = LlamaConfig(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
+SHAPE = (8, 128)
+
+
+def batch(rows: int = SHAPE[0]) -> dict[str, object]:
+    return {k: jp.tag(jax.ShapeDtypeStruct((rows, SHAPE[1]), "int32"), "batch", "seq") for k in ("tokens", "targets")}
+
+
+def compiled(topology: str, layout: jp.Layout, model: LlamaConfig = MODEL, **options: object) -> object:
+    return compile_for(topology, layout, make_llama(model), optax.adamw(1e-3), next_token_loss, batch(), **options)
+
+
+def pretend(request: dict[str, object], kept: Path) -> dict[str, object]:
+    """Leave behind what a compile would, and the request."""
+    names = ("argument", "output", "temp", "alias", "host_argument", "host_temp")
+    memory = {f"{name}_size": 0 for name in names} | {"peak_memory": 0}
+    facts = {"memory": memory, "compile_cpu_seconds": 0.0, "device_kind": "", "versions": {}}
+    kept.mkdir()
+    (kept / "program.hlo").write_text("HloModule pretended")
+    (kept / "result.json").write_text(json.dumps(facts))
+    return request
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled programs."""
+    monkeypatch.setenv("JAXPAR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def tpu_python(folder: Path) -> str:
+    """An interpreter with ``jax[tpu]``: the suite's own stays without it, as a plain import of jax would look for a TPU."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv is not None, "the suite runs under uv"
+    python = str(folder / "bin" / "python")
+    # The golden file's compiler: a patch of libtpu may compile otherwise.
+    kept = json.loads(GOLDEN.read_text(encoding="utf-8"))["versions"]["libtpu"]
+    requirements = (f"jax[tpu]=={jax.__version__}", f"libtpu=={kept}", "flatbuffers")
+    for command in (
+        ("venv", "--python", sys.executable, str(folder)),
+        ("pip", "install", "--python", python, *requirements),
+    ):
+        subprocess.run([uv, "-q", *command], check=True)
+    return python
+
+
+def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pytestconfig: pytest.Config,
+) -> None:
+    monkeypatch.setenv(PYTHON, tpu_python(tmp_path / "tpu"))
+    layout = jp.Layout.from_yaml(FSDP, devices=8)
+    first, again = (compiled("v5e:2x4", layout) for _ in range(2))
+    assert not first.cached and again.cached and again.text == first.text  # type: ignore[attr-defined]
+    report = audit(first, mesh=layout.mesh)
+    total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
+        "params", "opt_state", "rest", "batch", "other"
+    )
+    # Arrays are tiled on a TPU, so small ones take a little more there than their elements.
+    assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
+    assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
+    _too_large(layout)
+    _warned()
+    if pytestconfig.getoption("--update-golden"):
+        GOLDEN.unlink()
+    _from_the_command_line(tmp_path, capsys)
+
+
+def _too_large(layout: jp.Layout) -> None:
+    huge = LlamaConfig(vocab=512, embed=16_384, layers=48, heads=128, kv_heads=128, head_dim=128, mlp=65_536)
+    with pytest.raises(
+        jp.errors.CompileError, match=r"the compiler refused the program for v5e:2x4: (?s:.*)(hbm|memory)"
+    ):
+        compiled("v5e:2x4", layout, huge)
+
+
+def _warned() -> None:
+    """The compiler's warning is kept with what it compiled, and found again with it."""
+    layout = aim(jp.Layout(jp.MeshSpec(replica=2, data=2, model=2).abstract(), jp.Rules()), Topology.parse("v5e:2x4"))
+
+    def at(*spec: object) -> NamedSharding:
+        return NamedSharding(layout.mesh, PartitionSpec(*spec))
+
+    def moved(x: jax.Array) -> jax.Array:
+        y = jax.lax.with_sharding_constraint(jnp.sin(x), at("replica"))
+        return jax.lax.with_sharding_constraint(jnp.cos(y), at(None, ("data", "replica")))
+
+    x = jax.ShapeDtypeStruct((512, 512), "float32", sharding=at("replica", None))
+    for _ in range(2):
+        program = ahead_of_time.compile_program(Topology.parse("v5e:2x4"), layout, moved, (x,))
+        (warning,) = program.warnings
+        found = rematerialised(warning, parse(program.text))
+        assert found is not None and (found.tensor, found.bytes) == ("f32[512,512]", 2**20)
+        assert (found.before, found.after) == ("replica, ·", "·, data+replica")
+        assert found.source.startswith("_warned.<locals>.moved (test_aot.py:")
+
+
+def _from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: folder / f"check.{name}" for name in ("json", "html", "hlo")}
+    options = [word for name, file in files.items() for word in (f"--{name}", str(file))]
+    options += ["--golden", str(GOLDEN)]
+    assert main(["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:2x4", *options]) == 0
+    screen = capsys.readouterr().out
+    assert "no problem" in screen and "compiled for v5e:2x4 (TPU v5 lite)" in screen and "all-gather" in screen
+    assert f"golden file {GOLDEN}: " in screen and "fits v5e:2x4" in screen
+    facts = json.loads(files["json"].read_text())
+    assert facts["matmul_flops"] > 0 and facts["memory"]["argument"] > 0 and facts["wire_bytes"]["total"] > 0
+    assert files["hlo"].read_text().startswith("HloModule") and files["html"].read_text().count("<table>") > 5
+
+
+@pytest.mark.skipif(GPU_PYTHON not in os.environ, reason=f"{GPU_PYTHON} names no interpreter: jax[cuda13] is gigabytes")
+def test_a_step_is_compiled_for_gpus_that_are_not_here(cache: Path) -> None:
+    base = jp.Layout.from_yaml(FSDP, devices=8)
+    layout = jp.Layout(jp.MeshSpec(data=-1).on("h100:8"), base.rules)
+    first, again = (compiled("h100:8", layout) for _ in range(2))
+    assert not first.cached and again.cached and again.text == first.text  # type: ignore[attr-defined]
+    assert first.device_kind == "NVIDIA H100 80GB HBM3"  # type: ignore[attr-defined]
+    report = audit(first, mesh=layout.mesh)
+    total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
+        "params", "opt_state", "rest", "batch", "other"
+    )
+    assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
+    assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
+    torn = jp.Layout(jp.MeshSpec(data=4, model=6).on("h100:3x8"), base.rules)
+    narrow = LlamaConfig(vocab=528, embed=192, layers=1, heads=2, kv_heads=2, head_dim=96, mlp=384)
+    with pytest.raises(jp.errors.MeshError, match="does not fit 3 slices of 8 devices"):
+        compiled("h100:3x8", torn, narrow)
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(jp.errors.MeshError) as caught:
+        compiled("v5e:4x4", jp.Layout.from_yaml(FSDP, devices=8))
+    assert str(caught.value).startswith("the mesh has 8 devices (") and str(caught.value).endswith(
+        "but v5e:4x4 has 16. Remedy: MeshSpec(...).on('v5e:4x4')."
+    )
+
+
+def test_without_libtpu_the_extra_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON, sys.executable)
+    with pytest.raises(jp.errors.MissingExtraError) as caught:
+        compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
+    assert str(caught.value) == (
+        f"compiling for a TPU needs libtpu, which {sys.executable} does not have. Remedy: pip install 'jaxpar[tpu]', or point "
+        f"{PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
+    )
+
+
+def test_an_interpreter_that_does_not_run_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON, "/no/such/python")
+    with pytest.raises(
+        jp.errors.CompileError, match="the interpreter '/no/such/python' does not run .* Remedy: correct"
+    ):
+        compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
+
+
+def test_topology_and_devices_must_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:4x4", "--devices", "8"]
+    assert main(arguments) == 1
+    assert capsys.readouterr().err == "ConfigError: --devices 8, but v5e:4x4 has 16. Remedy: leave --devices out.\n"
+
+
+def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(ahead_of_time, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(
+        ahead_of_time, "_compile", lambda compiler, program, request, kept: asked.append(pretend(request, kept))
+    )
+    layout = jp.Layout.from_yaml(FSDP, devices=8)
+    for options in (None, {}, {"xla_tpu_scoped_vmem_limit_kib": 65536}, {"xla_tpu_scoped_vmem_limit_kib": "65536"}):
+        compiled("v5e:2x4", layout, compiler_options=options)
+    assert [request["compiler_options"] for request in asked] == [
+        {},
+        {"xla_tpu_scoped_vmem_limit_kib": 65536},
+        {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_sizes_of_collectives_and_the_hosts_memory_reach_the_compiler(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(ahead_of_time, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(
+        ahead_of_time, "_compile", lambda compiler, program, request, kept: asked.append(pretend(request, kept))
+    )
+    layout, own = jp.Layout.from_yaml(FSDP, devices=8), {"xla_tpu_scoped_vmem_limit_kib": 65536}
+    compiled("v5e:2x4", layout, fusion=jp.Fusion(reduce=0), compiler_options=own)
+    assert asked[0]["compiler_options"] == own | {
+        "xla_jf_crs_combiner_threshold_in_bytes": 0,
+        "xla_jf_crs_combiner_threshold_count": 2**30,
+    }
+    assert "kinds" not in asked[0]
+    tx = jp.offload(optax.adamw(1e-3))
+    compile_for("v5e:2x4", layout, make_llama(MODEL), tx, next_token_loss, batch())
+    state = jp.abstract_state(aim(layout, Topology.parse("v5e:2x4")), make_llama(MODEL), tx)
+    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
+    found = asked[1]["kinds"]
+    assert isinstance(found, list) and found[: len(kinds)] == kinds and kinds.count("pinned_host") == 2 * 9
+    with pytest.warns(UserWarning, match="takes the host's memory for the device's, and counts it so"):
+        compile_for("h100:8", layout, make_llama(MODEL), tx, next_token_loss, batch())
+
+
+def test_the_peak_is_the_devices_alone() -> None:
+    given = {
+        "peak_memory": 100,
+        "host_argument_size": 30,
+        "host_temp_size": 5,
+        "host_output_size": 40,
+        "host_alias_size": 30,
+    }
+    assert ahead_of_time._memory(given) == {"peak": 55, "host": 45}
+    assert ahead_of_time._memory({"peak_memory": 100, "host_argument_size": 0, "host_temp_size": 0}) == {
+        "peak": 100,
+        "host": 0,
+    }
+    assert ahead_of_time._memory({"peak_memory": 100}) == {"peak": 100}
+
+
+def test_a_model_sees_what_it_is_compiled_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def loss_fn(model: object, batch: object) -> jax.Array:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        seen.append(f"{platform_of(jp.current_layout().mesh)}: {device.device_kind}, {device.num_cores} cores")
+        return next_token_loss(model, batch)
+
+    monkeypatch.setattr(ahead_of_time, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(ahead_of_time, "_compile", lambda compiler, program, request, kept: pretend(request, kept))
+    for layout in (jp.Layout.from_yaml(FSDP, devices=8), jp.Layout.from_yaml(FSDP, devices=jax.devices()[:8])):
+        compile_for("v5p:2x2x2", layout, make_llama(MODEL), optax.adamw(1e-3), loss_fn, batch())
+    assert set(seen) == {"tpu: TPU v5, 2 cores"}
+
+
+def test_a_mesh_for_another_accelerator_is_refused() -> None:
+    layout = aim(jp.Layout.from_yaml(FSDP, devices=8), Topology.parse("v5p:2x2x2"))
+    with pytest.raises(jp.errors.MeshError) as caught:
+        compiled("v5e:2x4", layout)
+    assert str(caught.value) == (
+        "the mesh is for 'TPU v5', but v5e:2x4 has 'TPU v5 lite'. Remedy: MeshSpec(...).on('v5e:2x4'), or "
+        "MeshSpec(...).abstract(8), which is for any."
+    )
+
+
+def double(x: jax.Array) -> jax.Array:
+    def kernel(x_ref: object, y_ref: object) -> None:
+        y_ref[...] = 2 * x_ref[...]  # type: ignore[index]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_kernels_reach_the_compiler(topology: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(ahead_of_time, "versions_of", lambda *_: {"jax": jax.__version__})
+    monkeypatch.setattr(
+        ahead_of_time, "_compile", lambda _, program, request, kept: sent.append(program) or pretend(request, kept)
+    )
+    layout = aim(jp.Layout.from_yaml(FSDP, devices=8), Topology.parse(topology))
+    x = jax.ShapeDtypeStruct((64, 128), "float32", sharding=layout.sharding(("batch", None)))
+    spec = x.sharding.spec
+    function = jax.shard_map(double, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    ahead_of_time.compile_program(Topology.parse(topology), layout, function, (x,))
+    kernels = {"v5e:2x4": b"tpu_custom_call", "h100:8": b"triton"}
+    assert kernels[topology] in sent[0]

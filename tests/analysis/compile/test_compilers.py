@@ -1,0 +1,158 @@
+"""Finding a platform's compiler: the interpreter that holds it, its versions, and how it is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxpar.analysis.compile import compilers, worker
+from jaxpar.analysis.compile.compilers import COMPILERS, description_of, environment_of, versions_of
+from jaxpar.errors import CompileError, MeshError, MissingExtraError
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.versions import satisfies
+
+METADATA = [
+    'libtpu==0.0.50.*; extra == "tpu"',
+    'jax-cuda12-plugin[with-cuda]<=9,>=8; extra == "cuda13"',
+    'jax-cuda13-plugin[with-cuda]<=0.12.0.1,>=0.12.0.1; extra == "cuda13"',
+    'jax-cuda13-plugin<=9,>=8; extra == "cuda13-local"',
+]
+JAX = jax.__version__
+FITTING = {"tpu": {"libtpu": "0.0.50.1"}, "gpu": {"jax-cuda13-plugin": "0.12.0.1", "nvidia-cudnn-cu13": "9.28.0.42"}}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Makes an interpreter that holds the given versions the one for a platform, and returns its path."""
+
+    def make(platform: str, **versions: str | None) -> str:
+        compiler = COMPILERS[platform]
+        held = {"jax": JAX, **dict.fromkeys((compiler.plugin, *compiler.others)), **versions}
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\ncat <<'E'\n{json.dumps(held)}\nE\n")
+        python.chmod(0o755)
+        monkeypatch.setenv(compiler.variable, str(python))
+        monkeypatch.setattr(compilers, "requires", lambda package: METADATA)
+        return str(python)
+
+    return make
+
+
+@pytest.mark.parametrize("platform", COMPILERS)
+def test_a_fitting_compiler_tells_its_versions(fake, platform: str) -> None:  # type: ignore[no-untyped-def]
+    fake(platform, **FITTING[platform])
+    assert versions_of(COMPILERS[platform]) == {"jax": JAX, **FITTING[platform]}
+
+
+@pytest.mark.parametrize(
+    ("platform", "device", "plugin", "extra"),
+    [("tpu", "a TPU", "libtpu", "tpu"), ("gpu", "an NVIDIA GPU", "jax-cuda13-plugin", "cuda13")],
+)
+def test_without_a_compiler_the_extra_is_named(fake, platform: str, device: str, plugin: str, extra: str) -> None:  # type: ignore[no-untyped-def]
+    python = fake(platform)
+    with pytest.raises(MissingExtraError) as caught:
+        versions_of(COMPILERS[platform])
+    assert str(caught.value) == (
+        f"compiling for {device} needs {plugin}, which {python} does not have. Remedy: pip install 'jaxpar[{platform}]', or "
+        f"point JAXPAR_{platform.upper()}_PYTHON to an interpreter with 'jax[{extra}]=={JAX}'."
+    )
+
+
+def test_another_jax_is_refused(fake) -> None:  # type: ignore[no-untyped-def]
+    python = fake("gpu", **FITTING["gpu"], jax="0.11.0")
+    with pytest.raises(CompileError) as caught:
+        versions_of(COMPILERS["gpu"])
+    assert str(caught.value) == (
+        f"{python} has jax 0.11.0, but this is jax {JAX}: a program is compiled by the version that lowered it. "
+        f"Remedy: pip install 'jax[cuda13]=={JAX}' there."
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "plugin", "extra", "version", "wanted"),
+    [
+        ("tpu", "libtpu", "tpu", "0.0.49.2", "==0.0.50.*"),
+        ("gpu", "jax-cuda13-plugin", "cuda13", "0.12.0", "<=0.12.0.1,>=0.12.0.1"),
+    ],
+)
+def test_a_compiler_for_another_jax_is_refused(  # type: ignore[no-untyped-def]
+    fake, platform: str, plugin: str, extra: str, version: str, wanted: str
+) -> None:
+    python = fake(platform, **{plugin: version})
+    with pytest.raises(CompileError) as caught:
+        versions_of(COMPILERS[platform])
+    assert str(caught.value) == (
+        f"{python} has {plugin} {version}, but jax {JAX} wants {plugin}{wanted}. Remedy: pip install "
+        f"'jax[{extra}]=={JAX}' there."
+    )
+
+
+def test_this_jax_says_which_compilers_it_wants() -> None:
+    requirements = compilers.requires("jax") or []
+    assert all(compilers._wanted(compiler, requirements) for compiler in COMPILERS.values())
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "fits"),
+    [
+        ("0.0.50.1", "==0.0.50.*", True),
+        ("0.0.5.1", "==0.0.50.*", False),
+        ("0.12.0", "<=0.12.0.0,>=0.12", True),
+        ("0.12.0.1", "<=0.12", False),
+        ("1.2.3.dev4+abc", ">=1.2.3,<2", True),
+        ("1.2", "~=1.1", True),
+        ("1.2", "", True),
+    ],
+)
+def test_versions_are_compared_by_number(version: str, wanted: str, fits: bool) -> None:
+    assert satisfies(version, wanted) is fits
+
+
+def test_a_topology_is_asked_for_as_the_compiler_names_it() -> None:
+    def asked(name: str) -> dict[str, object]:
+        return description_of(Topology.parse(name), FITTING["gpu"])
+
+    assert asked("v5e:4x4*2") == {"platform": "tpu", "topology_name": "v5e:4x4", "num_slices": 2}
+    assert asked("v4:2x2x2") == {"platform": "tpu", "topology_name": "v4:2x2x2", "chip_config_name": "megacore"}
+    one, four = asked("h100:8"), asked("h100:4x8")
+    assert (one["platform"], one["topology"], four["topology"]) == ("cuda", "1x1x8", "4x1x8")
+    target = str(one["target_config"])
+    assert target == four["target_config"] and "core_count: 132" in target
+    assert target.endswith("dnn_version_info { major: 9 minor: 28 patch: 0 }\n")
+    assert f'device_description_str: "{Topology.parse("h100:8").device_kind}"' in target
+
+
+def test_no_flag_of_the_environment_reaches_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.setenv(name, "--some_flag=1")
+    for compiler in COMPILERS.values():
+        environment = environment_of(compiler)
+        assert environment["JAX_PLATFORMS"] == "cpu" and not {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & environment.keys()
+
+
+def gpus(hosts: int, each: int) -> list[SimpleNamespace]:
+    """GPUs as the compiler describes them ahead of time: all of slice 0."""
+    numbers = range(hosts * each)
+    return [
+        SimpleNamespace(id=i, process_index=i // each, slice_index=0, platform="gpu", device_kind="H100")
+        for i in numbers
+    ]
+
+
+def test_inner_axes_stay_on_one_host_of_gpus() -> None:
+    places = worker._arranged(gpus(4, 8), {"replica": 2, "data": 2, "model": 8})
+    hosts = [[{device.process_index for device in row} for row in block] for block in places]
+    assert hosts == [[{0}, {1}], [{2}, {3}]]
+
+
+def test_a_mesh_that_tears_hosts_apart_is_refused() -> None:
+    with pytest.raises(MeshError) as caught:
+        worker._arranged(gpus(3, 8), {"data": 4, "model": 6})
+    assert str(caught.value) == (
+        "the mesh data=4 × model=6 does not fit 3 slices of 8 devices: model=6 would lie across several. "
+        "Remedy: make it divide 8."
+    )

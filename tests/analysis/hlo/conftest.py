@@ -1,0 +1,73 @@
+"""The compiled programs that several of the auditor's tests look at: stored ones, and ones compiled here once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxpar as jp
+from jaxpar.analysis.hlo.audit import Audit
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@cache
+def _text(name: str) -> str:
+    return gzip.decompress((FIXTURES / f"{name}.hlo.gz").read_bytes()).decode()
+
+
+@cache
+def _facts(name: str) -> dict[str, Any]:
+    return json.loads((FIXTURES / "index.json").read_text(encoding="utf-8"))[name]
+
+
+@cache
+def _audit(name: str) -> Audit:
+    return jp.audit(_text(name), mesh=_facts(name)["mesh"])
+
+
+@pytest.fixture(scope="session")
+def stored_text() -> Callable[[str], str]:
+    """``stored_text(name)``: the HLO text of a fixture."""
+    return _text
+
+
+@pytest.fixture(scope="session")
+def facts() -> Callable[[str], dict[str, Any]]:
+    """``facts(name)``: what is known of a fixture's program."""
+    return _facts
+
+
+@pytest.fixture(scope="session")
+def stored() -> Callable[[str], Audit]:
+    """``stored(name)``: the audit of a fixture."""
+    return _audit
+
+
+@pytest.fixture(scope="session")
+def line_mesh() -> jax.sharding.Mesh:
+    """Eight devices on ``data``; every other axis has one."""
+    return jp.MeshSpec(data=8).build()
+
+
+@pytest.fixture(scope="session")
+def grid_mesh() -> jax.sharding.Mesh:
+    """Four devices on ``data`` × two on ``model``."""
+    return jp.MeshSpec(data=4, model=2).build()
+
+
+def compiled_text(lowered: jax.stages.Lowered) -> str:
+    return str(lowered.compile().as_text())
+
+
+@pytest.fixture(scope="session")
+def text_of() -> Callable[[jax.stages.Lowered], str]:
+    """``text_of(lowered)``: the HLO text that the CPU compiler makes of a program."""
+    return compiled_text

@@ -1,0 +1,216 @@
+"""Launchers by their variables, whole and half set; places by hand; devices shared out and layouts refitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.app.launch import device_assignment
+from jaxpar.app.launch.cluster_detection import Cluster, detect
+from jaxpar.app.launch.join import Place, bind_of, found, place_of
+from jaxpar.errors import LaunchError
+from jaxpar.parallel.zero.stages import Zero
+
+SLURM = {
+    "SLURM_JOB_ID": "4096",
+    "SLURM_STEP_NODELIST": "gpu[007-009,12],x",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+TPU = {"TPU_WORKER_HOSTNAMES": "t0,t1,t2", "TPU_WORKER_ID": "1"}
+SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "s0:81"}
+POD = {"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "5"}
+BY_HAND = "or say --coordinator HOST:PORT --process-count N --process-id I by hand (--process-count 1: alone)."
+
+
+def look(variables: Mapping[str, str], *installed: str, files: tuple[str, ...] = ()) -> Cluster | None:
+    return detect(variables, installed=lambda name: name in installed, exists=lambda path: path in files)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (SLURM, "Slurm: process 3 of 8, coordinator gpu007:61440"),
+        (SLURM | {"JAX_COORDINATOR_PORT": "99", "SLURM_STEP_NODELIST": "n"}, "Slurm: process 3 of 8, coordinator n:99"),
+        (OMPI | {"OMPI_MCA_orte_hnp_uri": "0;tcp://1"}, "Open MPI: process 2 of 4"),
+        (TPU, "Cloud TPU: process 1 of 3, coordinator t0:8482"),
+        (TPU | SLICES, "Cloud TPU: process 4 of 6, coordinator s0:8482"),
+    ],
+)
+def test_a_launcher_is_found_by_its_variables(variables: dict[str, str], text: str) -> None:
+    assert str(look(variables)) == text
+
+
+def test_a_launcher_that_asks_a_server_is_found() -> None:
+    assert str(look(POD, "kubernetes")) == "Kubernetes: jax.distributed asks its server for the rest"
+    assert str(look(OMPI, "mpi4py")) == "Open MPI: process 2 of 4"
+    chips = ("/dev/accel0",)
+    assert look({}, "libtpu", files=chips) == Cluster("Cloud TPU", None)
+    for variables in ({"TPU_SKIP_MDS_QUERY": "1"}, {"JAX_PLATFORMS": "cpu"}):
+        assert look(variables, "libtpu", files=chips) is None
+    assert look({}, "libtpu") is None and look({}, files=chips) is None
+
+
+def test_alone_is_alone() -> None:
+    one = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"}  # an interactive shell of one task
+    pod = {"KUBERNETES_SERVICE_HOST": "k"}  # any pod at all
+    for variables in ({}, one, pod, {"OMPI_COMM_WORLD_SIZE": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+        assert look(variables) is None
+    assert found(None, alone=True, variables=SLURM) is None
+    place = Place(2, 0, "h:1")
+    assert (
+        found(place, alone=False, variables=SLURM) == place
+        and str(found(None, alone=False, variables=SLURM))[:5] == "Slurm"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (
+            {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
+            (
+                "Slurm: SLURM_NTASKS is 4, but SLURM_STEP_NODELIST, SLURM_LOCALID are not set, so this process cannot tell which one it is. Remedy: start it "
+                f"with srun, {BY_HAND}"
+            ),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            (
+                "Open MPI: OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_LOCAL_RANK is not set, so this process cannot tell which one it is. Remedy: start "
+                f"it with mpirun, {BY_HAND}"
+            ),
+        ),
+        (
+            OMPI,
+            (
+                "Open MPI: this is process 2 of 4, but from Open MPI 5 on jax asks mpi4py where process 0 is, which is not installed. Remedy: pip install "
+                f"mpi4py, {BY_HAND}"
+            ),
+        ),
+        (
+            {"TPU_WORKER_HOSTNAMES": "a,b"},
+            (
+                "Cloud TPU: TPU_WORKER_HOSTNAMES is a,b, but TPU_WORKER_ID is not set, so this process cannot tell which one it is. Remedy: start it where "
+                f"the TPU's own launcher does, {BY_HAND}"
+            ),
+        ),
+        (
+            TPU | {"MEGASCALE_NUM_SLICES": "2"},
+            (
+                "Cloud TPU: MEGASCALE_NUM_SLICES is 2, but MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS are not set, so this process cannot tell which "
+                f"one it is. Remedy: start it where the TPU's own launcher does, {BY_HAND}"
+            ),
+        ),
+        (
+            POD,
+            (
+                "Kubernetes: this is pod 5 of an Indexed Job, but the package kubernetes, with which jax asks for the others, is not installed. Remedy: pip "
+                f"install 'jax[k8s]', {BY_HAND}"
+            ),
+        ),
+        (
+            SLURM | {"SLURM_PROCID": "8"},
+            f"Slurm: SLURM_PROCID is 8, but SLURM_NTASKS is 8. Remedy: unset what an older job left, {BY_HAND}",
+        ),
+        ({"SLURM_NTASKS": "four"}, f"SLURM_NTASKS is 'four', but a number is wanted. Remedy: unset it, {BY_HAND}"),
+    ],
+)
+def test_what_is_half_set_is_said(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
+        look(variables)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("h:1", None, None), "--coordinator h:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes N, which starts"),
+        ((None, 4, 1), "--process-count 4, --process-id 1 are given, but --coordinator is not. Remedy: all three, or --processes N, which starts them here."),
+        (("h:1", 0, 0), "--process-count is 0, but at least 1 is wanted."),
+        (("h:1", 2, 2), "--process-id is 2, but --process-count 2 has processes 0 to 1."),
+        (("h", 2, 1), "--coordinator is 'h', but HOST:PORT is wanted, as 127.0.0.1:1234."),
+    ],
+)  # fmt: skip
+def test_a_place_by_hand_is_whole(given: tuple[Any, Any, Any], text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{re.escape(text)}"):
+        place_of(*given)
+
+
+def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_ADDRESS", *SLURM, "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    assert bind_of(Cluster("x", None, 2, 0, "192.0.2.7:12")) == "192.0.2.7:12"
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, type: [(2, 1, 6, "", ("127.0.1.1", port))])
+    assert bind_of(Cluster("x", None, 2, 0, "node7:12")) is None  # this host's table hides its address from itself
+    assert bind_of(Cluster("x", None, 2, 0, "localhost:12")) == "127.0.1.1:12"
+    assert bind_of(Cluster("x", None)) is None
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:5")
+    assert bind_of(Cluster("x", None, 2, 0, "192.0.2.7:12")) == "127.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    ("devices", "count", "text"),
+    [
+        (8, 0, "--processes is 0, but at least 1 is wanted."),
+        (2, 3, "3 processes are asked for, but there are 2 GPUs. Remedy: --processes of 1, 2."),
+        (8, 3, "8 GPUs cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, 4, 8, or a multiple of 3 devices."),
+    ],
+)  # fmt: skip
+def test_devices_are_shared_out_evenly(devices: int, count: int, text: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
+        device_assignment.share(devices, count, "GPUs")
+
+
+def test_the_devices_of_this_host(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "accel0"):
+        (tmp_path / name).touch()
+    assert device_assignment.gpus({}, tmp_path) == ["0", "2", "10"]
+    assert device_assignment.gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == []
+    assert device_assignment.gpus({"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "GPU-a,3"}, tmp_path) == [
+        "GPU-a",
+        "3",
+    ]
+    assert device_assignment.gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+    assert device_assignment.has_tpu({}, tmp_path) and not device_assignment.has_tpu({"JAX_PLATFORMS": "cpu"}, tmp_path)
+    assert device_assignment.simulated(4, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}) == 8
+    assert device_assignment.simulated(4, {}) == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "each", "mesh", "rules", "zero", "why"),
+    [
+        (3, 2, {"data": -1, "model": 2}, {"batch": "data"}, Zero(0), None),
+        (3, 2, {"data": 2, "model": 2}, {}, Zero(0), "6 devices are not the 4 of data=2, model=2, and no axis is -1"),
+        (3, 2, {"data": -1, "model": 4}, {}, Zero(0), "6 devices are no multiple of model=4"),
+        (5, 2, {"data": -1}, {"batch": "data"}, Zero(0), "a batch of 24 rows cannot be divided by 5 processes"),
+        (4, 4, {"data": -1}, {"batch": "data"}, Zero(0), "a batch of 24 rows cannot be divided by the 16 devices of its axes"),
+        (4, 4, {"data": -1}, {"batch": [["data"], None]}, Zero(0), None),
+        (2, 6, {"data": -1, "model": 4}, {}, Zero(0), "the 4 devices from model inwards would lie across processes of 6"),
+        (3, 2, {"data": -1}, {}, Zero(1, shard_group=4),
+         "optimizer: shard_group=4 does not divide the axis data of size 6 (on 6 devices)"),
+    ],
+)  # fmt: skip
+def test_whether_a_run_fits(
+    count: int, each: int, mesh: dict[str, int], rules: dict[str, Any], zero: Zero, why: str | None
+) -> None:
+    rules = {name: {"first_of": rule} if rule == [["data"], None] else rule for name, rule in rules.items()}
+    assert device_assignment.misfit(count, each, 24, mesh, rules, zero.mesh) == why
+
+
+def test_the_largest_number_that_fits_is_taken() -> None:
+    assert device_assignment.refit(3, 2, lambda count: None) == (3, "")
+    assert device_assignment.refit(3, 2, lambda count: "of this" if count > 1 else None) == (
+        1,
+        "3 processes x 2 devices = 6 devices do not fit: of this. 1 process would",
+    )
+    assert device_assignment.refit(2, 2, lambda count: "of this") == (
+        0,
+        "2 processes x 2 devices = 4 devices do not fit: of this. No smaller number would",
+    )
+    assert device_assignment.refit(0, 2, lambda count: None) == (0, "no process remains")

@@ -1,0 +1,143 @@
+"""The command line: what it imports, and ``explain``, ``check`` and ``verify``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.models.llama.layers import SwiGLU
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+SMALL = ["model.layers=2", "model.embed=32", "model.heads=2", "model.head_dim=16", "model.mlp=48", "data.batch=8"]
+SMALL += ["data.seq=16", "data.source=synthetic"]
+
+
+def settings(*values: str) -> list[str]:
+    return [word for value in (*SMALL, *values) for word in ("--set", value)]
+
+
+def python(code: str, **env: str) -> str:
+    """What a fresh interpreter prints, without this test session's devices."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **env}, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_import_is_light_and_help_does_not_import_jax() -> None:
+    heavy = ("jax", "flax", "numpy", "matplotlib", "grain", "tensorboardX", "jaxpar.models")
+    code = (
+        f"import sys, jaxpar; heavy = {heavy!r}; print([m for m in heavy if m in sys.modules])\n"
+        "import jaxpar.app.cli\n"
+        "try: jaxpar.app.cli.main(['--help'])\n"
+        "except SystemExit as e: print('exit', e.code, [m for m in heavy if m in sys.modules and m != 'numpy'])"
+    )
+    lines = python(code).splitlines()
+    assert lines[0] == "[]" and lines[-1] == "exit 0 []"
+
+
+def test_every_public_name_has_its_home() -> None:
+    for name in jp.__all__:
+        assert getattr(jp, name) is not None
+    assert set(jp.__all__) <= set(dir(jp))
+    with pytest.raises(AttributeError, match="module 'jaxpar' has no attribute 'shard'"):
+        _ = jp.shard  # type: ignore[attr-defined]
+
+
+def test_devices_are_simulated_only_where_there_is_no_accelerator() -> None:
+    code = "from jaxpar.utils.simulate_devices import {f}\n{f}(3)\nimport jax; print(jax.device_count(), jax.default_backend())"
+    for function in ("prefer_accelerators", "simulate_devices"):
+        assert python(code.format(f=function), JAX_PLATFORMS="cpu").split() == ["3", "cpu"]
+
+
+def test_too_late_to_simulate() -> None:
+    jax.devices()
+    with pytest.raises(jp.errors.MeshError) as caught:
+        jp.simulate_devices(5)
+    assert str(caught.value) == (
+        "jax already runs on 8 cpu device(s), so 5 cannot be simulated. Remedy: call simulate_devices(5) first, or set "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=5 before jax starts."
+    )
+
+
+def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "r.json", tmp_path / "r.html"]
+    arguments = ["explain", str(QUICKSTART), "--devices", "32", "--json", str(files[0]), "--html", str(files[1])]
+    assert main([*arguments, *settings("data.batch=16")]) == 0
+    text, report = capsys.readouterr().out, json.loads(files[0].read_text())
+    assert text.startswith("mesh: data 16 × model 2 = 32 devices") and "params/blocks/mlp/gate" in text
+    assert "Attention.__call__ (layers.py:" in text and "SwiGLU.__call__ (layers.py:" in text
+    assert report["devices"] == 32 and report["traced"] and report["problems"] == []
+    assert "<table>" in files[1].read_text()
+
+
+def test_check_passes_or_lists_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(QUICKSTART), *settings()]) == 0
+    assert "no problem" in capsys.readouterr().out
+    assert main(["check", str(QUICKSTART), *settings("data.batch=6", "model.mlp=49", "rules.extra=model")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("LayoutError:") and "49" in error and "'batch' has size 6" in error
+    assert "the rule extra is used by no tensor" in error
+
+
+def test_check_refuses_what_lies_whole_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(QUICKSTART), "--max-replicated", "0.0001", *settings()]) == 1
+    assert "lie whole on each of 8 devices, more than max_replicated=0.01%" in capsys.readouterr().err
+
+
+def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        yaml.safe_dump({"model": {"family": "llama"}, "layout": str(QUICKSTART.parent / "layouts/dp.yaml")})
+    )
+    assert main(["check", str(file)]) == 1
+    assert capsys.readouterr().err == (
+        "ConfigError: the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set "
+        "'simulate'.\n"
+    )
+
+
+def test_verify_proves_a_right_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(QUICKSTART), "--steps", "2", *settings()]) == 0
+    screen = capsys.readouterr().out
+    assert "initial parameters  bitwise equal" in screen and "verified            within 1e-05" in screen
+
+
+def test_verify_names_the_first_module_that_diverges(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = SwiGLU.__call__
+
+    def wrong(self: Any, x: jax.Array) -> jax.Array:  # off by a thousandth as soon as there is a model axis
+        return right(self, x) * (1 + 1e-3 * (jp.current_layout().sizes["model"] - 1))
+
+    monkeypatch.setattr(SwiGLU, "__call__", wrong)
+    assert main(["verify", str(QUICKSTART), "--steps", "1", *settings()]) == 1
+    screen = capsys.readouterr().out
+    assert "NOT verified" in screen and "first module that diverges: Block.__call__ (layers.py:" in screen
+    assert "(batch, residual_seq, embed), call 1: its activation differs by 1.0" in screen
+
+
+def test_verify_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(QUICKSTART), "--steps", "0", *settings()]) == 1
+    assert capsys.readouterr().err == "ConfigError: verify: steps is 0, but at least 1 is wanted.\n"
+
+
+def test_explain_estimates_memory_for_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:4x2"]) == 0
+    text = capsys.readouterr().out
+    assert "memory at the peak of a step on a TPU v5 lite, estimated\n" in text
+    assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:2x2", "--devices", "8"]) == 1
+    assert "the mesh has 8 devices" in capsys.readouterr().err

@@ -1,0 +1,418 @@
+"""What a run's keys for optimizer parallelism, precision and microbatches become."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+import jaxpar as jp
+from jaxpar.app.config import load_run
+from jaxpar.app.job import Job, make_job
+from jaxpar.app.train.verify import verify
+from jaxpar.data import eval_batches
+from jaxpar.errors import ConfigError, JaxparError, MeshError, RulesError
+from jaxpar.sharding.hardware.topology import Topology
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def job_of(tmp_path: Path) -> Any:
+    def make(**keys: Any) -> Job:
+        file = tmp_path / "run.yaml"
+        run = {"model": {"family": "llama", "layers": 1}, "layout": str(CONFIGS / "layouts" / "dp.yaml")}
+        file.write_text(yaml.safe_dump(run | keys))
+        return make_job(load_run(file))
+
+    return make
+
+
+BOTH = {"parameters": "host", "optimizer": "host"}
+LLAMA_16 = {"family": "llama", "layers": 16}
+STAGES = {"layout": str(CONFIGS / "layouts" / "pp.yaml"), "model": LLAMA_16}
+
+
+def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
+    job = job_of(parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "shard_group": 4}}, train={"accumulate": 2})
+    layout = job.layout(16)
+    assert (layout.sizes["replica"], layout.sizes["data"]) == (4, 4)
+    state = jp.abstract_state(layout, job.make_model, job.tx)
+    assert str(state.params["embedding"].sharding.spec) == "P('data', None)"
+    options = job.step_options()
+    assert (options["accumulate"], options["gather"], options["reduce"]) == (2, "step", "once")
+
+
+def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> None:
+    keys = {
+        "layout": str(CONFIGS / "layouts" / "ring.yaml"),
+        "parallel": {"context": {"impl": "ring", "order": "balanced"}},
+    }
+    job = job_of(**keys, data={"pack": True, "batch": 2, "seq": 64})
+    assert list(job.batch_spec()) == ["tokens", "targets", "segment_ids", "order"]
+    text = np.where(np.arange(1000) % 9 == 8, 0, 1)
+    (first, *_) = eval_batches(text, batch=2, seq=64, max_batches=1, **job.reading(job.layout()))
+    assert first["segment_ids"][0].tolist() == [i // 9 for i in range(64)]
+    order = jp.balanced_order(first["segment_ids"], 4, chunks=8)
+    np.testing.assert_array_equal(first["order"], [order, order])
+    plain = job_of(data={"pack": True})
+    assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
+    text = (
+        "parallel.context: order is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of the ring's 4 devices. Remedy: a "
+        "multiple of 8."
+    )
+    short = job_of(**keys, data={"pack": True, "batch": 2, "seq": 12})
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        short.reading(short.layout())
+
+
+def test_weights_are_gathered_as_the_model_computes_unless_told_otherwise(job_of: Any) -> None:
+    model = {"family": "llama", "layers": 1, "dtype": "bfloat16"}
+    stage = {"optimizer": {"stage": 1}}
+    assert job_of(model=model, parallel=stage).step_options()["precision"] == jp.Precision(gather="bfloat16")
+    told = job_of(model=model, parallel=stage, precision={"gather": "fp32"}).step_options()["precision"]
+    assert told == jp.Precision(gather="float32")
+    assert job_of(model=model).step_options()["precision"] == jp.Precision()
+
+
+def test_precision_is_the_models_too(job_of: Any) -> None:
+    job = job_of(precision="bf16")
+    assert (job.model.dtype, job.model.param_dtype) == ("bfloat16", "float32")
+    with pytest.raises(ConfigError) as error:
+        job_of(model={"family": "llama", "dtype": "float32"}, precision="bf16")
+    assert str(error.value) == (
+        "model: dtype is 'float32', but precision says compute: bfloat16. Remedy: leave model.dtype out."
+    )
+
+
+def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
+    assert job_of().model.regather
+    assert not job_of(parallel={"regather": False}).model.regather
+
+
+def test_collectives_and_the_hosts_memory_have_keys(job_of: Any) -> None:
+    fusion = {"reduce": "1MiB", "scatter": [1, 2]}
+    job = job_of(parallel={"fusion": fusion, "offload": {"optimizer": "host", "min_bytes": "1KiB"}, "regather": 4})
+    assert job.step_options()["fusion"] == jp.Fusion(reduce=1 << 20, scatter=(1, 2))
+    assert job.tx.min_bytes == 1024
+    assert job.model.regather == 4
+    assert job_of().step_options()["fusion"] == jp.Fusion()
+
+
+def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
+    assert job_of(parallel={"offload": BOTH}).tx.parameters
+    assert not job_of(parallel={"offload": {"optimizer": "host"}}).tx.parameters
+
+
+def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
+    asked = {"impl": "ring", "travel": "bfloat16"}
+    assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", travel="bfloat16")
+    kept = {"impl": "gather", "keep": True}
+    assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep=True)
+    assert job_of().model.context == jp.Context()
+
+
+def test_layers_go_over_stages(job_of: Any) -> None:
+    keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
+    asked = {"schedule": "interleaved", "microbatches": 4, "chunks": 2, "keeps": "residuals", "offset": [1, 0, 0, -1]}
+    job = job_of(**keys, parallel={"pipeline": asked})
+    options = job.step_options()
+    pipeline = options["pipeline"]
+    assert (pipeline.schedule.name, pipeline.keeps, pipeline.layers) == ("interleaved", "residuals", (5, 4, 4, 3))
+    assert isinstance(job.loss_fn, jp.Staged) and options["precision"].gather == "float32"
+    assert job.eval_options() == {name: options[name] for name in ("precision", "pipeline")}
+    assert job.layout(8).spec(("embed", "vocab"), (128, 256)) == jax.sharding.PartitionSpec(None, "pipeline")
+
+
+def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
+    keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
+    job = job_of(**keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "offset": [1, -1]}})
+    pipeline = jp.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
+    assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.Staged)
+    text = (
+        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no step is that of one device. "
+        "Remedy: --set parallel.pipeline.schedule=1f1b."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        verify(job, steps=1, bound=1e-5, console=Console())
+    for asked, text in (
+        ({"chunks": 2}, "parallel.pipeline: chunks is 2, but under 'pipedream' each stage has one piece of the model"),
+        ({"lowering": "divergent"}, "parallel.pipeline: lowering is 'divergent', but under 'pipedream' each stage"),
+        (
+            {"before": "each"},
+            "parallel.pipeline: before is 'each', but under 'pipedream' each stage has one piece of the model",
+        ),
+        (
+            {"microbatches": 1},
+            "parallel.pipeline: schedule 'pipedream': 1 microbatches are fewer than 2: over 2 stages",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+            job_of(**keys, parallel={"pipeline": {"schedule": "pipedream", "microbatches": 4, **asked}})
+
+
+def test_eight_bits_have_keys(job_of: Any) -> None:
+    assert job_of(precision="fp8").model.dtype == "bfloat16"
+    told = job_of(precision={"gather": "int8", "reduce": "int8", "matmul": "fp8"}).precision
+    assert (told.compute, told.gather, told.reduce, told.matmul) == (None, "int8", "int8", "fp8")
+
+
+def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_of: Any) -> None:
+    remat = {"policy": "full", "slice_activation": True}
+    rules = job_of(parallel={"remat": remat}).layout(16).rules
+    assert rules.to_dict()["saved_embed"] == "model"
+    told = job_of(parallel={"remat": remat}, rules={"saved_embed": None}).layout(16).rules
+    assert told.to_dict()["saved_embed"] is None
+    assert "saved_embed" not in job_of().layout(16).rules.table
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "text"),
+    [
+        (
+            {"parallel": {"optimizer": {"stage": 4}}},
+            RulesError,
+            "parallel.optimizer: stage is 4, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3",
+        ),
+        ({"parallel": {"optimizer": {}}}, ConfigError, "the key 'stage' is missing"),
+        ({"parallel": {"optimiser": {"stage": 1}}}, ConfigError, "Did you mean 'optimizer'?"),
+        (
+            {"parallel": {"context": {"impl": "rings"}}},
+            ConfigError,
+            (
+                "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, ulysses, hybrid is wanted. Did "
+                "you mean 'ring'?"
+            ),
+        ),
+        (
+            {"parallel": {"context": {"order": "balanced"}}},
+            ConfigError,
+            (
+                "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or "
+                "order: zigzag."
+            ),
+        ),
+        (
+            STAGES,
+            ConfigError,
+            (
+                "mesh: pipeline is 4, but parallel.pipeline says nothing of how the layers go over the stages. Remedy: parallel.pipeline: "
+                "{schedule: 1f1b, microbatches: 8}."
+            ),
+        ),
+        (
+            {**STAGES, "mesh": {"pipeline": -1, "data": 2}, "parallel": {"pipeline": {"microbatches": 8}}},
+            ConfigError,
+            "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1.",
+        ),
+        (
+            {
+                **STAGES,
+                "parallel": {"pipeline": {"microbatches": 8}, "remat": {"policy": "full", "layers": [2, 1, 0, 0]}},
+            },
+            ConfigError,
+            (
+                "pipeline: remat.layers is [2, 1, 0, 0], but under a pipeline all layers are one program, which recomputes as one. Remedy: leave "
+                "remat.layers out."
+            ),
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "regather": False}},
+            ConfigError,
+            "pipeline: regather is False, but under a pipeline weights are gathered once a step, and kept. Remedy: leave regather out.",
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "chunks": 2}}},
+            ConfigError,
+            (
+                "parallel.pipeline: schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of "
+                "4, as 8, or 'breadth_first', which takes any number from 4 on."
+            ),
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "offset": [1, 0, 0, 0]}}},
+            ConfigError,
+            (
+                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces want 4 numbers, a sum that leaves "
+                "a multiple of 4, and one layer or more in each. Remedy: as [1, 0, 0, -1], or layers that the pieces divide."
+            ),
+        ),
+        (
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "reduce": "chunk", "lowering": "divergent"}}},
+            ConfigError,
+            (
+                "pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is 'chunk', which scatters "
+                "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
+            ),
+        ),
+        (
+            {"parallel": {"context": {"impl": "ring", "keep": True}}},
+            ConfigError,
+            (
+                "parallel.context: keep is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
+                "leave keep out."
+            ),
+        ),
+        (
+            {"parallel": {"context": {"block": 0}}},
+            ConfigError,
+            "parallel.context: block is 0, but a number of tokens, 1 or more, is wanted.",
+        ),
+        ({"precision": "bf61"}, ConfigError, "precision: compute is 'bf61', but a floating dtype is wanted."),
+        (
+            {"parallel": {"fusion": {"reduce": "many"}}},
+            ConfigError,
+            "parallel.fusion: reduce is 'many', but 'auto', a size as '64MiB', or a list of layers is wanted.",
+        ),
+        (
+            {"parallel": {"offload": {"parameters": "host"}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is larger, does "
+                "not. Remedy: {parameters: host, optimizer: host}."
+            ),
+        ),
+        (
+            {"parallel": {"offload": BOTH, "regather": 4}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, but regather: 4 keeps all layers' weights on the device for the backward "
+                "pass. Remedy: leave regather out, or parallel.offload.parameters."
+            ),
+        ),
+        (
+            {"parallel": {"offload": BOTH, "remat": {"policy": "full", "layers": [1]}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes some "
+                "layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+            ),
+        ),
+        (
+            {"parallel": {"offload": BOTH, "optimizer": {"stage": 2}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
+                "parallel.optimizer.stage 2 gathers all of them before the step. Remedy: stage 3, or leave parallel.offload.parameters out."
+            ),
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "tape"}}},
+            ConfigError,
+            "parallel: offload: optimizer is 'tape', but 'host'",
+        ),
+        (
+            {"parallel": {"offload": {"parameters": "host", "optimizer": "disk", "path": "moments"}}},
+            ConfigError,
+            (
+                "parallel.offload: parameters wait in the host's memory beside the optimizer's state, but to is 'disk'. Remedy: to='host', or "
+                "leave parameters out."
+            ),
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "disk"}}},
+            ConfigError,
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk.",
+        ),
+        (
+            {"parallel": {"offload": {"path": "moments"}}},
+            ConfigError,
+            "parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.",
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "host", "min_bytes": "big"}}},
+            ConfigError,
+            "offload: min_bytes is 'big', but a size, as '64KiB', is wanted.",
+        ),
+        (
+            {"optimizer": {"name": "one_bit_adam", "clip_norm": None}, "train": {"steps": 50}},
+            ConfigError,
+            "wants to be told how many steps of ordinary Adam come first. Remedy: options: {warmup: 10}, a fifth of train.steps.",
+        ),
+        (
+            {"optimizer": {"name": "one_bit_adam", "clip_norm": None, "options": {"warmup": 9, "momentum": 1}}},
+            ConfigError,
+            "optimizer: one_bit_adam has no option 'momentum'. Its options are: b1, b2, eps, weight_decay, warmup, block, min_bytes.",
+        ),
+        ({"train": {"accumulate": 0}}, ConfigError, "train.accumulate is 0, but at least 1 is wanted."),
+    ],
+)
+def test_wrong_keys_are_named(keys: dict[str, Any], kind: type[JaxparError], text: str, job_of: Any) -> None:
+    with pytest.raises(kind) as error:
+        job_of(**keys)
+    assert text in str(error.value)
+
+
+ONE_BIT = {"name": "one_bit_adam", "clip_norm": None, "options": {"warmup": 9, "weight_decay": 0.1}}
+
+
+def test_signs_are_an_optimizer_of_a_run(job_of: Any) -> None:
+    job = job_of(optimizer=ONE_BIT)
+    assert (job.tx.settings.warmup, job.tx.settings.weight_decay) == (9, 0.1)
+    assert float(job.tx.settings.learning_rate(20)) == pytest.approx(1e-3)
+    assert job.step_options()["clip_norm"] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"optimizer": ONE_BIT | {"clip_norm": 1.0}},
+            "optimizer.clip_norm: the norm of all devices' gradient is not known. Remedy: optimizer.clip_norm: null.",
+        ),
+        (
+            {"parallel": {"optimizer": {"stage": 1}}},
+            "parallel.optimizer: weights and moments are whole (stage 0). Remedy: leave parallel.optimizer out.",
+        ),
+        (
+            {"parallel": {"offload": {"optimizer": "host"}}},
+            "parallel.offload: its state stays on the devices. Remedy: leave parallel.offload out.",
+        ),
+        (
+            {"precision": {"reduce": "int8"}},
+            "precision.reduce: its warm-up reduces in fp32, and signs follow. Remedy: leave precision.reduce out.",
+        ),
+        (
+            {"parallel": {"fusion": {"reduce": [1]}}},
+            "parallel.fusion.reduce: its signs cross all at once. Remedy: leave parallel.fusion.reduce out.",
+        ),
+    ],
+)
+def test_keys_that_contradict_signs_are_named_both(keys: dict[str, Any], text: str, job_of: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        job_of(**({"optimizer": ONE_BIT} | keys))
+    assert str(error.value) == f"optimizer.name is one_bit_adam, which does not go with {text}"
+
+
+def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_of: Any) -> None:
+    job = job_of(parallel={"optimizer": {"stage": 1, "shard_group": 3}})
+    with pytest.raises(MeshError, match=r"shard_group=3 does not divide the axis data of size 16 \(on 16 devices\)"):
+        job.layout(16)
+
+
+PIPELINES = {"1b_pp4_fsdp4": 2802, "8b_pp4_fsdp4_m8": 12937}
+"""MiB at the peak of the program for v5e:4x4, as the compiler said (docs/pipeline.md)."""
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")))
+def test_every_bench_configuration_has_no_problem(name: str) -> None:
+    job, devices = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml")), 64 if name == "8b_1m_hybrid" else 16
+    report = jp.explain(
+        job.layout(Topology.parse("v5e:4x4").devices if name in PIPELINES else devices),
+        job.make_model,
+        job.tx,
+        batch=job.batch_spec(),
+        loss_fn=job.loss_fn,
+        step=job.step_options(),
+    )
+    assert report.problems == ()
+    assert report.memory is not None
+    assert report.memory.unknown == ()
+    if name in PIPELINES:
+        assert report.memory.total == pytest.approx(PIPELINES[name] * 2**20, rel=0.1)

@@ -1,0 +1,161 @@
+"""``jaxpar train --processes``: what is refused before anything starts, and one real run of two processes, of which one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxpar.app.cli import main
+from jaxpar.app.launch.cluster_detection import detect
+from jaxpar.app.launch.process_group import free_port
+from jaxpar.checkpoint.verify import check, steps_in
+
+LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
+RUN: dict[str, Any] = {
+    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
+    "layout": str(LAYOUTS / "fsdp.yaml"),
+    "data": {"source": "synthetic", "batch": 4, "seq": 16},
+    "train": {"steps": 4, "eval_every": 4, "eval_batches": 1},
+}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """``refused(*words, **changes)``: what the command says where it starts nothing."""
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    def run(*words: str, **changes: Any) -> str:
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump({**RUN, "simulate": 8, "output": str(tmp_path / "run"), **changes}))
+        assert main(["train", str(file), *words]) == 1
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err.strip()
+
+    return run
+
+
+def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
+    assert refused("--processes", "0") == "LaunchError: --processes is 0, but at least 1 is wanted."
+    assert refused("--processes", "16") == (
+        "LaunchError: 16 processes are asked for, but there are 8 simulated devices. Remedy: --processes of 1, 2, 4, 8."
+    )
+    assert refused("--processes", "3") == (
+        "LaunchError: 8 simulated devices cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, 4, 8, or a multiple of 3 devices."
+    )
+    assert refused("--processes", "2", data={**RUN["data"], "batch": 12}) == (
+        "LaunchError: 2 processes of 4 devices: a batch of 12 rows cannot be divided by the 8 devices of its axes. Remedy: another number of processes, "
+        "mesh or batch."
+    )
+    allowance = refused("--processes", "2", supervise={"allowance": 0})
+    assert allowance == "ConfigError: supervise.allowance is 0, but seconds above 0 are wanted."
+    restarts = refused(supervise={"processes": 2, "restarts": -1})
+    assert restarts == "ConfigError: supervise.restarts is -1, but 0 or more is wanted."
+
+
+def test_hosts_and_launchers_that_contradict_it_are_refused(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused("--processes", "2", "--process-count", "4") == (
+        "LaunchError: --processes 2 with --process-count 4 and --process-id 0 are some of several hosts' processes. Remedy: --coordinator HOST:PORT, an "
+        "address of process 0's host."
+    )
+    two = ("--coordinator", "127.0.0.1:1", "--process-count", "4", "--process-id", "3", "--processes", "2")
+    assert refused(*two) == "LaunchError: --processes 2 from --process-id 3 on are more than --process-count 4."
+    assert refused("--coordinator", "127.0.0.1:1") == (
+        "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes N, which starts "
+        "them here."
+    )
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "n1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert refused("--processes", "2") == (
+        "LaunchError: --processes 2 starts a run of its own, but this is process 1 of 2 of Slurm, each of which would. Remedy: leave --processes out, as "
+        "Slurm starts all processes; or say with --coordinator, --process-count and --process-id which of the run's processes these are."
+    )
+    monkeypatch.delenv("SLURM_PROCID")
+    assert refused().startswith(
+        "LaunchError: Slurm: SLURM_NTASKS is 2, but SLURM_PROCID is not set, so this process cannot tell which one it is."
+    )
+
+
+def test_ray_that_is_not_installed_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert refused("--processes", "2", "--ray", data={**RUN["data"], "batch": 8}) == (
+        "MissingExtraError: starting processes on a Ray cluster needs the package 'ray', which is not installed. Remedy: pip install 'jaxpar[ray]'."
+    )
+
+
+def test_the_supervisor_itself_needs_no_jax() -> None:
+    code = "import sys, jaxpar.app.cli, jaxpar.app.train.launch, jaxpar.app.launch.ray; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_one_of_two_is_killed_and_the_other_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes of one device each, each with a supervisor of its own, as on two hosts; the second is lost, and elastic training resumes as one."""
+    assert detect(os.environ) is None
+    # What is tested is not the compiler.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    output, file = tmp_path / "run", tmp_path / "run.yaml"
+    changes = {"train": {"steps": 3000, "eval_every": 3000, "eval_batches": 1}, "checkpoint": {"every": 10}}
+    supervise = {"processes": 1, "backoff": 0, "elastic": True, "restarts": 1}
+    file.write_text(yaml.safe_dump({**RUN, "simulate": 2, "output": str(output), "supervise": supervise, **changes}))
+    ended = threading.Event()
+
+    def kill() -> None:
+        while not steps_in(output / "checkpoints"):
+            if ended.wait(0.05):
+                return
+        for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if str(file).encode() in words and words[-3:-1] == [b"--process-id", b"1"]:
+                os.kill(pid, signal.SIGKILL)
+        # The run that goes on is asked to end as soon as it has taken a step.
+        at = steps_in(output / "checkpoints")[-1]
+        while (steps_in(output / "checkpoints") or [0])[-1] <= at + 20:
+            if ended.wait(0.05):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    place = ["train", str(file), "--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2", "--process-id"]
+    command = [sys.executable, "-m", "jaxpar.app.cli", *place, "1", "--processes", "1"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        status = main([*place, "0"])
+        there = other.communicate(timeout=60)[0]
+    finally:
+        ended.set()
+        killer.join()
+        other.kill()
+        other.communicate()
+    screen = capfd.readouterr().out
+    logs = {log.name: log.read_text() for log in (output / "logs").glob("*.log")}
+    assert status == 0, (screen, logs)
+    found = re.search(r"^process 1 of 2 was killed by SIGKILL after step (\d+)$", screen, re.MULTILINE)
+    assert found is not None, (screen, logs)
+    assert other.returncode == 0 and found[0] in there.splitlines(), there  # named on both hosts
+    again = re.search(r"^restart 1 of 1 in 0 s: 1 process from step (\d+)$", screen, re.MULTILINE)
+    assert again is not None and 10 <= int(again[1]) <= int(found[1])
+    assert "data 2 = 2 devices (cpu)" in screen and f"resumed from step {again[1]} of {output}/checkpoints" in screen
+    assert "SIGINT: the processes are asked to end" in screen and "stopped by Ctrl-C" in screen
+    assert re.search(r"^done after 1 restart in \d+ s, 2 processes became 1:$", screen, re.MULTILINE)
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["step"] for record in records if "loss" in record]
+    assert losses == list(range(1, losses[-1] + 1)) and losses[-1] > int(found[1])  # no step twice, none left out
+    assert check(output / "checkpoints" / str(losses[-1])).step == losses[-1]
+    assert "process 1 of 2, coordinator 127.0.0.1:" in logs["process-1.log"]

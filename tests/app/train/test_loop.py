@@ -1,0 +1,175 @@
+"""``jaxpar train`` end to end, on a model small enough for a test: files, numbers, Ctrl-C, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+from jaxpar.app.train.metrics import MetricsWriter, peak_flops
+from jaxpar.app.train.programs import step_of
+from jaxpar.checkpoint.verify import steps_in
+
+LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
+RUN = {
+    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 32, "heads": 2, "head_dim": 16, "mlp": 48},
+    "layout": str(LAYOUTS / "fsdp_tp.yaml"),
+    "simulate": 8,
+    "data": {"source": "synthetic", "batch": 16, "seq": 32},
+    "optimizer": {"learning_rate": 1e-2, "warmup": 2},
+    "train": {"steps": 12, "eval_every": 5, "eval_batches": 2},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The configuration of a quick run that writes below ``tmp_path / "out"``."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / "out")}))
+    return file
+
+
+def records(config: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (config.parent / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_writes_its_metrics_and_draws_its_curve(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config)]) == 0
+    screen, lines = capsys.readouterr().out, records(config)
+    steps = [line for line in lines if "loss" in line]
+    evals = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [step for step, _ in evals] == [0, 5, 10, 12]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1 and evals[-1][1] < evals[0][1] - 1
+    assert all(math.isfinite(line["grad_norm"]) and line["tokens_per_second"] > 0 for line in steps)
+    assert "mesh: data 4 × model 2 = 8 devices" in screen and "step 12/12" in screen and "ETA" in screen
+    assert f"held-out loss     {evals[-1][1]:.4f}" in screen and "held-out bigrams  2.2230" in screen
+    out = config.parent / "out"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list((out / "tensorboard").glob("events.*"))
+
+
+def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = MetricsWriter.write
+
+    def interrupt_at_three(self: MetricsWriter, step: int, **values: float) -> None:
+        write(self, step, **values)
+        if step == 3 and "loss" in values:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(MetricsWriter, "write", interrupt_at_three)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["train", str(config), "--set", "checkpoint.keep=2"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before and steps_in(config.parent / "out/checkpoints") == [3]
+    assert max(line["step"] for line in records(config)) == 3 and "heldout_loss" in records(config)[-2]
+    assert "stopped by Ctrl-C" in capsys.readouterr().out and (config.parent / "out" / "loss.png").is_file()
+
+
+def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["optimizer.learning_rate=1e38", "optimizer.warmup=0", "train.max_skipped=2"]
+    assert main(["train", str(config), *(f"--set={setting}" for setting in settings)]) == 1
+    captured = capsys.readouterr()
+    skipped = [line for line in captured.out.splitlines() if "skipped" in line]
+    assert len(skipped) == 2
+    assert skipped[0] == (
+        "step 2 skipped: not finite, first in the gradient of blocks/attention/k and of 9 more; every activation and the loss "
+        "are finite"
+    )
+    assert "2 steps in a row, up to step 3, were not finite, first in" in captured.err
+    assert "Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_skipped=2 allows more" in captured.err
+
+
+def test_the_same_run_twice_is_the_same_run(config: Path) -> None:
+    losses = []
+    for _ in range(2):
+        assert main(["train", str(config), "--set", "train.steps=3"]) == 0
+        losses.append([line["loss"] for line in records(config) if "loss" in line])
+    assert losses[0] == losses[1]
+
+
+def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments = config.parent / "moments"
+    setting = f"parallel.offload={{optimizer: disk, path: {moments}, min_bytes: 0}}"
+    job = make_job(load_run(config, [setting]))
+    # The run's own model would take half a minute to compile.
+    small = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
+    job = replace(job, make_model=small, loss_fn=lambda model, x: ((x @ model["w"]) ** 2).mean())
+    layout, x = job.layout(), jp.put(job.layout(), np.ones((8, 16), np.float32), "batch", "embed")
+    state = jp.init(layout, job.make_model, job.tx)
+    with step_of(job, layout, state, x) as step:
+        state, metrics = step(state, x)
+    assert int(state.step) == 1 and metrics.keys() == {"loss", "grad_norm", "skipped"}
+    assert {file.name for file in (moments / "process0").iterdir()} == {"lock", "record.json"} | {
+        f"{number:04}.opt_state.0.{moment}.w.{generation}"
+        for number, moment in enumerate(("mu", "nu"))
+        for generation in ("a", "b")
+    }
+    assert main(["verify", str(config), "--set", setting]) == 1
+    assert capsys.readouterr().err == (
+        "ConfigError: verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
+        "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            "model.vocab=100",
+            "ConfigError: model: vocab is 100, but the text has 256 different tokens. Remedy: a vocab of at least 256.",
+        ),
+        (
+            "optimizer.name=adamww",
+            "ConfigError: optimizer: unknown name 'adamww'. Did you mean 'adamw'? Any optax optimizer with a learning",
+        ),
+        (
+            "optimizer.options.weight_decy=0.1",
+            "ConfigError: optimizer: adamw has no option 'weight_decy'. Did you mean 'weight_decay'? Its options are: b1, b2, eps, ",
+        ),
+        ("model.family=lama", "ConfigError: model: family is 'lama'. Did you mean 'llama'? The families are: llama."),
+        ("model.preset=8b", "ConfigError: llama: unknown preset '8b'. Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."),
+        ("model.embd=8", "ConfigError: model: unknown key 'embd'. Did you mean 'embed'? The keys are: vocab, embed, "),
+        (
+            "model.kv_heads=3",
+            "ConfigError: llama: heads=2 is not a multiple of kv_heads=3, so query heads cannot share key/value heads",
+        ),
+        (
+            "model.head_dim=5",
+            "ConfigError: llama: head_dim=5 is odd; rotary positions turn pairs. Remedy: make it even.",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_1(
+    config: Path, setting: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--set", setting]) == 1
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_a_size_below_one_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--set", "train.steps=0"]) == 1
+    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps is 0, but at least 1 is wanted.\n"
+
+
+def test_a_non_finite_value_keeps_the_metrics_file_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, loss=math.nan)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": "nan"}
+
+
+def test_the_longest_matching_device_name_gives_the_peak() -> None:
+    assert peak_flops("TPU v5 lite") == 197e12 and peak_flops("TPU v5") == 459e12 and peak_flops("cpu") is None

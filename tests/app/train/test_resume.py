@@ -1,0 +1,255 @@
+"""A run that stops and goes on ends byte for byte as one that never stopped; and what keeps it from going on is said."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import yaml
+from rich.console import Console
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.app.config import load_run
+from jaxpar.app.job import Job, make_job
+from jaxpar.app.train.checkpointing import Saver, _changes, _plain, here
+from jaxpar.app.train.loop import train
+from jaxpar.app.train.programs import Engine
+from jaxpar.checkpoint.manifest import read
+from jaxpar.checkpoint.verify import check, steps_in
+from jaxpar.data import batches
+from jaxpar.errors import CheckpointError, ConfigError, DataError
+
+LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
+RUN: dict[str, Any] = {
+    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
+    "layout": str(LAYOUTS / "fsdp_tp.yaml"),
+    "simulate": 8,
+    "precision": {"compute": "bfloat16", "scale": {"initial": 65536, "interval": 2}},
+    "data": {"source": "synthetic", "batch": 8, "seq": 16},
+    "optimizer": {"learning_rate": 1e-2, "warmup": 2},
+    "train": {"steps": 6, "eval_every": 4, "eval_batches": 1, "accumulate": 2},
+    "checkpoint": {"every": 2, "best": {"metric": "heldout_loss", "keep": 2}},
+}
+
+
+def write(folder: Path, name: str, **changes: Any) -> Path:
+    """The configuration of a run that keeps its checkpoints below ``folder / name``."""
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**RUN, "output": str(folder / name), **changes}))
+    return file
+
+
+def sums(folder: Path, step: int) -> dict[str, Any]:
+    """The checksums of all values of a step, each byte of which is looked at."""
+    return {
+        path: (tensor.dtype, tensor.shape, tensor.sums) for path, tensor in check(folder / str(step)).tensors.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(["train", str(write(folder, "whole"))]) == 0
+    assert steps_in(folder / "whole/checkpoints") == [2, 4, 6]
+    return folder / "whole/checkpoints"
+
+
+def job_of(file: Path, *changes: str) -> Job:
+    return make_job(load_run(file, changes))
+
+
+def saver(file: Path, *changes: str) -> Saver:
+    """What a run has for its checkpoints."""
+    job = job_of(file, *changes)
+    return Saver(job, job.layout(), Console(file=io.StringIO()))
+
+
+def test_a_run_that_was_stopped_goes_on_byte_for_byte(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = write(tmp_path, "run"), tmp_path / "run/checkpoints"
+    shutil.copytree(whole / "2", folder / "2")
+    shutil.copytree(whole / "4", folder / "4")
+    (folder / "4/manifest.json").unlink()  # as a kill leaves it
+    lines = (whole.parent / "metrics.jsonl").read_text()
+    (tmp_path / "run/metrics.jsonl").write_text(lines[: len(lines) * 4 // 5])
+    assert main(["train", str(config)]) == 0
+    screen = capsys.readouterr().out
+    assert f"resumed from step 2 of {folder}" in screen and " was " not in screen
+    assert f"checkpoints       2 in {folder}; the longest pause " in screen
+    assert sums(folder, 4) == sums(whole, 4) and sums(folder, 6) == sums(whole, 6)
+    one, other = (check(at / "6").about for at in (folder, whole))
+    assert (
+        "scale/scale" in sums(folder, 6) and one["position"] == other["position"] and one["config"] == other["config"]
+    )
+    records, never = (
+        [json.loads(line) for line in (at.parent / "metrics.jsonl").read_text().splitlines()] for at in (folder, whole)
+    )
+    for name in ("loss", "heldout_loss"):
+        assert [(r["step"], r[name]) for r in records if name in r] == [
+            (r["step"], r[name]) for r in never if name in r
+        ]
+
+
+def test_a_signal_in_the_compile_ends_the_run_at_once(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes: tests/app/test_preemption.py."""
+    config, folder, over, screen = write(tmp_path, "run"), tmp_path / "run", threading.Event(), io.StringIO()
+    shutil.copytree(whole, folder / "checkpoints")
+    shutil.copy(whole.parent / "metrics.jsonl", folder)
+    before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder / "checkpoints/6")
+
+    def compile_for_long(self: Engine, *arguments: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert over.wait(60)
+
+    monkeypatch.setattr(Engine, "compile", compile_for_long)
+    summary = train(job_of(config), Console(file=screen, width=300))
+    over.set()
+    assert (summary.left, summary.signal, summary.steps) == (True, signal.SIGTERM, 4)
+    assert screen.getvalue().endswith(f"stopped by SIGTERM in the compile: step 4 lies in {folder}/checkpoints\n")
+    assert steps_in(folder / "checkpoints") == [2, 4]
+    after = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert after == [record for record in before if record["step"] <= 4]
+
+
+def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:
+    """And the folder keeps the best, also after a restart: test_retention_the_best_steps in tests/checkpoint/test_checkpoint.py."""
+    lines = [json.loads(line) for line in (whole.parent / "metrics.jsonl").read_text().splitlines()]
+    known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    assert [check(whole / str(step)).about.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
+    config = write(tmp_path, "run")
+    never = (
+        "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
+        "Remedy: every: 4, or metric: loss."
+    )
+    none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
+    for change, text in (("checkpoint.every=5", never), ("checkpoint.best.keep=0", none)):
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+            saver(config, change)
+    with pytest.raises(ConfigError, match=r"best: metric is 'accuracy', but 'heldout_loss' or 'loss' is wanted"):
+        saver(config, "checkpoint.best.metric=accuracy")
+    with saver(config, "checkpoint.every=null", "checkpoint.minutes=1", "checkpoint.best.metric=loss"):
+        pass
+
+
+def test_another_layout_gets_the_same_bytes(whole: Path, tmp_path: Path) -> None:
+    file, tp = write(tmp_path, "other"), f"layout={LAYOUTS / 'tp.yaml'}"
+    job = job_of(file, tp, "mesh.model=2")
+    likes = [
+        jp.abstract_state(job.layout(d), job.make_model, job.tx, job.precision)
+        for d in (jax.devices(), jax.devices()[:2])
+    ]
+    first = jp.restore(whole / "4", likes[0])
+    jp.save(tmp_path / "again", first)
+    second = jp.restore(tmp_path / "again", likes[1])
+    assert first.scale["scale"].dtype == "float32" and int(second.step) == 4
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(second), strict=True):
+        one, two = ((jax.random.key_data(x) if path[0].name == "key" else x) for x in (a, b))
+        assert jax.device_get(one).tobytes() == jax.device_get(two).tobytes(), path
+
+
+def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> None:
+    file, copy = write(tmp_path, "run"), tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    at = f"checkpoint.directory={copy}"
+
+    def refused(kind: type[Exception], *changes: str) -> str:
+        with pytest.raises(kind) as error, saver(file, *changes) as one:
+            one.restore()
+        return str(error.value)
+
+    assert refused(CheckpointError, "checkpoint.resume=must") == (
+        f"checkpoint: resume is must, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the run to go on with, or resume: auto."
+    )
+    assert refused(ConfigError, at, "checkpoint.resume=never") == (
+        f"checkpoint: resume is never, but {copy} holds steps [2, 4, 6] of another run. Remedy: another directory, or resume: auto."
+    )
+    assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
+    assert refused(ConfigError, "checkpoint.minutes=1").startswith(
+        "checkpoint: every and minutes both say when to save."
+    )
+    assert refused(ConfigError, "checkpoint.keep=0") == "checkpoint: keep is 0, but a number above 0 is wanted."
+    other = refused(CheckpointError, at, "model.mlp=40")
+    assert "is a checkpoint of another state:" in other and "blocks/mlp/gate" in other
+    with jp.CheckpointManager(copy):
+        assert f"{copy} is in use by another run (process {os.getpid()}" in refused(CheckpointError, at)
+    with saver(file, at, "train.steps=9") as one:
+        found = one.restore()
+        assert found is not None and found.step == 6 and one.disk(found) is None
+        assert list(_changes(found.manifest.about["config"], _plain(job_of(file, "train.steps=9")))) == [
+            "train.steps was 6, is 9"
+        ]
+    stream = batches(range(400), batch=8, seq=16, seed=1)
+    position = here({**found.manifest.about["position"]})
+    position["fingerprint"]["process_count"] = 4
+    with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is 1"):
+        stream.set_state(here(position))
+    stream.close()
+
+
+def test_every_step_and_checkpoint_can_be_looked_at(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--checkpoint", str(whole)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [["ok", "step"]] * 3 and lines[-1] == "3 checks: all is well"
+    assert main(["convert", "--verify", str(whole / "4")]) == 0
+    assert re.fullmatch(rf"{whole}/4: step 4, \d+ tensors, [\d.]+ [KM]iB, all as written\n", capsys.readouterr().out)
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    file = copy / "4/arrays/key/0"
+    file.write_bytes(file.read_bytes()[::-1])
+    assert main(["doctor", "--checkpoint", str(copy)]) == 1
+    assert f"{file}, which holds key, is not what was written" in capsys.readouterr().out
+    assert main(["convert", "--verify", str(copy / "4")]) == 1
+    assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, is not")
+    assert main(["convert", "--verify", str(tmp_path)]) == 1
+    assert "holds no whole checkpoint: manifest.json is missing." in capsys.readouterr().err
+
+
+def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:
+    """Fifty steps after a checkpoint; a Llama's, in processes with so many devices, in benchmarks/elastic.py."""
+
+    def go(layout: jp.Layout, state: Any, stream: Any, steps: int) -> tuple[Any, list[float], list[bytes]]:
+        step, losses, seen = jp.train_step(layout, mlp.loss), list[Any](), list[bytes]()
+        for _ in range(steps):
+            tokens = next(stream)["tokens"]
+            state, metrics = step(state, jp.put(layout, np.asarray(tokens, np.float32) / 64 - 1, "batch", "embed"))
+            losses.append(metrics["loss"])
+            seen.append(tokens.tobytes())
+        return state, [float(loss) for loss in losses], seen
+
+    def text() -> Any:
+        return batches(np.random.default_rng(0).integers(0, 128, 5000), batch=24, seq=16, seed=3)
+
+    tx, layout, stream = optax.adam(1e-2), mlp.layout(), text()
+    state, _, _ = go(layout, jp.init(layout, mlp.make, tx), stream, 5)
+    jp.save(tmp_path / "5", state, layout=layout, about={"position": stream.get_state()})
+    _, losses, seen = go(layout, state, stream, 50)
+    stream.close()
+    assert len(set(seen)) == 50 and losses[-1] < losses[0] / 2
+    rules = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
+    mesh = jp.MeshSpec(data=2, model=2).build(jax.devices()[:4])
+    other, again = mlp.layout(rules, mesh), text()
+    again.set_state(read(tmp_path / "5").about["position"])
+    found = jp.restore(tmp_path / "5", jp.abstract_state(other, mlp.make, tx))
+    _, theirs, also = go(other, found, again, 50)
+    again.close()
+    assert also == seen
+    np.testing.assert_allclose(theirs, losses, rtol=1e-5)

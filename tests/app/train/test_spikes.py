@@ -1,0 +1,272 @@
+"""What a run makes of its losses and of its time, without any device: the watch, the account, the exchange's arithmetic, signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.app.config import SpikeConfig, StragglerConfig, TrainConfig, load_run
+from jaxpar.app.train.goodput import CAUSES, Goodput, told
+from jaxpar.app.train.process_sync import Exchange, News, Stragglers, slow
+from jaxpar.app.train.signals import Stop
+from jaxpar.app.train.spikes import Passed, Watch, hopeless
+from jaxpar.app.train.spikes import told as trouble_told
+from jaxpar.errors import ConfigError
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self, epoch: float = 1000.0):
+        self.seconds, self.epoch = 0.0, epoch
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def now(self) -> float:
+        return self.epoch + self.seconds
+
+    def account(self) -> Goodput:
+        return Goodput(self, self.now)
+
+
+def test_all_causes_add_up_to_the_wall_time_and_what_is_inside_is_not_counted_twice() -> None:
+    clock = Clock()
+    account = clock.account()
+    clock.seconds += 1  # other
+    with account.spend("compile"):
+        clock.seconds += 5
+    for number, seconds in enumerate((2.0, 3.0, 4.0), 1):
+        with account.spend("steps"):
+            clock.seconds += seconds - 0.5
+            with account.spend("checkpoint"):
+                clock.seconds += 0.25
+            clock.seconds += 0.5
+        account.count_step(number, seconds, 1.0 if number == 3 else 0.0)
+    assert account.lose(after=2) == 3.0  # its second of waiting for data was data's already
+    with pytest.raises(ZeroDivisionError), account.spend("evaluation"):
+        clock.seconds += 7
+        raise ZeroDivisionError
+    record = account.record()
+    assert record["spent"] == dict.fromkeys(CAUSES, 0.0) | {
+        "steps": 5.0, "lost": 3.0, "data": 1.0, "compile": 5.0, "checkpoint": 0.75, "evaluation": 7.0, "other": 1.0,
+    }  # fmt: skip
+    assert account.wall() == clock.seconds == sum(account.spent.values()) == record["wall_seconds"]
+    assert (
+        told(record)
+        == "22.0% of 23 s in steps; evaluation 7.0 s, compile 5.0 s, lost 3.0 s, data 1.0 s, other 1.0 s, checkpoint 0.8 s"
+    )
+
+
+def test_the_account_goes_on_over_a_kill_and_a_rollback() -> None:
+    clock, records = Clock(), list[dict[str, Any]]()
+    account = clock.account()
+
+    def step(number: int, waited: float = 0.0) -> None:
+        with account.spend("steps"):
+            clock.seconds += 2
+        account.count_step(number, 2.0, waited)
+        records.append({"step": number, "step_seconds": 2.0, "data_seconds": waited, "elapsed": account.wall()})
+
+    with account.spend("compile"):
+        clock.seconds += 10
+    for number in (1, 2):
+        step(number)
+    account.lose(1)
+    records.append({"step": 2, "rollback_to": 1})
+    step(2)
+    records.append({"step": 2, **account.record()})
+    step(3, waited=0.5)
+    with account.spend("checkpoint"):
+        clock.seconds += 1
+    step(4)
+    account.lose(3)
+    records.append({"step": 4, "rollback_to": 3})
+    step(4)
+    clock.seconds += 0.5  # something else; then it is killed, and nothing is told of this
+    killed = clock.now()
+    again = Clock(killed + 20)
+    other = again.account()
+    again.seconds += 3
+    other.take_up(json.loads(json.dumps(records)), 3)
+    assert other.began == 1000 and other.wall() == again.now() - 1000
+    # Step 4 lasted 2 s twice: rolled back once, killed once. The pause of 1 s is known by the age of the steps alone.
+    assert other.spent == dict.fromkeys(CAUSES, 0.0) | {
+        "compile": 10.0, "steps": 5.5, "lost": 6.0, "data": 0.5, "restart": 20.5, "other": 4.0,
+    }  # fmt: skip
+    assert other.lose(1) == 3.5  # what it did before the kill can still be rolled back
+
+
+def test_an_account_of_a_run_without_one_begins_anew() -> None:
+    account = Clock().account()
+    account.take_up([{"step": 1, "loss": 2.0}], 1)
+    assert account.wall() == 0.0 and account.share() == 0.0 and told(account.record()) == "0.0% of 0 s in steps"
+
+
+def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
+    watch = Watch(2)
+    for loss, skipped, bad in ((1, False, 0), (math.nan, True, 1), (9.0, False, 0), (math.nan, True, 1)):
+        watch.see(loss, skipped=skipped)
+        assert (watch.bad, watch.trouble) == (bad, None)
+    watch.see(math.nan, skipped=True, searching=True)  # finds the loss scale: neither good nor bad
+    assert (watch.skipped, watch.bad) == (0, 0)
+    again = Watch(2)
+    watch.see(math.nan, skipped=True)
+    again.take_up(json.loads(json.dumps(watch.state())))
+    again.see(math.nan, skipped=True)
+    assert again.trouble == "skipped" and again.bad == 2 and watch.trouble is None
+    assert trouble_told(again, 7, math.nan, "w") == "2 steps in a row, up to step 7, were not finite, first in w."
+
+
+def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> None:
+    watch = Watch(3, SpikeConfig(sigmas=6.0, window=4, patience=2))
+    for loss in (5.0, 30.0, 2.0, 2.1):
+        watch.see(loss)  # nothing to judge by yet
+    assert watch.bad == 0
+    for loss in (1.9, 2.0, 2.1, 2.0):
+        watch.see(loss)
+    # Median 2.0, deviations 0.1, 0, 0.1, 0 of median 0.05: sigma is 0.0741.
+    watch.see(2.4)
+    assert watch.bad == 0 and math.isclose(watch.bound, 2.0 + 6 * 1.4826 * 0.05)
+    watch.see(2.5)
+    watch.see(math.nan, skipped=True)  # no spike, but it does not end a row of them
+    assert (watch.bad, watch.high, watch.trouble) == (2, 1, None)
+    watch.see(math.inf)
+    assert (watch.bad, watch.trouble) == (3, "spike")
+    assert trouble_told(watch, 8, 2.5, "").startswith(
+        "2 steps in a row, up to step 8, were spikes: the loss is 2.5, above 2."
+    )
+    watch.see(2.0)
+    assert (watch.bad, watch.trouble) == (0, None)
+
+
+def test_a_loss_that_does_not_move_and_one_that_is_nan_are_judged_too() -> None:
+    watch = Watch(3, SpikeConfig(window=3, patience=1))
+    watch.see(math.nan)  # where skip_nonfinite is false
+    assert watch.trouble == "spike"
+    for _ in range(3):
+        watch.see(1.0)
+    watch.see(1.005)
+    assert watch.trouble is None and math.isclose(watch.bound, 1.006)
+    watch.see(1.007)
+    assert watch.trouble == "spike"
+    assert trouble_told(watch, 9, 1.007, "") == "step 9 was a spike: the loss is 1.007, above 1.006."
+
+
+def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
+    passed = Passed()
+    assert passed.roll_back(12, 10, {}) == (11, 12)
+    saved = json.loads(json.dumps(passed.state()))
+    # Steps 11 to 20 had batches 13 to 22; a checkpoint of step 15 (batch 17) was made in between.
+    assert passed.roll_back(20, 15, saved) == (18, 22)
+    assert passed.state() == {"passed": [[11, 12], [18, 22]], "rollbacks": 2} and passed.count == 7
+    # Step 16 had batch 23; that of step 15 is damaged, and 5 is the newest good one: all since is passed over.
+    assert passed.roll_back(16, 5, {}) == (6, 23)
+    assert passed.state() == {"passed": [[6, 23]], "rollbacks": 3}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "rollbacks", "checkpoints", "text"),
+    [
+        (
+            "skipped", 0, False,
+            ("X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a smaller optimizer.learning_rate or a "
+            "clip_norm; train.max_skipped=1 allows more of them; checkpoint: {every: 100}, to go back and pass over these batches."),
+        ),
+        (
+            "skipped", 3, True,
+            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.rollbacks=3 allows. Remedy: a smaller "
+            "optimizer.learning_rate or a clip_norm; train.max_skipped=1 allows more of them."),
+        ),
+        (
+            "spike", 1, True,
+            ("X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: a smaller "
+            "optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a smaller checkpoint.every."),
+        ),
+    ],
+)  # fmt: skip
+def test_why_a_run_cannot_go_back_is_said(trouble: str, rollbacks: int, checkpoints: bool, text: str) -> None:
+    watch = Watch(1, SpikeConfig(window=2, patience=1))
+    watch.see(math.nan, skipped=trouble == "skipped")
+    passed = Passed(rollbacks=rollbacks)
+    assert hopeless("X.", watch, passed, TrainConfig(max_skipped=1), first=9, checkpoints=checkpoints) == text
+
+
+def test_a_process_is_slow_where_its_own_time_counts() -> None:
+    assert slow([0.01, 0.012, 0.5, 0.011], 0.6, 2.0) == [2]
+    assert slow([0.0, 0.003], 0.1, 2.0) == []  # much more than nothing is still not much
+    watch = Stragglers(StragglerConfig(factor=2.0, every=4))
+    two = [News(steps=2, own=0.02, waited=1.0, seconds=1.2), News(steps=2, own=1.0, waited=0.1, seconds=1.2)]
+    assert watch.add(two) is None and watch.add(two) == [1]
+    assert (watch.own, watch.waited) == ([0.01, 0.5], [0.5, 0.05])
+    assert watch.add(two) is None  # counted anew
+    assert Stragglers(StragglerConfig(every=1)).add(two[:1]) is None
+
+
+def test_one_process_has_its_own_news_after_every_step() -> None:
+    exchange = Exchange(1)
+    assert exchange.after_step(News) == [News()]
+    assert exchange.after_step(lambda: News(signal=15)) == [News(signal=15)]
+
+
+def test_the_second_signal_is_as_if_nobody_listened() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, by way of a launcher
+        assert stop.asked == signal.SIGINT and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        stop._when -= 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_signal_that_comes_after_the_end_that_others_asked_for_spoils_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Stop() as stop:
+            stop.late = True
+        os.kill(os.getpid(), signal.SIGTERM)  # which would end this process
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_outside_of_the_main_thread_no_handler_is_set() -> None:
+    before, found = signal.getsignal(signal.SIGTERM), list[Any]()
+
+    def look() -> None:
+        with Stop() as stop:
+            found.append((signal.getsignal(signal.SIGTERM), stop.asked))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [(before, 0)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("train.rollbacks=-1", "train.rollbacks is -1, but 0 or more is wanted."),
+        ("train.spike={sigmas: 3, factor: 2}", "train.spike.sigmas=3 and train.spike.factor=2 both say what a spike is. Remedy: leave one out."),
+        ("train.spike={factor: 1}", "train.spike.factor is 1, but a number above 1 is wanted."),
+        ("train.spike={sigmas: 0}", "train.spike.sigmas is 0, but a number above 0 is wanted."),
+        ("train.spike={window: 1}", "train.spike.window is 1, but a number above 1 is wanted."),
+        ("train.spike={patience: 0}", "train.spike.patience is 0, but a number above 0 is wanted."),
+        ("train.straggler={factor: 1}", "train.straggler.factor is 1, but a number above 1 is wanted."),
+        ("train.straggler={every: 0}", "train.straggler.every is 0, but a number above 0 is wanted."),
+    ],
+)  # fmt: skip
+def test_keys_that_make_no_sense_are_named(setting: str, text: str) -> None:
+    file = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{file}: {text}')}$"):
+        load_run(file, [setting])

@@ -1,0 +1,20 @@
+"""Runs that are killed by SIGKILL, twenty times, and go on to the same bytes. Their steps are numpy, all else is real; a jitted run's, benchmarks/chaos.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+
+
+def test_twenty_kills_while_starting_stepping_and_saving() -> None:
+    command = [sys.executable, str(CHAOS), "--plain", "--kills", "20", "--steps", "60", "--corruptions", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(
+        r"^SIGKILL: 20 kills \((\d+) during a save, \d+ before .*: every step equals that of", done.stdout, re.MULTILINE
+    )
+    assert found and int(found[1]) >= 5, done.stdout

@@ -1,0 +1,172 @@
+"""What a machine can hold of the package's structure: who imports whom, circles, sizes, purposes, names of types."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FLOORS = (
+    ("errors",),
+    ("utils",),
+    ("sharding", "data"),
+    ("nnx", "linen"),
+    ("parallel",),
+    ("training",),
+    ("checkpoint", "analysis"),
+    ("inference", "testing"),
+    ("models",),
+    ("app",),
+)
+"""The entries of the package, the lowest first. An entry imports only from lower floors: none from its own floor, none from above."""
+
+LONGEST = 500
+
+type Modules = Mapping[str, Path]
+type Arrows = Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package's files: ``modules`` by dotted name below the package (``""`` for the package itself), and what each imports."""
+
+    modules: Modules
+    arrows: Arrows
+
+
+def read(root: Path, name: str = "jaxpar") -> Package:
+    """All modules below ``root``, and every import between them: lazy ones and those under ``TYPE_CHECKING`` count."""
+    modules = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    arrows = {module: frozenset(_imports(file, modules, name)) - {module} for module, file in modules.items()}
+    return Package(modules, arrows)
+
+
+def _imports(file: Path, modules: Modules, name: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name[len(name) + 1 :] for alias in node.names if alias.name.startswith(f"{name}."))
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield f"a relative import of {node.module}"
+        elif isinstance(node, ast.ImportFrom) and (node.module == name or (node.module or "").startswith(f"{name}.")):
+            base = (node.module or "")[len(name) + 1 :]
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".strip(".")
+                yield inner if inner in modules else base
+
+
+def upward(package: Package) -> list[str]:
+    """Imports that do not go down. A public name, taken from the package itself, counts only below ``models``."""
+    floors = {entry: level for level, entries in enumerate(FLOORS) for entry in entries}
+    public = floors["models"]
+    found = []
+    for module, targets in package.arrows.items():
+        entry = module.split(".")[0]
+        if not entry:
+            continue
+        if entry not in floors:
+            found.append(f"{module}: {entry} has no floor")
+            continue
+        for target in sorted(targets):
+            to = target.split(".")[0]
+            if not to:
+                if floors[entry] < public:
+                    found.append(f"{module} imports a public name from the package")
+            elif to not in floors:
+                found.append(f"{module} imports {target}, which has no floor")
+            elif to != entry and floors[to] >= floors[entry]:
+                found.append(f"{module} imports {target}, which is not on a lower floor")
+    return found
+
+
+def circles(package: Package) -> list[str]:
+    """Circles of imports: of files, and at every depth of the files and folders that stand side by side."""
+    graphs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for module, targets in package.arrows.items():
+        if not module:
+            continue
+        for target in targets:
+            if target:
+                graphs["files"][module].add(target)
+                parent, a, b = _side_by_side(package, module, target)
+                graphs[parent][a].add(b)
+    return [f"{name}: {' → '.join(circle)}" for name, graph in graphs.items() for circle in _strong(graph)]
+
+
+def _side_by_side(package: Package, module: str, target: str) -> tuple[str, str, str]:
+    """The folder that holds both, and the entries of it that lead to each."""
+    paths = [package.modules[name].relative_to(package.modules[""].parent).parts for name in (module, target)]
+    depth = 0
+    while paths[0][depth] == paths[1][depth]:
+        depth += 1
+    return "/".join(paths[0][:depth]) or "jaxpar", paths[0][depth], paths[1][depth]
+
+
+def _strong(graph: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
+    """The strongly connected components of more than one node (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph.get(node, ())):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    yield from found
+
+
+def too_long(package: Package) -> list[str]:
+    counts = {module: file.read_text(encoding="utf-8").count("\n") for module, file in package.modules.items()}
+    return [f"{module or 'jaxpar'}: {count} lines" for module, count in counts.items() if count > LONGEST]
+
+
+def purposeless(root: Path) -> list[str]:
+    """Folders whose ``__init__.py`` does not begin with one line that says what the folder is for."""
+    found = []
+    for folder in sorted({file.parent for file in root.rglob("*.py")}):
+        init = folder / "__init__.py"
+        text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) if init.is_file() else None
+        if not text or not text.splitlines()[0].endswith("."):
+            found.append(folder.relative_to(root.parent).as_posix())
+    return found
+
+
+def types_twice(package: Package) -> dict[str, list[str]]:
+    """Names of types (classes, type aliases) that are defined more than once, and where."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, file in package.modules.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+            elif isinstance(node, ast.TypeAlias) and isinstance(node.name, ast.Name):
+                places[node.name.id].append(module)
+    return {name: sorted(modules) for name, modules in places.items() if len(modules) > 1}
+
+
+def wide_lines(files: Iterable[Path], most: int = 120) -> list[str]:
+    """Lines of more than 120 characters, but for tables and lines that hold a link."""
+    found = []
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if len(line) > most and not line.lstrip().startswith("|") and "](" not in line and "://" not in line:
+                found.append(f"{file}:{number}")
+    return found

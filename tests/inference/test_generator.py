@@ -1,0 +1,417 @@
+"""Generation: the same tokens in every layout, with a cache and without; what is drawn; what a decode step sends; what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import generators
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from generators import CONFIG, MOST, PROMPTS, RULES, SLOTS, generator, one_device
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar as jp
+from jaxpar.app.launch.process_group import free_port
+from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
+from jaxpar.inference.sampling import BROKEN, next_tokens
+from jaxpar.models.llama import LlamaConfig, make_llama
+
+
+@dataclass(frozen=True)
+class Reference:
+    model: jp.Generator
+    params: Any
+    made: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    model = generator(one_device())
+    params = generators.parameters(model)
+    return Reference(model, params, model.generate(params, PROMPTS, most=MOST))
+
+
+def test_a_cache_gives_what_a_plain_forward_gives(reference: Reference) -> None:
+    state = jp.abstract_state(reference.model.layout, make_llama(CONFIG), optax.identity())
+    forward = jax.jit(lambda params, tokens: state.static.kind.merge(params, {})(tokens))
+    for prompt, made, most in zip(PROMPTS, reference.made, MOST, strict=True):
+        tokens = list(prompt)
+        for _ in range(most):
+            with reference.model.layout:
+                logits = forward(reference.params, jnp.array([tokens + [0] * (SLOTS - len(tokens))]))
+            tokens.append(int(logits[0, len(tokens) - 1].argmax()))
+        assert made == tokens[len(prompt) :]
+    assert len({token for made in reference.made for token in made}) > 8, "tokens that say something"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "context": 2, "model": 2}, {"pipeline": 2, "data": 2, "context": 2}],
+    ids=str,
+)
+def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Reference) -> None:
+    """Tensor, fully sharded data and context parallelism, sequences split for a ring, layers over stages."""
+    model = generator(jp.MeshSpec(**mesh).build())
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), reference.params, model.params)
+    assert model.generate(params, PROMPTS, most=MOST) == reference.made
+
+
+def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
+    """Two processes of two devices each, a pipeline's stage in each; each is given all tokens, and what is wrong in one is raised by both."""
+    address, told = f"127.0.0.1:{free_port()}", [tmp_path / f"{rank}.json" for rank in range(2)]
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, generators.__file__, address, str(rank), str(file)],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, file in enumerate(told)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    found = [json.loads(file.read_text()) for file in told]
+    assert found[0] == found[1] and found[0]["across"]
+    assert found[0]["made"] == reference.made
+    assert found[0]["errors"] == [
+        "process 1 of 2: generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. Remedy: slots=41 or more, a shorter "
+        + "prompt.",
+        "Generator: request 1 is not the same in all processes: 2 tokens (sha256 46584c88c62d), most=1, seed=5 in process 0, 2 tokens (sha256 "
+        + "46584c88c62d), most=1, seed=6 in process 1 of 2. Remedy: the same arguments in every process, prompts and seeds too.",
+    ]
+
+
+def test_a_request_is_alone_beside_others(reference: Reference) -> None:
+    """In any row, with any neighbours, and in turns where there are more than rows."""
+    model, params, made = reference.model, reference.params, reference.made
+    order = [3, 0, 2, 1, 0, 3]
+    again = model.generate(params, [PROMPTS[i] for i in order], most=[MOST[i] for i in order])
+    assert again == [made[i] for i in order]
+    steps = list(model.stream(params, PROMPTS[:2], most=MOST[:2]))
+    assert [[step[row] for step in steps] for row in (0, 1)] == [made[0], made[1] + [-1] * 3]
+
+
+def test_drawn_with_each_requests_own_key_until_a_stop(reference: Reference) -> None:
+    stop = range(0, 64, 8)
+    model, params = (
+        generator(one_device(), stop=stop, sampling=jp.Sampling(temperature=1.5, top_k=20, top_p=0.9)),
+        reference.params,
+    )
+    steps = np.array(list(model.stream(params, PROMPTS, most=12, seeds=[1, 2, 3, 4])))
+    made = model.generate(params, PROMPTS, most=12, seeds=[1, 2, 3, 4])
+    ends = [next((at for at, token in enumerate(row) if token in stop), None) for row in steps.T.tolist()]
+    assert None in ends and any(ends), "some end by a stop token, and some do not"
+    for row, end, tokens in zip(steps.T.tolist(), ends, made, strict=True):
+        assert tokens == row[:end] and set(row[len(row) if end is None else end + 1 :]) <= {-1}
+    assert model.generate(params, PROMPTS[::-1], most=12, seeds=[4, 3, 2, 1]) == made[::-1]
+    assert model.generate(params, PROMPTS, most=12, seeds=[5, 2, 3, 4])[0] != made[0]
+
+
+def test_a_decode_step_gathers_nothing_and_writes_in_place() -> None:
+    """Weights whole or by ``model``, the cache over ``context`` and ``model``: only sums of small arrays cross the mesh."""
+    rules = RULES.replace(params={"embed": None})
+    model = generator(jp.MeshSpec(data=2, context=2, model=2).build(), rules, slots=256)
+    program = model.decode.lower(model.params, model.abstract).compile()
+    audit = jp.audit(program, mesh=model.layout.mesh)
+    assert {c.kind for c in audit.collectives} == {"all-reduce"}
+    # A maximum, and the sum of results [rows, heads, head_dim] with their weights, in each layer, of a device's 2 rows and 2 heads.
+    over = audit.select(axis="context")
+    assert sum(c.result_bytes * c.count for c in over) == CONFIG.layers * 4 * 2 * 2 * (1 + 1 + CONFIG.head_dim)
+    cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 256 * CONFIG.head_dim * 4
+    assert model.abstract.cache["keys"].sharding.spec == PartitionSpec(None, "data", "model", "context", None)
+    assert audit.memory["alias"] >= cache // 8
+    assert max(c.result_bytes for c in audit.collectives) < cache // 8 // 10
+
+
+def test_stages_keep_their_weights_and_cache_and_send_activations() -> None:
+    """A tick of each group: its token's activations to the next stage, and from the last to all; nothing is gathered over the pipeline."""
+    rules = RULES.replace(params={"embed": None}, vocab=("pipeline", "model"))
+    model = generator(jp.MeshSpec(pipeline=2, data=2, model=2).build(), rules, slots=256)
+    assert model.abstract.cache["keys"].sharding.spec == PartitionSpec("pipeline", "data", "model", None, None)
+    program = model.decode.lower(model.prepared, model.abstract).compile()
+    audit = jp.audit(program, mesh=model.layout.mesh)
+    assert {c.kind for c in audit.collectives} == {"all-reduce", "collective-permute"}
+    token = 4 // 2 // 2 * CONFIG.embed * 4  # of a device's rows of one group
+    over = audit.select(axis="pipeline")
+    # The stages' own two; the lookup in a table that is split over all; the likeliest of split logits, which is a number and a word for each row.
+    assert sorted(c.result_bytes for c in over) == [4, 4, token, token, token]
+    assert {c.count for c in over} == {2}
+    cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 256 * CONFIG.head_dim * 4
+    assert audit.memory["alias"] >= cache // 8
+    assert audit.memory["argument"] - audit.memory["alias"] < model.explain().total("params").device_bytes + 200
+
+
+HEADS = {
+    "keys whole": (8, 4, {"model": 4, "context": 2}, {"heads": "model", "kv_heads": None}),
+    "a key head a device": (8, 4, {"model": 2, "context": 4}, {"heads": "model", "kv_heads": None}),
+    # Devices have 3 queries of groups of 2; 4 of groups of 3; 6 of groups of 4; 10 of groups of 4; 1 of groups of 6.
+    "6 and 3 over 2": (6, 3, {"model": 2, "context": 2}, {"heads": "model", "kv_heads": None}),
+    "12 and 4 over 3": (12, 4, {"model": 3, "context": 2}, {"heads": "model", "kv_heads": None}),
+    "12 and 3 over 2": (12, 3, {"model": 2}, {"heads": "model", "kv_heads": None}),
+    "20 and 5 over 2": (20, 5, {"model": 2, "context": 4}, {"heads": "model", "kv_heads": None}),
+    "6 and 1 over 6": (6, 1, {"model": 6}, {"heads": "model", "kv_heads": None}),
+    "6 and 3 over 2 x 3": (6, 3, {"model": 3, "ulysses": 2}, {"heads": ("ulysses", "model"), "kv_heads": None}),
+    "keys split, queries whole": (8, 4, {"model": 2, "context": 4}, {"heads": None, "kv_heads": "model"}),
+    "keys over fewer axes": (8, 2, {"model": 2, "ulysses": 2}, {"heads": ("ulysses", "model"), "kv_heads": "model"}),
+    "keys over other axes": (8, 4, {"model": 2, "ulysses": 2}, {"heads": "ulysses", "kv_heads": "model"}),
+    "keys that give way to slots": (
+        8,
+        4,
+        {"model": 2, "context": 2},
+        {"heads": None, "kv_heads": jp.first_of("context", None)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_queries_find_their_keys_however_heads_are_sharded(case: str) -> None:
+    heads, kv_heads, mesh, rule = HEADS[case]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(3, 1, n, 4)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
+    cache = {name: rng.normal(size=(2, 3, kv_heads, 16, 4)).astype(np.float32) for name in ("keys", "values")}
+    at = np.array([0, 7, 15], np.int32)
+    rules = jp.Rules(batch=None, head_dim=None, cache_seq="context", **rule)
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    with jp.Layout(jp.MeshSpec(**mesh).build(devices), rules):
+        o, after = jax.jit(jp.cached_attention)(q, k, v, cache, 1, at)
+    for row, last in enumerate(at):
+        cache["keys"][1, row, :, last], cache["values"][1, row, :, last] = k[row, 0], v[row, 0]
+        for head in range(heads):
+            of_key = head // (heads // kv_heads)
+            scores = cache["keys"][1, row, of_key, : last + 1] @ q[row, 0, head] / 2
+            p = np.exp(scores - scores.max())
+            want = p / p.sum() @ cache["values"][1, row, of_key, : last + 1]
+            np.testing.assert_allclose(o[row, 0, head], want, rtol=1e-5, atol=1e-6)
+    for name, want in cache.items():
+        np.testing.assert_array_equal(after[name], want)
+
+
+def test_what_is_drawn_from() -> None:
+    logits = jnp.log(jnp.array([[0.02, 0.5, 0.08, 0.3, 0.1]]))
+    many = jnp.broadcast_to(logits, (4000, 5))
+    keys = jax.vmap(jax.random.key)(jnp.arange(4000, dtype=jnp.uint32))
+    at = jnp.zeros(4000, jnp.int32)
+    rules, draw = jp.Rules(batch=None), jax.jit(next_tokens, static_argnums=0)
+
+    def shares(**how: Any) -> np.ndarray:
+        with jp.Layout(one_device(), rules):
+            drawn = draw(jp.Sampling(**how), many, keys, at)
+        return np.bincount(np.asarray(drawn), minlength=5) / 4000
+
+    np.testing.assert_allclose(shares(temperature=1.0), [0.02, 0.5, 0.08, 0.3, 0.1], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=1.0, top_p=0.85), [0, 5 / 9, 0, 3 / 9, 1 / 9], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=0.5, top_k=2), [0, 25 / 34, 0, 9 / 34, 0], atol=0.03)
+    assert shares()[1] == shares(temperature=1e-40)[1] == shares(temperature=1.0, top_k=1)[1] == 1
+    other = jax.random.normal(jax.random.key(0), (8, 64)) * 3
+    split = jp.Layout(jp.MeshSpec(data=4, model=2).build(), RULES)
+    every = []
+    for layout in (jp.Layout(one_device(), RULES), split):
+        with layout:
+            laid = jp.put(layout, np.asarray(other), "batch", "vocab")
+            every.append(draw(jp.Sampling(1.0, 9, 0.8), laid, keys[:8], at[:8]).tolist())
+    assert every[0] == every[1]
+    ties = jnp.array([[0.0, 2, 2, 1, 2], [0, 0, jnp.nan, 1, 2]])
+    with jp.Layout(one_device(), rules):
+        assert next_tokens(jp.Sampling(), ties, keys[:2], at[:2]).tolist() == [1, BROKEN]
+
+
+def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
+    broken = {**reference.params, "norm": {"scale": reference.params["norm"]["scale"] * jnp.nan}}
+    text = "Generator: the logits of request 0 are not finite. Remedy: look at the checkpoint's parameters and at the dtype of the compute."
+    with pytest.raises(DivergedError, match=f"^{re.escape(text)}$"):
+        reference.model.generate(broken, PROMPTS, most=2)
+    with pytest.raises(DivergedError, match="the logits of request 4 are not finite"):
+        list(reference.model.stream(broken, PROMPTS, most=2, first=4))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "text"),
+    [
+        (
+            [[1], [2] * 20],
+            {"most": 16},
+            "generate: request 1 has 20 tokens and asks for 16 more, 36 in all, but the cache has 32 slots. Remedy: slots=36 or more, "
+            + "a shorter prompt, or most=12.",
+        ),
+        (
+            [[2] * 40],
+            {"most": 1},
+            "generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. Remedy: slots=41 or more, "
+            + "a shorter prompt.",
+        ),
+        (
+            [[1, 2, 64]],
+            {"most": 1},
+            "generate: request 0 holds token 64 at position 2, but the model's vocabulary has 64 (0 to 63). Remedy: the tokenizer "
+            + "that the model was trained with.",
+        ),
+        ([[1], []], {"most": 1}, "generate: request 1 has 0 tokens and asks for 1, but 1 or more of both are wanted."),
+        ([], {"most": 1}, "generate: there is no prompt. Remedy: one or more."),
+        ([[1]], {"most": [1, 2]}, "generate: 1 prompts, but 2 values of most. Remedy: one for each."),
+        (
+            [[1]] * 5,
+            {"most": 1},
+            "Generator: 5 requests at once, but batch is 4. Remedy: generate(), which takes them in turns, or a larger batch.",
+        ),
+        (
+            [1, 2],
+            {"most": 1},
+            "generate: request 0 is 1, but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests.",
+        ),
+        (
+            [[1], [1.5]],
+            {"most": 1},
+            "generate: request 1 is [1.5], but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests.",
+        ),
+        ([[1]], {"most": 2.0}, "generate: most is 2.0, but an integer is wanted, or one for each prompt."),
+        ([[1]], {"most": 1, "seeds": 3}, "generate: seeds is 3, but an integer for each prompt is wanted."),
+        ([[1]], {"most": 1, "seeds": [-1]}, "generate: request 0 has seed -1, but 0 to 4294967295 is wanted."),
+    ],
+)
+def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: Reference) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        reference.model.stream(reference.params, prompts, **how)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: generator(jp.MeshSpec(context=8).abstract(8), slots=36),
+            LayoutError,
+            "2 problems:\n"
+            + "\n".join(
+                f"{i}. cache/{name} [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'cache_seq' has size 36, which is no "
+                "multiple of context=8 (rule cache_seq = (context, ulysses)). Remedy: change the size, the rule or the mesh, or leave such dims "
+                "whole: indivisible={'cache_seq': 'replicate'}."
+                for i, name in enumerate(("keys", "values"), 1)
+            ),
+        ),
+        (
+            lambda: generator(jp.MeshSpec(data=8).abstract(8), batch=3),
+            LayoutError,
+            "2 problems:\n"
+            + "\n".join(
+                f"{i}. cache/{name} [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'batch' has size 3, which is no "
+                "multiple of data=8 (rule batch = data). Remedy: change the size, the rule or the mesh, or leave such dims whole: "
+                "indivisible={'batch': 'replicate'}."
+                for i, name in enumerate(("keys", "values"), 1)
+            ),
+        ),
+        (
+            lambda: generator(one_device(), stop=[64]),
+            ConfigError,
+            "Generator: stop token 64 is not in the model's vocabulary of 64.",
+        ),
+        (
+            lambda: generator(jp.MeshSpec(pipeline=2, data=4).abstract(8), batch=7),
+            ConfigError,
+            "Generator: batch is 7, but pipeline=2 works on 2 groups of requests at once. Remedy: batch=8, or no pipeline axis.",
+        ),
+        (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots is 0, but 1 or more is wanted."),
+        (
+            lambda: jp.Sampling(temperature=-1),
+            ConfigError,
+            "sampling: temperature is -1, but a finite number is wanted: 0 (the likeliest) or more.",
+        ),
+        *(
+            (
+                lambda value=value: jp.Sampling(1.0, top_k=value),
+                ConfigError,
+                f"sampling: top_k is {value}, but a whole number of 1 or more is wanted. Remedy: leave it out to draw from all tokens.",
+            )
+            for value in (0, -1, 2.5, float("nan"))
+        ),
+        (
+            lambda: generator(one_device(), sampling=jp.Sampling(1.0, top_k=65)),
+            ConfigError,
+            "sampling: top_k is 65, but the model's vocabulary has 64. Remedy: fewer, or leave it out to draw from all.",
+        ),
+        *(
+            (
+                lambda value=value: jp.Sampling(1.0, top_p=value),
+                ConfigError,
+                f"sampling: top_p is {value}, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens.",
+            )
+            for value in (0, -0.5, 1.5, float("nan"))
+        ),
+        *(
+            (
+                lambda value=value: jp.Sampling(value),
+                ConfigError,
+                f"sampling: temperature is {value}, but a finite number is wanted: 0 (the likeliest) or more.",
+            )
+            for value in (float("inf"), float("nan"))
+        ),
+        (
+            lambda: jp.Sampling(top_k=3),
+            ConfigError,
+            "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a temperature, as 1.0.",
+        ),
+    ],
+)
+def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "model", "kept"),
+    [(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})],
+    ids=["6 and 3 over 2", "12 and 4 over 3", "int8"],
+)
+def test_head_counts_that_training_takes_generate_the_tokens_of_one_device(
+    heads: int, kv_heads: int, model: int, kept: Any
+) -> None:
+    config = LlamaConfig(vocab=64, embed=24, layers=1, heads=heads, kv_heads=kv_heads, head_dim=4, mlp=24)
+    rules = RULES.replace(params={"embed": None}, vocab=None, kv_heads=jp.first_of("model", None))
+    sizes: list[dict[str, int]] = [{"model": 1}, {"model": model}]
+    made, params = [], None
+    for size in sizes:
+        mesh = jp.MeshSpec(**size).build(jax.devices()[: size["model"]])
+        each = generator(mesh, rules, config, kept)
+        params = generators.parameters(each, config) if params is None else params
+        laid = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, each.params)
+        made.append(each.generate(laid, PROMPTS, most=4))
+    assert made[0] == made[1]
+    assert len({token for row in made[0] for token in row}) > 4, "tokens that say something"
+
+
+def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_manual() -> None:
+    x = lambda heads: jnp.zeros((2, 1, heads, 4))
+    rules = jp.Rules(batch=None, heads=None, kv_heads="model", head_dim=None, cache_seq=None)
+    cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
+    text = (
+        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', which are manual here, so that a device lacks keys of its "
+        "queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
+    )
+    whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
+    with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):
+        local = lambda q, k, v, cache: jp.cached_attention(q, k, v, cache, 0, jnp.zeros(2, jnp.int32))
+        jax.shard_map(local, in_specs=specs, out_specs=(whole, whole), check_vma=False)(x(4), x(2), x(2), cache)
+
+
+def test_a_layout_of_its_own_for_the_cache() -> None:
+    """``cache_seq`` in the rules takes the place of ``seq``."""
+    mesh = jp.MeshSpec(data=4, model=2).abstract(8)
+    model = generator(mesh, RULES.replace(kv_heads=None, cache_seq="model"))
+    where = model.abstract.cache["values"].sharding
+    assert isinstance(where, NamedSharding)
+    assert where.spec == PartitionSpec(None, "data", None, "model", None)

@@ -1,0 +1,255 @@
+"""The kernels of accelerators, in their interpreter against plain jax; which of them is taken, and what it is told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.parallel.attention.attention_local import compute, ordered
+from jaxpar.parallel.attention.kernels.gpu_flash import mha
+from jaxpar.parallel.attention.kernels.select import find
+from jaxpar.parallel.attention.kernels.tpu_splash import Lazy, splash
+from jaxpar.parallel.attention.options import read
+from jaxpar.parallel.attention.split.partition import Engine, Keys, Way
+from jaxpar.parallel.attention.tiled.tpu_pallas import EMPTY, FIRST, LAST, MASKED, visits
+
+RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads="model", kv_heads="model", head_dim=None)
+QUICK = {"xla_backend_optimization_level": 0}
+"""These programs run once."""
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def arrays(seq: int, keys: int, dims: tuple[int, int], dtype: Any = np.float32) -> tuple[jax.Array, ...]:
+    """Two sequences, two query heads and one key head."""
+    shapes = ((2, seq, 2, dims[0]), (2, keys, 1, dims[0]), (2, keys, 1, dims[1]))
+    return tuple(random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+
+
+def documents(seq: int) -> np.ndarray:
+    """Packed documents; the second sequence is padding from its middle on."""
+    ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(2, seq)), axis=1).astype(np.int32)
+    ids[1, seq // 2 :] = -1
+    return ids
+
+
+def both(f: Any, *x: jax.Array) -> list[np.ndarray]:
+    """The result and the gradients of queries, keys and values."""
+
+    def loss(*x: jax.Array) -> Any:
+        o = f(*x).astype(jnp.float32)
+        return jnp.sum(o * jnp.cos(jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape)) + jnp.sum(o**2), o
+
+    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)(*x)
+    return [np.asarray(leaf, np.float32) for leaf in (o, *grads)]
+
+
+def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    """The largest difference, relative to each array's largest entry; NaN is infinitely far."""
+    gaps = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, want, strict=True)]
+    return max(g if np.isfinite(g) else np.inf for g in gaps)
+
+
+def by_tiles(engine: Engine, keys: Keys, x: tuple[jax.Array, ...], options: dict[str, Any]) -> list[np.ndarray]:
+    """As :func:`jaxpar.attention_local`, on one device or in a ring of two."""
+    rules, beside, offset = read(*x, options)
+    ring = ("context",) if keys == "ring" else ()
+
+    def local(q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+        own = beside._replace(segments=None if ids is None else (ids, ids))
+        way = Way(rules, keys, ring, offset=offset, engine=engine)
+        return compute(ordered(way, options, (q.shape[1], k.shape[1])), q, k, v, own)[0]
+
+    ids = None if beside.segments is None else beside.segments[0]
+    if not ring:
+        return both(lambda *x: local(*x, ids), *x)
+    spec = P(None, "context")
+    mesh = jp.MeshSpec(context=2).build(jax.devices()[:2])
+    # The kernel's interpreter keeps no count of the axes over which its own loops differ.
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+    return both(lambda *x: mapped(*x, ids), *x)
+
+
+@pytest.mark.parametrize(
+    ("keys", "x", "options", "bound"),
+    [
+        ("ring", arrays(256, 256, (8, 8)), {"segment_ids": documents(256), "softcap": 0.8}, 2e-6),
+        (
+            "here",
+            arrays(140, 300, (64, 24), jnp.bfloat16),
+            {
+                "q_offset": 160,
+                "prefix": np.array([0, 9]),
+                "mask": jp.Mask(causal=False, window=(30, 50), chunk=250),
+                "scale": 0.3,
+            },
+            2e-2,
+        ),
+        ("here", arrays(140, 200, (8, 8)), {"q_offset": -70, "mask": jp.Mask(prefix=9, window=2**31)}, 2e-6),
+    ],
+    ids=[
+        "a ring, documents, soft cap",
+        "bfloat16, fewer queries, prefixes, a two-sided window in chunks",
+        "queries before the keys",
+    ],
+)
+def test_the_kernel_of_tiles_equals_plain_jax(keys: Keys, x: Any, options: Any, bound: float) -> None:
+    got, want = by_tiles("interpret", keys, x, options | {"block": 128}), by_tiles("jax", "here", x, options)
+    assert gap(got, want) <= bound
+    if "segment_ids" in options:  # padding gives zeros and takes no gradients
+        assert all((leaf[1, 128:] == 0).all() for leaf in got)
+
+
+def test_splash_takes_masks_and_documents() -> None:
+    x, mask = arrays(130, 130, (16, 16)), jp.Mask(causal=False, window=(70, 20), chunk=100)
+    options: Any = {"mask": mask, "softcap": 0.9, "scale": 0.2, "segment_ids": documents(130)}
+    rules, beside, _ = read(*x, options)
+    got = both(lambda *x: splash(*x, rules, beside.segments, interpret=True), *x)
+    assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", ["documents", "nothing"])
+def test_the_gpu_kernel_takes_documents_and_all_tokens(causal: bool, given: str) -> None:
+    x = arrays(130, 130, (16, 16))
+    options: Any = {"mask": jp.Mask(causal=causal), "scale": 0.2}
+    options |= {"segment_ids": documents(130)} if given == "documents" else {}
+    rules, beside, offset = read(*x, options)
+    assert find("gpu", x, rules, beside, offset).kernel == "mha"
+    segments = None if beside.segments is None else beside.segments[0]
+    got = both(lambda *x: mha(*x, rules, segments, interpret=True), *x)
+    assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        jp.Mask(causal=True),
+        jp.Mask(causal=False),
+        jp.Mask(causal=False, window=(3, 9)),
+        jp.Mask(causal=True, window=5, prefix=11),
+        jp.Mask(causal=False, chunk=12),
+    ],
+)
+def test_a_lazy_mask_says_of_blocks_what_all_of_their_scores_say(mask: jp.Mask) -> None:
+    lazy, at = Lazy(mask, 30, 32), np.arange(32)
+    every = np.broadcast_to(lazy.mask_function(at[:, None], at[None]), (32, 32))
+    np.testing.assert_array_equal(
+        every[:30, :30], np.broadcast_to(mask.visible(at[:30, None], at[None, :30]), (30, 30))
+    )
+    assert not every[:30, 30:].any() and every.any(1).all()
+    for i, j in np.ndindex(8, 8):
+        rows, columns = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
+        told, seen = lazy[rows, columns], every[rows, columns]
+        # A block said to be whole or empty is; a block that is one of both may be said to be in part.
+        assert (told.any() or not seen.any()) and (seen.all() or not told.all())
+    assert lazy.visited(4) >= every.sum() and lazy == Lazy(mask, 30, 32) != Lazy(mask, 29, 32)
+
+
+def test_a_long_sequences_mask_is_looked_at_by_blocks() -> None:
+    """All of 131,072² scores would take minutes."""
+    lazy = Lazy(jp.Mask(causal=True), 2**17, 2**17)
+    assert lazy.visited(512) == 256 * 257 // 2 * 512**2
+    assert lazy[0:512, 512:1024].tolist() == [[False, False]] and lazy[512:1024, 0:512].tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
+def test_tiles_are_listed_by_row_and_by_column(xp: Any) -> None:
+    some = xp.array([[True, True], [False, False], [True, False]])
+    every = xp.array([[True, False], [False, False], [False, False]])
+
+    def listed(**how: bool) -> list[tuple[int, int]]:
+        f = lambda a, b: visits(a, b, **how)
+        found = (jax.jit(f) if xp is jnp else f)(some, every)
+        assert found is not None
+        return [(int(n) >> 4, int(n) & 15) for n in found.tiles[: int(found.count)]]
+
+    assert listed(by_row=True) == [(0, FIRST), (1, LAST | MASKED), (4, FIRST | LAST | MASKED)]
+    alone = FIRST | LAST | MASKED
+    # The second row is there, and not computed.
+    assert listed(by_row=True, all_of_them=True) == [(0, FIRST), (1, LAST | MASKED), (2, alone | EMPTY), (4, alone)]
+    assert listed(by_row=False) == [(0, FIRST), (2, LAST | MASKED), (3, FIRST | LAST | MASKED)]
+
+
+def test_where_nothing_is_seen_one_masked_tile_is_visited_or_none() -> None:
+    none = np.zeros((2, 2), bool)
+    assert visits(none, none, by_row=True) is None
+    found = jax.jit(lambda x: visits(x, x, by_row=True))(none)
+    assert found is not None and int(found.count) == 1 and int(found.tiles[0]) == FIRST | LAST | MASKED | EMPTY
+
+
+BIG = jax.ShapeDtypeStruct((1, 2**18, 2, 64), jnp.bfloat16)
+SMALL = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
+IDS = np.zeros((1, 1024), np.int32)
+WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("platform", "x", "options", "split", "found"),
+    [
+        ("tpu", SMALL, {}, False, "splash"),
+        (
+            "tpu",
+            SMALL,
+            {"mask": jp.Mask(causal=False, window=9, prefix=3), "softcap": 3.0, "scale": 0.1},
+            False,
+            "splash",
+        ),
+        ("tpu", SMALL, {}, True, "tiles"),
+        ("tpu", SMALL, {"q_offset": 5}, False, "tiles"),
+        ("tpu", SMALL, {"prefix": np.array([4])}, False, "tiles"),
+        ("gpu", SMALL, {}, False, "mha"),
+        ("cpu", SMALL, {}, False, "kernels run on TPU and GPU, but the mesh is of cpu devices"),
+        ("tpu", WIDE, {}, False, "the kernel computes in float32, but the queries are float64"),
+        ("gpu", SMALL, {}, True, "on GPU the kernel wants the sequence whole"),
+        ("gpu", SMALL, {"softcap": 3.0}, False, "the kernel knows the causal mask and none, segments and a scale"),
+        ("gpu", SMALL, {"segment_ids": IDS}, False, "mha"),
+        ("gpu", SMALL, {"segment_ids": (IDS, IDS + 1)}, False, "the kernel wants one segment_ids for queries and keys"),
+        ("tpu", SMALL, {"alibi": True, "dropout": 0.1, "key": 0}, True, "the kernel takes no alibi and no dropout"),
+        ("tpu", SMALL, {"mask": lambda q, k: q != k}, False, "the kernel takes no function of positions"),
+        (
+            "tpu",
+            BIG,
+            {},
+            True,
+            "the kernel lists 65536 tiles at most, but 262144 queries and 262144 keys are 262144",
+        ),
+    ],
+)
+def test_which_kernel_is_found_and_why_not(platform: str, x: Any, options: Any, split: bool, found: str) -> None:
+    options = options | ({"key": jax.random.key(0)} if "key" in options else {})
+    rules, beside, offset = read(x, x, x, options)
+    kernel, why = find(platform, (x, x, x), rules, beside, offset, split=split)
+    assert found in (kernel, why) and bool(kernel) is not bool(why)
+
+
+def traced(spec: jp.MeshSpec, impl: Any, **options: Any) -> Any:
+    """Attention of 4,096 tokens, traced for 8 TPUs."""
+    shapes = [jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)] * 3
+    with jp.Layout(spec.on("v5e:2x4"), RULES):
+        return jax.jit(lambda *x: jp.attention(*x, impl=impl, **options)).trace(*shapes)
+
+
+@pytest.mark.parametrize("impl", ["ring", "gather"])
+def test_on_tpus_a_ring_computes_by_the_kernel(impl: str) -> None:
+    # Zigzag: a device has two halves of 256 queries, and meets 512 keys of each device.
+    text = traced(jp.MeshSpec(context=8), impl, order="zigzag").lower(lowering_platforms=("tpu",)).as_text()
+    assert "attend_forward" in text and "splash" not in text
+    flops = [int(n) for n in re.findall(r"flops\\22:(\d+)", text)]
+    tile = 2 * 8 * 256 * 256 * 2 * 64
+    # At home the two halves see themselves in part, and one sees the other; from afar each device computes two tiles.
+    assert flops == ([3 * tile, 2 * tile, 2 * tile] if impl == "ring" else [17 * tile])
+
+
+def test_heads_exchanged_the_segments_of_all_tokens_are_there() -> None:
+    text = str(traced(jp.MeshSpec(ulysses=8), "ulysses", segment_ids=np.zeros((1, 4096), np.int32)).jaxpr)
+    assert "splash_mha_fwd" in text and "all_gather" in text

@@ -1,0 +1,80 @@
+"""Masks as rules on positions, orders of tokens, and which tiles are visited."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_reference import masks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.attention.split.token_order import permutation
+from jaxpar.parallel.attention.tiled.blockwise import chosen, tokens_in_blocks
+from jaxpar.parallel.attention.tiled.tile import Extras, Rules, Tokens
+
+
+@given(masks(st.integers(1, 9)), st.integers(1, 7), st.sampled_from(["contiguous", "zigzag", "striped"]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_tiles_that_are_left_out_have_nothing_and_unmasked_ones_everything(
+    mask: jp.Mask, block: int, order: Any, packed: bool
+) -> None:
+    """Of all tiles: no visible score outside of the listed ones, no hidden one inside of those that are not masked."""
+    seq = 24
+    at = permutation(order, seq, 3)
+    ids = (at // 7).astype(np.int32)[None] if packed else None
+    tokens = tokens_in_blocks(Tokens(at, None if ids is None else jnp.asarray(ids)), block)
+    whole, partly = chosen(Rules(mask, 1.0), tokens, tokens, Extras())
+    seen = np.broadcast_to(mask.visible(at[:, None], at[None]), (seq, seq)).copy()
+    if ids is not None:
+        seen &= ids[0][:, None] == ids[0][None]
+    columns = -(-seq // block)
+    numbers = [{int(n) for n in np.asarray(some.numbers)[: int(some.count)]} for some in (whole, partly)]
+    assert not numbers[0] & numbers[1]
+    for number in range(columns * columns):
+        i, j = divmod(number, columns)
+        tile = seen[i * block : (i + 1) * block, j * block : (j + 1) * block]
+        if number in numbers[0]:
+            assert tile.all() and tile.shape == (block, block)
+        elif number not in numbers[1]:
+            assert not tile.any()
+
+
+def test_of_a_causal_sequence_half_the_tiles_are_visited() -> None:
+    tokens = tokens_in_blocks(Tokens(np.arange(64, dtype=np.int32)), 8)
+    whole, partly = chosen(Rules(jp.Mask(causal=True), 1.0), tokens, tokens, Extras())
+    assert (whole.count, partly.count) == (8 * 7 // 2, 8)
+
+
+def test_a_function_of_positions_hides_tiles_too() -> None:
+    tokens = tokens_in_blocks(Tokens(jnp.arange(32, dtype=jnp.int32)), 8)
+    rules = Rules(jp.Mask(causal=False, where=lambda q, k: (q >= 16) & (k < 12)), 1.0)
+    whole, partly = chosen(rules, tokens, tokens, Extras())
+    assert (int(whole.count), int(partly.count)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"window": 0}, "mask: window is 0, but a number of tokens, 1 or more, is wanted."),
+        (
+            {"window": (1, -1)},
+            "mask: window is (1, -1), but (tokens before, tokens behind), 0 or more or None, is wanted.",
+        ),
+        ({"prefix": -1}, "mask: prefix is -1, but a number of tokens, 0 or more, is wanted."),
+        ({"chunk": 0}, "mask: chunk is 0, but a number of tokens, 1 or more, is wanted."),
+        (
+            {"where": lambda q: q > 0},
+            "mask: where takes (q), but it is called with two positions. Remedy: a function where(q, k).",
+        ),
+        ({"where": 3}, "mask: where is 3, but a function of two positions, where(q, k), is wanted."),
+    ],
+)
+def test_what_is_no_mask_is_an_error(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        jp.Mask(**options)

@@ -1,0 +1,507 @@
+"""Attention over a split sequence: every implementation against the plain form on one device, values and gradients.
+
+``benchmarks/attention.py --table`` runs every mask and option with every implementation by itself; here each implementation meets
+all of them, several at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
+from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
+
+RULES = jp.Rules(
+    batch="data", seq=("context", "ulysses"), heads="model", kv_heads=jp.first_of("model", None), head_dim=None
+)
+MESHES: dict[str, dict[str, int]] = {
+    "flash": {"data": 2},
+    "gather": {"context": 4},
+    "ring": {"context": 4},
+    "ring_self_attention": {"context": 4},
+    "ulysses": {"ulysses": 4},
+    "hybrid": {"context": 2, "ulysses": 2},
+}
+LEARNED = ("bias", "sinks", "alibi")
+BATCH, SEQ, HEADS = 2, 24, 4
+QUICK = {"xla_backend_optimization_level": 0}
+"""These programs run once: making them fast takes longer than running them."""
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def documents() -> np.ndarray:
+    """Packed documents; the second sequence is padding from its middle on, so some queries see nothing."""
+    ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(BATCH, SEQ)), axis=1).astype(np.int32)
+    ids[1, SEQ // 2 :] = -1
+    return ids
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "causal, documents, soft cap, sinks": (2, {"segment_ids": documents(), "softcap": 0.8, "sinks": random(HEADS)}),
+    "window, alibi, dropout, one key head": (
+        1,
+        {"mask": jp.Mask(causal=True, window=7), "alibi": abs(random(HEADS, seed=4)), "dropout": 0.3, "key": 5},
+    ),
+    "prefixes, bias": (4, {"prefix": np.array([0, 9]), "bias": random(1, HEADS, SEQ, SEQ), "scale": 0.4}),
+    "two-sided, bias of all heads, documents": (
+        2,
+        {
+            "mask": jp.Mask(causal=False, window=(3, 5)),
+            "bias": random(BATCH, 1, SEQ, SEQ),
+            "segment_ids": documents(),
+        },
+    ),
+    "a function, chunks": (2, {"mask": jp.Mask(causal=False, chunk=8, where=lambda q, k: (q - k) % 3 != 1)}),
+    "full": (2, {"causal": False}),
+}
+
+
+def layout(**sizes: int) -> jp.Layout:
+    spec = jp.MeshSpec(**sizes)
+    return jp.Layout(spec.build(jax.devices()[: spec.abstract().size]), RULES)
+
+
+def arrays(kv_heads: int, seq: int = SEQ, keys: int | None = None, dtype: Any = np.float32) -> tuple[np.ndarray, ...]:
+    shapes = ((BATCH, seq, HEADS, 6), *((BATCH, keys or seq, kv_heads, n) for n in (6, 5)))
+    return tuple(random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+
+
+def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[str, Any]) -> list[np.ndarray]:
+    """The result, and gradients of queries, keys, values and what else can be learned."""
+    learned = {name: options[name] for name in LEARNED if name in options}
+    fixed = {name: value for name, value in options.items() if name not in learned}
+    if "key" in fixed:
+        fixed["key"] = jax.random.key(fixed["key"])
+
+    def loss(x: Any, learned: Any) -> Any:
+        o = jp.attention(*x, impl=impl, **fixed, **learned)
+        weight = jnp.cos(jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape)
+        return jnp.sum(o * weight) + jnp.sum(o**2), o
+
+    with where:
+        grads, o = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=QUICK)(x, learned)
+    return [np.asarray(leaf) for leaf in (o, *jax.tree.leaves(grads))]
+
+
+def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    """The largest difference, relative to each array's largest entry; NaN is infinitely far."""
+    gaps = [float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in zip(got, want, strict=True)]
+    return max(g if np.isfinite(g) else np.inf for g in gaps)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, list[np.ndarray]]:
+    one = layout(data=1)
+    return {name: run(one, "dense", arrays(kv_heads), options) for name, (kv_heads, options) in CASES.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("impl", MESHES)
+def test_every_implementation_equals_the_plain_form(impl: str, case: str, wanted: dict[str, list[np.ndarray]]) -> None:
+    kv_heads, options = CASES[case]
+    more = {"block": 5} if impl == "flash" else {}  # several tiles, the last ones filled up
+    assert gap(run(layout(**MESHES[impl]), impl, arrays(kv_heads), options | more), wanted[case]) <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["full", "causal, documents, soft cap, sinks"])
+def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
+    case: str, wanted: dict[str, list[np.ndarray]]
+) -> None:
+    """Its scores have no layout that follows from those of queries and keys: the compiler finds one."""
+    kv_heads, options = CASES[case]
+    mesh = jp.MeshSpec(context=4).build(jax.devices()[:4], axis_type=jax.sharding.AxisType.Explicit)
+    assert gap(run(jp.Layout(mesh, RULES), "dense", arrays(kv_heads), options), wanted[case]) <= 1e-5
+
+
+@pytest.mark.parametrize("impl", ["ring", "hybrid"])
+def test_a_split_sequence_under_explicit_axes(impl: str, wanted: dict[str, list[np.ndarray]]) -> None:
+    case = "causal, documents, soft cap, sinks"
+    kv_heads, options = CASES[case]
+    mesh = jp.MeshSpec(**MESHES[impl]).build(jax.devices()[:4], axis_type=jax.sharding.AxisType.Explicit)
+    assert gap(run(jp.Layout(mesh, RULES), impl, arrays(kv_heads), options), wanted[case]) <= 1e-5
+
+
+def test_queries_that_see_nothing_give_zeros_and_no_gradients() -> None:
+    ids = np.full((BATCH, SEQ), -1, np.int32)
+    found = run(layout(context=4), "ring", arrays(2), {"segment_ids": ids})
+    assert all((leaf == 0).all() for leaf in found)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped", "contiguous"])
+def test_tokens_may_lie_in_any_order(order: str, wanted: dict[str, list[np.ndarray]]) -> None:
+    case = "causal, documents, soft cap, sinks"
+    kv_heads, options = CASES[case]
+    at = jp.attn.order.permutation(order, SEQ, 4)
+    x = tuple(a[:, at] for a in arrays(kv_heads))
+    found = run(layout(context=4), "ring", x, options | {"order": order, "segment_ids": documents()[:, at]})
+    back = np.argsort(at)
+    in_place = [leaf[:, back] if leaf.ndim == 4 else leaf for leaf in found]
+    # The loss weighs results by place, so only what does not depend on it is compared: the result itself.
+    assert gap(in_place[:1], wanted[case][:1]) <= 1e-5
+
+
+@pytest.mark.parametrize("impl", ["ring", "ulysses", "gather"])
+def test_fewer_queries_than_keys(impl: str) -> None:
+    x, options = arrays(2, seq=8, keys=SEQ), {"q_offset": SEQ - 8}
+    want = run(layout(data=1), "dense", x, options)
+    assert gap(run(layout(**MESHES[impl]), impl, x, options), want) <= 1e-5
+
+
+def test_a_sequence_that_does_not_divide_is_filled_up_on_request() -> None:
+    x = arrays(2, seq=21)
+    want = run(layout(data=1), "dense", x, {})
+    assert gap(run(layout(context=4), "ring", x, {"pad": True}), want) <= 1e-5
+
+
+def test_double_precision_is_kept_from_end_to_end() -> None:
+    with jax.enable_x64(True):
+        x = arrays(2, dtype=np.float64)
+        want = run(layout(data=1), "dense", x, {})
+        for impl in ("ring", "hybrid"):
+            assert gap(run(layout(**MESHES[impl]), impl, x, {}), want) <= 1e-14
+
+
+def test_double_precision_of_heads_in_parts() -> None:
+    """Tiles that are too large for all heads at once, counted by a loop whose counter is then 64 bits wide."""
+    with jax.enable_x64(True):
+        x, one = arrays(2, seq=96, dtype=np.float64), layout(data=1)
+        assert gap(run(one, "flash", x, {"block": 96}), run(one, "dense", x, {})) <= 1e-14
+
+
+@pytest.fixture(scope="module")
+def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
+    """Of bf16 queries, keys and values of 8 and 4 heads: relative RMS errors of a layout, and those of one device."""
+    draw = lambda heads, seed: jnp.asarray(random(1, 128, heads, 8, seed=seed), jnp.bfloat16)
+    half = draw(8, 0), draw(4, 1), draw(4, 2)
+    exact = run(layout(data=1), "dense", tuple(np.asarray(a, np.float32) for a in half), {})
+
+    def error(where: jp.Layout, impl: str) -> list[float]:
+        found = run(where, impl, half, {"block": 8})
+        square = lambda a, b: float(((a.astype(np.float64) - b) ** 2).mean() / (b.astype(np.float64) ** 2).mean())
+        return [square(a, b) ** 0.5 for a, b in zip(found, exact, strict=True)]
+
+    return error, error(layout(data=1), "flash")
+
+
+@pytest.mark.parametrize(
+    ("impl", "sizes"),
+    [
+        ("ring", {"context": 8}),
+        ("gather", {"context": 8}),
+        ("ulysses", {"ulysses": 8}),  # more devices than key heads
+        ("hybrid", {"context": 4, "ulysses": 2}),
+    ],
+)
+def test_the_error_of_16_bits_does_not_grow_with_the_devices(impl: str, sizes: dict[str, int], in_16_bits: Any) -> None:
+    """Sums in fp32 from the first hop to the last: eight devices are as exact as one."""
+    error, one = in_16_bits
+    eight = error(layout(**sizes), impl)
+    assert min(eight) > 1e-4 and np.divide(eight, one).max() <= 1.05, (one, eight)
+
+
+def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
+    """As a pipeline will call it: one flat map, gradients included."""
+    x = arrays(2)
+    mesh = jp.MeshSpec(data=2, context=4).build()
+    spec = P("data", "context")
+    local = lambda q, k, v: jp.attention_local(q, k, v, impl="ring")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def loss(*x: Any) -> Any:
+        o = mapped(*x)
+        return jnp.sum(o * jnp.cos(jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape)) + jnp.sum(o**2), o
+
+    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)(*x)
+    want = run(layout(data=1), "dense", x, {})
+    assert gap([np.asarray(leaf) for leaf in (o, *grads)], want) <= 1e-5
+
+
+def test_heads_exchanged_around_the_tpu_kernel() -> None:
+    """In the kernel's interpreter: four query heads and one key head over two devices, tokens that fill no block."""
+    shapes = ((1, 136, 4, 16), *((1, 136, 1, 16),) * 2)
+    x = tuple(random(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    spec = P(None, "ulysses")
+    local = lambda *x: splash_exchanged(*x, ("ulysses",), interpret=True)
+    mapped = jax.shard_map(local, mesh=layout(ulysses=2).mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def loss(*x: Any) -> Any:
+        o = mapped(*x)
+        return jnp.sum(o * jnp.cos(jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape)) + jnp.sum(o**2), o
+
+    grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)(*x)
+    want = run(layout(data=1), "dense", x, {})
+    assert gap([np.asarray(leaf) for leaf in (o, *grads)], want) <= 1e-5
+
+
+def traced(impl: str, gradient: bool, **options: Any) -> str:
+    f = lambda *x: jp.attention(*x, impl=impl, **options)
+    with layout(**MESHES[impl]):
+        g = jax.grad(lambda *x: jnp.sum(f(*x)), argnums=(0, 1, 2)) if gradient else f
+        return str(jax.make_jaxpr(g)(*arrays(2)))
+
+
+@pytest.mark.parametrize(("keep", "saved", "gathers"), [(False, True, 4), (True, True, 2), (True, False, 4)])
+def test_kept_keys_are_gathered_once(keep: bool, saved: bool, gathers: int) -> None:
+    """Keys and values: forward, and once more for the backward pass, unless they are kept and the policy saves what attention makes."""
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(SAVED, KEPT) if saved else policies.nothing_saveable
+    once = jax.checkpoint(lambda *x: jp.attention(*x, impl="gather", keep=keep), policy=policy)
+    with layout(context=4):
+        grad = jax.jit(jax.grad(lambda *x: jnp.sum(once(*x) ** 2), argnums=(0, 1, 2)))
+        assert grad.lower(*arrays(2)).as_text().count("stablehlo.all_gather") == gathers
+
+
+def test_kept_keys_change_no_number(wanted: dict[str, list[np.ndarray]]) -> None:
+    case = "window, alibi, dropout, one key head"
+    kv_heads, options = CASES[case]
+    assert gap(run(layout(context=4), "gather", arrays(kv_heads), options | {"keep": True}), wanted[case]) <= 1e-5
+
+
+def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four devices: keys and values three times forward; back three times again, and their gradients three times."""
+    monkeypatch.setattr("jaxpar.parallel.attention.split.ring.UNROLLED", 4)
+    assert traced("ring", False, order="zigzag").count("ppermute[") == 2 * 3
+    assert traced("ring", True, order="zigzag").count("ppermute[") == 2 * 3 * 3
+
+
+@pytest.mark.parametrize("impl", ["ring", "gather", "ulysses"])
+def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
+    """256 tokens in tiles of 16: of 16 × 16 tiles 136 are visited, by 4 devices in equal parts; 7 matmuls each, of 4 heads."""
+    shapes = [jax.ShapeDtypeStruct((1, 256, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+    where = layout(**MESHES[impl])
+    with where:
+        loss = lambda *x: jnp.sum(jp.attention(*x, impl=impl, block=16) ** 2)
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK).lower(*shapes).compile()
+    report = jp.audit(compiled, mesh=where.mesh)
+    assert report.matmul_flops == 7 * 2 * 8 * 4 * 16 * 16 * 136 // 4
+    assert "LOWER BOUNDS" not in str(report)
+
+
+def test_the_backward_pass_takes_no_memory_before_it_begins() -> None:
+    """Arrays as large as a device's queries that a ring has at once: 20 where zeros, blocks and keys of later hops were made at the start."""
+    shape, dims, where = (1, 1024, 4, 32), ("batch", "seq", "heads", "head_dim"), layout(context=4)
+    given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where.sharding(dims, shape))
+    with where:
+        ring = jax.grad(lambda *x: jnp.sum(jp.attention(*x, impl="ring", order="zigzag", block=16)), argnums=(0, 1, 2))
+        program = jax.jit(ring, compiler_options=QUICK).lower(given, given, given).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 13 * math.prod(shape)
+
+
+def test_a_window_ends_the_ring_early() -> None:
+    near = {"mask": jp.Mask(causal=True, window=6)}  # no further than the neighbour's six tokens
+    assert traced("ring", False, **near).count("ppermute[") == 2
+
+
+def test_a_ring_has_no_loops_over_no_tiles() -> None:
+    """In zigzag all but the first hop's tiles are whole: an empty loop for masked ones is what a compiler hides a transfer behind."""
+    first, in_the_loop, last = 2, 1, 1
+    assert traced("ring", False, order="zigzag").count("while[") == first + in_the_loop + last
+
+
+def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpar.parallel.attention.split.ring.UNROLLED", 4)
+
+    def permutes(policy: str) -> int:
+        rule = jp.Recompute(policy).rule(["attention"])
+        block = jax.checkpoint(lambda *x: jp.attention(*x, impl="ring", order="zigzag"), policy=rule)
+        with layout(context=4):
+            grad = jax.jit(jax.grad(lambda *x: jnp.sum(block(*x) ** 2), argnums=(0, 1, 2)))
+            return grad.lower(*arrays(2)).as_text().count("collective_permute")
+
+    assert permutes("full") - permutes("save_attention") == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "kind", "text"),
+    [
+        (
+            {"context": 4},
+            {"impl": "ring", "order": "zigzag", "seq": 20},
+            LayoutError,
+            (
+                "attention: the queries' sequence has 20 tokens, but order 'zigzag' over 4 devices wants a multiple of 8. Remedy: pad=True (adds 4 "
+                "tokens that nothing sees), or order='striped', which wants a multiple of 4."
+            ),
+        ),
+        (
+            {"ulysses": 8},
+            {"impl": "ulysses"},
+            LayoutError,
+            (
+                "attention: 4 query heads cannot be exchanged among 8 devices over 'ulysses'. Remedy: as many devices as divide them (1, 2, 4), or "
+                "impl='ring', which takes any."
+            ),
+        ),
+        (
+            {"context": 4},
+            {"impl": "hybrid"},
+            LayoutError,
+            (
+                "attention(impl='hybrid'): the sequence is split over 'context', but a ring's axes and then 'ulysses' to exchange heads are wanted. "
+                "Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or impl='ring' or 'ulysses'."
+            ),
+        ),
+        (
+            {"data": 1},
+            {"dropout": 0.1},
+            ConfigError,
+            (
+                "attention: dropout is 0.1, but there is no key to draw from. Remedy: key=jax.random.key(...), another in every step, or dropout=0."
+            ),
+        ),
+        (
+            {"ulysses": 4},
+            {"impl": "ulysses", "order": "zigzag"},
+            LayoutError,
+            (
+                "attention(impl='ulysses'): order 'zigzag' says how tokens lie along the devices of a ring, but there is none: the sequence is "
+                "exchanged for heads over 'ulysses'. Remedy: impl='ring' or 'hybrid', or order='contiguous' for tokens as they come."
+            ),
+        ),
+        (
+            {"data": 1},
+            {"dropout": 1.0},
+            ConfigError,
+            "attention: dropout is 1.0, but a share from 0 to below 1 is wanted.",
+        ),
+        ({"data": 1}, {"softcap": 0}, ConfigError, "attention: softcap is 0, but a number above 0 is wanted."),
+        (
+            {"data": 1},
+            {"segment_ids": np.zeros((2, 3), int)},
+            LayoutError,
+            (
+                "attention: segment_ids of the queries are int32[2, 3], but integers [2, 24], one for each token, are wanted."
+            ),
+        ),
+        (
+            {"data": 1},
+            {"bias": np.zeros((1, 3, 24, 24))},
+            LayoutError,
+            (
+                "attention: bias has shape [1, 3, 24, 24], but [2 or 1, 4 or 1, 24, 24] (batch, heads, queries, keys) is wanted."
+            ),
+        ),
+        (
+            {"data": 1},
+            {"sinks": np.zeros(3)},
+            LayoutError,
+            "attention: sinks has shape [3], but one number for each of 4 query heads is wanted.",
+        ),
+        (
+            {"data": 1},
+            {"prefix": np.zeros(3, int)},
+            LayoutError,
+            "attention: prefix has shape [3], but a number, or one for each of 2 sequences, is wanted.",
+        ),
+        (
+            {"data": 1},
+            {"casual": True},
+            ConfigError,
+            "attention: no option 'casual'. Did you mean 'causal'? The options are: causal, mask,",
+        ),
+        (
+            {"data": 1},
+            {"impl": "rings"},
+            ConfigError,
+            "attention: unknown impl 'rings'. Did you mean 'ring'? The implementations are: auto, dense,",
+        ),
+        (
+            {"context": 4},
+            {"impl": "ring", "order": "zigzagged"},
+            ConfigError,
+            "attention: unknown order 'zigzagged'. Did you mean 'zigzag'? The orders are: contiguous, zigzag, striped.",
+        ),
+        (
+            {"context": 4},
+            {"impl": "ring", "travel": "float16"},
+            ConfigError,
+            "attention: travel is 'float16', but 'float32' or 'bfloat16' is wanted. Did you mean 'bfloat16'?",
+        ),
+        (
+            {"context": 4},
+            {"impl": "ring", "keep": True},
+            ConfigError,
+            (
+                "attention(impl='ring'): keep=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
+                "Remedy: impl='gather', or leave keep out."
+            ),
+        ),
+        (
+            {"context": 4},
+            {"impl": "gather", "keep": "all"},
+            ConfigError,
+            "attention: keep is 'all', but True or False is wanted.",
+        ),
+        (
+            {"data": 1},
+            {"keys": 32},
+            LayoutError,
+            (
+                "attention: 24 queries and 32 keys under a mask that compares their positions, but nothing says where the first query stands. Remedy: "
+                "q_offset=8 if the last query is at the last key, q_offset=0 if the first is at the first, or causal=False."
+            ),
+        ),
+        (
+            {"data": 1},
+            {"kv_heads": 3},
+            LayoutError,
+            "attention: 4 query heads are no multiple of 3 key heads, so they cannot share them evenly.",
+        ),
+        (
+            {"data": 1},
+            {"mask": jp.Mask(causal=True), "causal": False},
+            ConfigError,
+            (
+                "attention: causal is False, but the mask says causal=True. Remedy: leave causal out, or say it in the mask."
+            ),
+        ),
+        (
+            {"data": 1},
+            {"mask": "causal"},
+            ConfigError,
+            "attention: mask is str, but a jp.Mask or a function of two positions is wanted.",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_an_error(
+    sizes: dict[str, int], options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    options = dict(options)
+    x = arrays(options.pop("kv_heads", 2), options.pop("seq", SEQ), options.pop("keys", None))
+    with layout(**sizes), pytest.raises(kind, match=f"^{re.escape(text)}"):
+        jp.attention(*x, **options)
+
+
+def test_the_local_form_says_what_it_misses() -> None:
+    x = arrays(2)
+    text = (
+        "attention_local: 'context' is no manual axis here; manual are: none. Remedy: call it inside of jax.shard_map over 'context', or "
+        "jp.attention outside of one."
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+        jp.attention_local(*x)
+    text = "attention_local: impl is 'dense', which is for global arrays. Remedy: one of flash, gather,"
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        jp.attention_local(*x, impl="dense")
+    mesh, spec = jp.MeshSpec(context=4).build(jax.devices()[:4]), P(None, "context")
+    local = lambda q, k, v: jp.attention_local(q, k, v, bias=jnp.zeros((1, 1, q.shape[1], k.shape[1])))
+    text = (
+        "attention: bias has shape [1, 1, 6, 6], but [2 or 1, 4 or 1, 6, 24] (batch, heads, queries, keys) is wanted."
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), *x)

@@ -1,0 +1,148 @@
+"""How many collectives a step takes, as asked for, and the same numbers whatever was asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError
+from jaxpar.sharding.hardware.topology import Topology
+
+DEEP = jp.Rules(batch="data", layers=None, embed=None, mlp=None, unannotated="replicate")
+LAYERS = 4
+
+
+def make(key: jax.Array) -> dict[str, Any]:
+    """A stack with awkward sizes: packed, no tensor fills whole rows of 1024."""
+    keys = jax.random.split(key, 4)
+    return {
+        "up": jp.tag(jax.random.normal(keys[0], (LAYERS, 16, 24)) / 4, "layers", "embed", "mlp"),
+        "down": jp.tag(jax.random.normal(keys[1], (LAYERS, 24, 16)) / 5, "layers", "mlp", "embed"),
+        "scale": jp.tag(jax.random.normal(keys[2], (LAYERS, 3)), "layers", None),
+        "last": jp.tag(jax.random.normal(keys[3], (16, 5)), "embed", None),
+    }
+
+
+def loss(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    layer = lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1] * w[2][1], None)
+    x, _ = jax.lax.scan(layer, x, (model["up"], model["down"], model["scale"]))
+    return jnp.mean((x @ model["last"]) ** 2)
+
+
+def found(stage: int, make: Any = make, **asked: Any) -> tuple[Any, dict[str, int]]:
+    """Gradients, and how often each collective runs."""
+    zero = jp.Zero(stage=stage, min_bytes=512)
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), zero.rules(DEEP))
+    ways = zero.step or {"reduce": "once"}
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        state = jp.init(layout, make, optax.sgd(0.1))
+        step = jp.train_step(layout, loss, keep_grads=True, fusion=jp.Fusion(**asked), **ways).lower(state, x).compile()
+        metrics = step(state, x)[1]
+    report = jp.audit(step, mesh=layout.mesh)
+    kinds = ("all-reduce", "all-gather", "reduce-scatter")
+    return jax.device_get(metrics["grads"]), {kind: report.count(kind) for kind in kinds}
+
+
+CASES: list[tuple[int, dict[str, Any], dict[str, int]]] = [
+    (0, {"reduce": (2,)}, {"all-reduce": 2}),
+    (0, {"reduce": (1, 2, 3)}, {"all-reduce": 4}),
+    (1, {"gather": (2,)}, {"all-gather": 2}),
+    (1, {"scatter": (1, 3)}, {"reduce-scatter": 3}),
+    (1, {"scatter": (1, 2, 3), "gather": (1, 2, 3)}, {"all-gather": 4, "reduce-scatter": 4}),
+]
+
+
+@pytest.mark.parametrize(("stage", "asked", "counts"), CASES, ids=str)
+def test_groups_of_layers_are_a_collective_each(stage: int, asked: dict[str, Any], counts: dict[str, int]) -> None:
+    plain, before = found(stage)
+    grads, after = found(stage, **asked)
+    for kind, count in counts.items():
+        # The loss goes with the first all-reduce, or is one of its own.
+        assert after[kind] in ((count, count + 1) if kind == "all-reduce" else (count,)), (before, after)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def on(topology: str) -> jp.Layout:
+    target = Topology.parse(topology)
+    mesh = jp.MeshSpec(data=target.devices).abstract().update(abstract_device=target.abstract_device)
+    return jp.Layout(mesh, DEEP)
+
+
+def test_a_size_is_each_compilers_own_option() -> None:
+    asked = jp.Fusion(reduce="64MiB", gather=1024)
+    assert asked.compiler_options(on("v5e:2x4")) == {
+        "xla_jf_crs_combiner_threshold_in_bytes": 64 << 20,
+        "xla_jf_crs_combiner_threshold_count": 2**30,
+        "xla_all_gather_latency_bound_threshold_in_bytes": 1024,
+        "xla_all_gather_combiner_threshold_count": 2**30,
+    }
+    gpu = jp.Fusion(reduce="64MiB", gather=1024, scatter="8MiB").compiler_options(on("h100:8"))
+    assert gpu == {
+        "xla_gpu_all_reduce_combine_threshold_bytes": 64 << 20,
+        "xla_gpu_all_gather_combine_threshold_bytes": 1024,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 20,
+    }
+    assert jp.Fusion().compiler_options(on("v5e:2x4")) == {}
+
+
+ERRORS = {
+    "a word": (
+        lambda: jp.Fusion(reduce="much"),
+        "fusion: reduce is 'much', but 'auto', a size as '64MiB', or a list of layers is wanted.",
+    ),
+    "layers that fall": (
+        lambda: jp.Fusion(scatter=(4, 2)),
+        "fusion: scatter is [4, 2], but layers that rise, from 1 on, are wanted: each begins a group.",
+    ),
+    "layers that are not there": (
+        lambda: found(0, reduce=(2, 4)),
+        "fusion: reduce is [2, 4], but of 4 layers none begins a group at 4. Remedy: numbers below 4.",
+    ),
+    "a compiler without sizes": (
+        lambda: found(0, reduce="1MiB"),
+        (
+            "fusion: reduce is 1048576 bytes, but the compiler for cpu takes no size for this. Remedy: a list of layers that begin "
+            "groups, or auto."
+        ),
+    ),
+    "scatters on TPU": (
+        lambda: jp.Fusion(scatter=0).compiler_options(on("v5e:2x4")),
+        (
+            "fusion: scatter is 0 bytes, but the compiler for tpu takes no size for this. Remedy: a list of layers that begin groups, "
+            "or auto."
+        ),
+    ),
+    "gradients reduced by the compiler": (
+        lambda: found(2, scatter=(2,)),
+        (
+            "fusion: scatter is [2], but here the compiler reduces gradients where it sees fit. Remedy: reduce='once' (ZeRO stage 1), a "
+            "size, or auto."
+        ),
+    ),
+    "nothing to scatter": (
+        lambda: found(0, scatter=(2,)),
+        "fusion: scatter is [2], but nothing is scattered here. Remedy: leave scatter out.",
+    ),
+    "no layers": (
+        lambda: found(
+            0, lambda key: {name: x if name == "last" else x.value for name, x in make(key).items()}, reduce=(2,)
+        ),
+        "fusion: groups are made of layers, but no parameter has 'layers' as its first dim. Remedy: a size, or auto.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_put_together_so_is_refused(case: str) -> None:
+    wrong, text = ERRORS[case]
+    with pytest.raises(ConfigError) as error:
+        wrong()
+    assert str(error.value) == text

@@ -1,0 +1,277 @@
+"""Layers in two copies against one: values, gradients, bytes on the wire; beside every axis, in a pipeline; what cannot be."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from one_step import BOUND, LLAMA_RULES, check_grads, layout_of, one_step
+
+import jaxpar as jp
+from jaxpar.app.config import Loaded, RunConfig
+from jaxpar.app.job import make_job
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.models import llama
+from jaxpar.models.llama.pipeline import staged_next_token_loss
+from jaxpar.models.losses import next_token_loss
+from jaxpar.parallel.overlap.interleave import cut, join, order_in_copies
+from jaxpar.utils.yaml_config import build
+
+QUICK = {"xla_backend_optimization_level": 0}
+ROWS, SEQ = 8, 32
+RULES = LLAMA_RULES
+HOW = {"layers": 2, "vocab": 64, "embed": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "mlp": 48}
+ONE = llama.make_llama(llama.preset("tiny", **HOW))
+Found = tuple[float, Any, Any]
+
+
+def run(
+    sizes: dict[str, int],
+    copies: int,
+    *,
+    staged: bool = False,
+    pipeline: Any = None,
+    packed: bool = False,
+    **config: Any,
+) -> Found:
+    """Loss, gradients and the audit of one step of a small Llama."""
+    model, layout = llama.preset("tiny", copies=copies, **HOW, **{"remat": "full", **config}), layout_of(RULES, sizes)
+    keys = enumerate(("tokens", "targets"))
+    batch = {name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, 64) for n, name in keys}
+    if packed:
+        batch["segment_ids"] = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (ROWS, SEQ))))
+    loss = staged_next_token_loss(model) if staged else next_token_loss
+    metrics, grads, compiled = one_step(layout, loss, llama.make_llama(model), batch, ONE, pipeline=pipeline)
+    return metrics["loss"], grads, jp.audit(compiled, mesh=layout.mesh)
+
+
+@pytest.fixture(scope="module")
+def one_copy() -> Found:
+    return run({"data": 2, "model": 2}, 1)
+
+
+@pytest.fixture(scope="module")
+def two_copies() -> Found:
+    return run({"data": 2, "model": 2}, 2)
+
+
+def check_same(got: Found, want: Found) -> None:
+    assert got[0] == pytest.approx(want[0], rel=2e-6)
+    check_grads(got[1], want[1], BOUND)
+
+
+def test_two_copies_give_what_one_gives(two_copies: Found, one_copy: Found) -> None:
+    check_same(two_copies, one_copy)
+
+
+def test_weights_are_gathered_once_and_nothing_more_is_sent(two_copies: Found, one_copy: Found) -> None:
+    gathers = [audit.wire_bytes("all-gather", "data") for *_, audit in (two_copies, one_copy)]
+    assert 0 < gathers[0] <= gathers[1]
+    assert two_copies[2].wire_bytes() <= one_copy[2].wire_bytes()
+
+
+def test_sequences_and_sums_cross_by_permutes(two_copies: Found) -> None:
+    permutes = two_copies[2].wire_bytes("collective-permute", "model")
+    # Of every layer and half: forward, again and backward 2 gathers and 2 scatters each, the last again not; of 2 rows 16 tokens of 32 numbers.
+    half_piece = 2 * 16 * 32 * 4
+    assert permutes >= 2 * 2 * (4 + 4 + 4 - 1) * half_piece
+    assert two_copies[2].count("all-to-all", "model") == 0
+
+
+@pytest.mark.parametrize("axis", ["context", "ulysses"])
+def test_another_policy_of_recomputation_beside_a_ring_and_an_exchange_of_heads(axis: str, one_copy: Found) -> None:
+    check_same(run({axis: 2, "model": 2}, 2, remat="save_outputs"), one_copy)
+
+
+def test_copies_inside_of_a_pipeline(one_copy: Found) -> None:
+    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
+    got = run({"pipeline": 2, "data": 2, "model": 2}, 2, staged=True, pipeline=pipeline)
+    check_same(got, one_copy)
+
+
+@pytest.fixture(scope="module")
+def halves() -> Found:
+    return run({"data": 2, "model": 2}, 2, copies_dim="seq")
+
+
+def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: Found) -> None:
+    check_same(halves, one_copy)
+    # As many bytes as halves of rows, but for the positions' own.
+    assert halves[2].wire_bytes() <= one_copy[2].wire_bytes()
+    assert halves[2].wire_bytes("collective-permute", "model") > 0
+
+
+def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over more devices of a torus: round a ring, of which pieces of the other end come in halves from both sides."""
+    monkeypatch.setattr("jaxpar.parallel.overlap.interleave.STRAIGHT", 2)
+    monkeypatch.setattr(
+        "jaxpar.parallel.overlap.interleave.links_of", lambda mesh: SimpleNamespace(torus=True, rings=lambda axes: (4,))
+    )
+    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=ROWS))
+    got = run(
+        {"pipeline": 2, "model": 4},
+        2,
+        staged=True,
+        pipeline=pipeline,
+        packed=True,
+        copies_dim="seq",
+        remat="save_outputs",
+    )
+    check_same(got, run({"data": 2, "model": 2}, 1, packed=True))
+
+
+def test_logits_of_halves_come_in_the_order_of_the_tokens() -> None:
+    """In fp64, so that a logit near zero may be held against its own size."""
+    layout = layout_of(RULES, {"data": 2, "model": 2})
+    how: dict[str, Any] = {"layers": 1, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48}
+    how |= {"dtype": "float64", "param_dtype": "float64"}
+    with layout, jax.enable_x64(True):
+        tokens = jax.random.randint(jax.random.key(0), (ROWS, SEQ), 0, 64)
+        whole, halved = (llama.preset("tiny", **how, **more) for more in ({}, {"copies": 2, "copies_dim": "seq"}))
+        logits = [
+            jax.jit(lambda key, c=config: llama.make_llama(c)(key)(tokens))(jax.random.key(1))
+            for config in (whole, halved)
+        ]
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-9, atol=1e-12)
+
+
+def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
+    return x + jnp.tanh(x @ block["w"] + side["at"])
+
+
+def test_a_layer_of_ones_own() -> None:
+    """In fp64: a gradient is a sum over 256 tokens, and some cancel out."""
+    layout = layout_of(RULES, {"data": 2, "context": 2, "model": 2})
+
+    def loss(w: jax.Array, x: jax.Array, run: Any) -> jax.Array:
+        return jnp.sum(run({"w": w}, x, side) ** 2)
+
+    with jax.enable_x64(True), layout:
+        w = jax.random.normal(jax.random.key(0), (8, 8)) / 3
+        x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, 8))
+        side = {"at": jax.random.normal(jax.random.key(2), (ROWS, SEQ, 1)), "scale": jnp.ones(())}
+        in_two = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, jp.in_copies(layer)), argnums=(0, 1)))
+        compiled = in_two.lower(w, jp.put(layout, x, "batch", "seq", None)).compile(compiler_options=QUICK)
+        got = compiled(w, jp.put(layout, x, "batch", "seq", None))
+    with jax.enable_x64(True):
+        want = jax.value_and_grad(lambda w, x: loss(w, x, layer), argnums=(0, 1))(w, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == np.float64
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+    # The sum of both copies' gradients of w, and the loss: nothing else crosses.
+    assert jp.audit(compiled, mesh=layout.mesh).wire_bytes() <= 2 * (8 * 8 + 2) * 8
+
+
+def test_cutting_moves_no_byte() -> None:
+    layout = layout_of(RULES, {"data": 2, "context": 2, "model": 2})
+    with layout:
+        x = jp.put(layout, jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ), "batch", "seq")
+        halves = jax.jit(cut).lower(x).compile()
+        again = jax.jit(lambda x: join(cut(x))).lower(x).compile()
+        assert [half.tolist()[0][0] // SEQ for half in halves(x)] == [0, 2]  # each device's own
+        assert again(x).tolist() == x.tolist()
+    assert [jp.audit(c, mesh=layout.mesh).count() for c in (halves, again)] == [0, 0]
+
+
+def test_each_copy_on_each_device_draws_its_own() -> None:
+    def noisy(block: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        return x + jax.random.normal(key, x.shape)
+
+    layout = layout_of(RULES, {"data": 2, "context": 2})
+    with layout:
+        x = jp.put(layout, jnp.zeros((ROWS, SEQ, 4)), "batch", "seq", None)
+        drawn = np.asarray(jax.jit(jp.in_copies(noisy))(None, x, jax.random.key(0)))
+    assert len(np.unique(drawn)) == drawn.size
+
+
+def test_what_copies_cannot_do() -> None:
+    x, block = jnp.ones((ROWS, SEQ, 8)), {"w": jnp.ones((8, 8))}
+    run = jp.in_copies(layer)
+    with pytest.raises(ConfigError, match=re.escape("interleave_copies is 3, but 1 or 2 is wanted")):
+        jp.in_copies(layer, 3)
+    plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
+    with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
+        run(block, x, None)
+    assert str(said.value) == (
+        "interleave_copies is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
+        "parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
+        "interleave_copies: 1."
+    )
+    with layout_of(RULES, {"data": 2, "context": 2}):
+        with pytest.raises(ConfigError) as said:
+            run(block, x[:6], None)
+        assert str(said.value) == (
+            "interleave_copies is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. Remedy: a batch, or "
+            "microbatches, of a multiple of 4 rows, interleave_dim: seq, or interleave_copies: 1."
+        )
+        with pytest.raises(
+            LayoutError, match=re.escape("side holds an array of shape (5, 32) beside 8 rows of 32 tokens")
+        ):
+            run(block, x, {"at": jnp.ones((5, SEQ))})
+        with pytest.raises(
+            ModelError, match=re.escape("in_copies(): the layer carries 'mean', 'var', which would part")
+        ):
+            jp.in_copies(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
+
+
+def test_what_halves_of_sequences_cannot_do() -> None:
+    with pytest.raises(ConfigError) as said:
+        jp.in_copies(layer, dim="seq")
+    assert str(said.value) == (
+        "in_copies(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: its "
+        "branches, with Branch(carried=...) where tokens see others, or dim='batch'."
+    )
+    with pytest.raises(ConfigError) as said:
+        jp.in_copies(layer, dim="sequence")  # type: ignore[arg-type]
+    assert str(said.value) == (
+        "interleave_dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
+    )
+    with layout_of(RULES, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
+        order_in_copies(30)
+    assert str(said.value) == (
+        "interleave_copies is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
+        "of 4 tokens, or interleave_copies: 1."
+    )
+    remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or interleave_dim: batch."
+    with layout_of(RULES, {"context": 2, "model": 2}), pytest.raises(ConfigError) as said:
+        order_in_copies(32)
+    assert str(said.value) == (
+        "interleave_copies is 2 and interleave_dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "
+        + remedy
+    )
+    with pytest.raises(ConfigError) as said:
+        llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(order="zigzag"))
+    assert str(said.value) == (
+        "interleave_dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. Remedy: leave the order out, or "
+        "interleave_dim: batch."
+    )
+
+
+def job_of(**parallel: Any) -> Any:
+    data = {"model": {"family": "llama"}, "layout": "", "parallel": parallel}
+    return make_job(Loaded(build(RunConfig, data, "run"), {"mesh": {"data": -1}, "rules": {}}, "run"))
+
+
+def test_the_configuration_of_a_run() -> None:
+    assert job_of(interleave_copies=2).model.copies == 2
+    assert job_of(interleave_copies=2, interleave_dim="seq").model.copies_dim == "seq"
+    with pytest.raises(ConfigError, match=re.escape("parallel.interleave_dim is 'seq', but interleave_copies is 1")):
+        job_of(interleave_dim="seq")
+    with pytest.raises(ConfigError, match=re.escape("parallel.interleave_copies is 0, but 1 or 2 is wanted")):
+        job_of(interleave_copies=0)
+    with pytest.raises(ConfigError) as said:
+        job_of(interleave_copies=2, regather=2)
+    assert str(said.value) == (
+        "parallel.interleave_copies is 2, but regather is 2: the copies gather a layer's weights once for both, from all devices. Remedy: "
+        "regather: true or false, or interleave_copies: 1."
+    )
+    with pytest.raises(
+        ConfigError, match=re.escape("parallel.interleave_copies is 2, but parallel.offload.parameters is host")
+    ):
+        job_of(interleave_copies=2, offload={"parameters": "host", "optimizer": "host"})

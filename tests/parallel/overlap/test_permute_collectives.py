@@ -1,0 +1,74 @@
+"""Gathers and scatters round rings against jax's own: values, gradients, and that every hop goes to a neighbour."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.parallel.overlap.permute_collectives import gather_moved, scatter_moved
+
+AXES = ("outer", "inner")
+
+
+def over(outer: int, inner: int, f: Callable[[jax.Array], jax.Array], into: Any, out: Any) -> Any:
+    mesh = Mesh(np.array(jax.devices()[: outer * inner]).reshape(outer, inner), AXES)
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=into, out_specs=out, check_vma=False))
+
+
+CASES = [(2, 4, ()), (2, 4, (8,)), (4, 2, (4, 2)), (1, 2, (2,)), (1, 5, (5,))]
+
+
+@pytest.mark.parametrize(("outer", "inner", "rings"), CASES)
+def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tuple[int, ...]) -> None:
+    ways = outer * inner
+    # Pieces of 5: halves are of 2 and 3. Whole numbers, of which every sum is exact in any order.
+    x, y = np.random.default_rng(0).integers(-8, 9, (2, 3, 5 * ways, 2)).astype(np.float32)
+    split = P(None, AXES)
+
+    def ours(x: jax.Array) -> jax.Array:
+        return gather_moved(x, AXES, dim=1, rings=rings)
+
+    def theirs(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, AXES, axis=1, tiled=True)
+
+    # Each device weighs what it gathered in its own way, so that the gradient is a sum of different shares.
+    def weighed(gather: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        def f(pair: jax.Array) -> jax.Array:
+            x, y = pair
+            whole, back = jax.vjp(gather, x)
+            mine = jnp.tile(y, (1, ways, 1)) * (1 + jnp.arange(ways * 5)[:, None])
+            return jnp.stack([back(mine)[0], whole.reshape(3, ways, 5, 2).sum(1)])
+
+        return f
+
+    both = jnp.stack([x, y])
+    results = [over(outer, inner, weighed(f), P(None, None, AXES), P(None, None, AXES))(both) for f in (ours, theirs)]
+    np.testing.assert_array_equal(results[0], results[1])
+    assert (over(outer, inner, ours, split, P())(x) == x).all()
+
+
+@pytest.mark.parametrize(("rings", "hops"), [((8,), {1: 42, -1: 42}), ((4, 2), {1: 12, 2: 36, -2: 36})])
+def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[int, ...], hops: dict[int, int]) -> None:
+    """How many rows go from device 0 to which other, of pieces of 6: as many in all as a gather and a scatter send."""
+    both = lambda x: scatter_moved(gather_moved(x, AXES, dim=0, rings=rings), AXES, dim=0, rings=rings)
+    text = over(1, 8, both, P(AXES), P(AXES)).lower(jnp.zeros((48, 2))).as_text()
+    sent: dict[int, int] = {}
+    for to, rows in re.findall(r"source_target_pairs = dense<\[\[0, (\d)\].*?: \(tensor<(\d+)x2xf32>\) ->", text):
+        far = (int(to) + 4) % 8 - 4
+        sent[far] = sent.get(far, 0) + int(rows)
+    assert sent == hops and sum(sent.values()) == 2 * 7 * 6
+
+
+def test_sums_are_made_in_fp32() -> None:
+    """In bf16 1 + 2^-8 is 1; both small shares together are seen."""
+    x = jnp.repeat(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 3)
+    got = over(1, 3, lambda x: scatter_moved(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
+    assert got.dtype == jnp.bfloat16 and got.tolist() == [1 + 2**-7] * 3

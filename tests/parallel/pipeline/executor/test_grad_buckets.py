@@ -1,0 +1,58 @@
+"""Turns of a chunk: every gradient is summed and scattered once, and no sum is begun where another one still waits."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.pipeline.executor.grad_buckets import turns_of
+
+# name, stages, microbatches, chunks, slots of whole sums, scatters
+CASES = [
+    ("interleaved", 4, 8, 4, 2, 8),
+    ("interleaved", 4, 4, 8, 2, 8),
+    ("breadth_first", 4, 6, 3, 2, 3),
+    ("gpipe", 4, 5, 1, 1, 1),
+    ("1f1b", 4, 8, 1, 1, 1),
+    ("zb_uniform", 4, 6, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, int]) -> None:
+    name, stages, microbatches, chunks, slots, scatters = case
+    schedule = jp.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    table, kind = schedule.table("residuals"), "w" if schedule.split else "b"
+    turns = turns_of(schedule, table)
+    on, chunk, microbatch = (table.column(f"{kind}_{what}") for what in ("on", "chunk", "microbatch"))
+    for stage in range(stages):
+        whole: dict[int, list[tuple[int, int]]] = {}
+        scattered: list[tuple[int, int]] = []
+        for tick in range(len(on)):
+            slot, begins, ended, to = map(int, turns.rows[tick, stage])
+            if on[tick, stage]:
+                if begins:
+                    assert not whole.get(slot), f"tick {tick} of stage {stage} begins in a slot that was not scattered"
+                    whole[slot] = []
+                whole[slot].append((int(chunk[tick, stage]), int(microbatch[tick, stage])))
+            if turns.ends[tick, 0]:
+                assert {number for number, _ in whole[ended]} == {to}
+                scattered += whole.pop(ended)
+        assert not any(whole.values())
+        assert sorted(scattered) == [(c, m) for c in range(chunks) for m in range(microbatches)]
+    assert (turns.slots, int(turns.ends.sum())) == (slots, scatters)
+    assert np.all(turns.rows[:, :, (0, 2)] < turns.slots)
+
+
+def test_stages_that_change_chunks_at_odds_are_named() -> None:
+    schedule = jp.schedule("zb_v", stages=2, microbatches=4, chunks=2)
+    text = (
+        "pipeline: reduce is 'chunk', for which all stages scatter a chunk's gradients together, but in the schedule 'zb_v' of 4 microbatches "
+        "stages change chunks 5, 7 times. Remedy: reduce='once' or 'each', or the schedule 'interleaved'."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        turns_of(schedule, schedule.table("residuals"))

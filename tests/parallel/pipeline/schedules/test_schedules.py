@@ -1,0 +1,426 @@
+"""Schedules: published figures, tables carried out against every order, and what each mistake is told."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_orders import orders_of_ones_own
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.errors import ScheduleError
+from jaxpar.parallel.pipeline.schedules.orders import Op
+from jaxpar.parallel.pipeline.schedules.registry import NAMES
+from jaxpar.parallel.pipeline.schedules.schedule import Schedule
+from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
+from jaxpar.parallel.pipeline.schedules.table import FIELDS, Keeps, Table
+from jaxpar.parallel.pipeline.schedules.ticks import needs
+from jaxpar.parallel.pipeline.schedules.verify import replay
+
+SIZES = [(1, 3), (2, 4), (3, 6), (4, 12)]
+"""Stages and microbatches."""
+
+
+def sized(name: str, stages: int, microbatches: int, chunks: int = 2, parts: int = 3, **options: Any) -> Schedule:
+    """A schedule by name, with chunks where it takes them."""
+    many = chunks if NAMES[name].chunks == "any" else None
+    sequence_chunks = parts if NAMES[name].sequences else 1
+    return jp.schedule(name, stages, microbatches, chunks=many, sequence_chunks=sequence_chunks, **options)
+
+
+# Published figures.
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_bubbles_by_ticks_are_the_formulas(stages: int, microbatches: int) -> None:
+    one, wait = (stages, microbatches), stages - 1
+    for name in ("gpipe", "1f1b"):
+        assert jp.schedule(name, *one).bubble == pytest.approx(wait / (microbatches + wait))
+    groups = -(-microbatches // stages) * stages
+    for chunks in (1, 2, 3):
+        for name in ("interleaved", "depth_first", "circular"):
+            found = jp.schedule(name, stages, groups, chunks=chunks)
+            assert found.bubble == pytest.approx(wait / (chunks * groups + wait))
+            assert max(found.stash) == (1 if name == "circular" else stages * chunks + wait)
+        found = jp.schedule("breadth_first", *one, chunks=chunks)
+        assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
+        assert max(found.stash) == (chunks - 1) * microbatches + 2 * stages - 1
+        # A sequence in parts is a batch of as many microbatches more, in the time of the bubble as in chunks of a model.
+        found = jp.schedule("seq1f1b", *one, sequence_chunks=chunks)
+        assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
+        assert max(found.stash) == 2 * stages + chunks - 2
+    uniform = jp.schedule("zb_uniform", *one)
+    assert uniform.bubble == pytest.approx(2 * wait / (3 * microbatches + 2 * wait))
+    assert simulate(uniform, how="stages").bubble == pytest.approx(wait / (3 * microbatches + wait))
+    assert max(uniform.held) == 2 * stages - 1
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [*SIZES, (6, 11), (8, 15), (4, 32)])
+def test_zero_bubbles_stand_still_as_long_as_their_papers_say(stages: int, microbatches: int) -> None:
+    """ZB-H1: (p - 1) (F + B - W) and p microbatches; ZB-H2: (p - 1) (F + B - 2 W) and 2 p - 1; ZB-V: nothing and p; all with F = B = W = 1."""
+    most = {"zb_h1": stages, "zb_h2": 2 * stages - 1, "zb_v": 2 * stages}
+    waits = {"zb_h1": stages - 1, "zb_h2": 0, "zb_v": 0}
+    for name, wait in waits.items():
+        if microbatches < 2 * stages - 1 and name != "zb_h1":
+            continue  # the published order is for more
+        one = jp.schedule(name, stages, microbatches)
+        found = simulate(one, how="stages")
+        assert found.idle == pytest.approx(wait)
+        assert max(one.held) <= most[name]
+        # The last stage (of a v: of its first half) begins so late; nothing can be faster.
+        assert found.time == pytest.approx(3 * microbatches + (stages - 1) / one.pieces.chunks)
+        # Each stage alone, and all in step with their neighbours, are as fast: an operation a tick.
+        assert one.simulate(how="neighbours") == pytest.approx(found.time)
+    textbook = simulate(jp.schedule("1f1b", stages, microbatches), how="stages")
+    assert textbook.idle == pytest.approx(3 * (stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 4), (3, 7), (4, 20), (8, 16)])
+def test_dualpipe_waits_no_longer_than_published(stages: int, microbatches: int) -> None:
+    """(PP / 2 - 1) (F&B + B - 3 W) of PP pieces, B being a whole backward, and PP + 1 pieces kept; here a backward's inputs go on before its W."""
+    one = jp.schedule("dualpipe_v", stages, microbatches)
+    assert max(one.held) == 2 * stages + 1
+    assert simulate(one, how="stages").idle == pytest.approx((stages - 1) / 2)
+    for f, b, w in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.7), (1.0, 2.0, 1.0)):
+        published = (stages - 1) * ((f + b + w) + (b + w) - 3 * w) / 2
+        assert simulate(one, {"F": f, "B": b, "W": w}, "stages").idle <= published + 1e-9
+    # What it is for: a forward of one chunk beside a backward of the other.
+    together = [ops for row in one.ticks.rows for ops in row if {"F", "B"} <= {op.kind for op in ops}]
+    crossed = [ops for ops in together if len({op.chunk for op in ops}) == 2]
+    assert len(crossed) >= stages * 2 * (microbatches - 2 * stages) + stages
+
+
+def test_sequence_chunks() -> None:
+    whole, same = jp.schedule("1f1b", 4, 8), jp.schedule("seq1f1b", 4, 8, sequence_chunks=1)
+    assert (same.orders, same.ticks) == (whole.orders, whole.ticks)
+    one = jp.schedule("seq1f1b", 2, 2, sequence_chunks=2)
+    assert [" ".join(map(str, order)) for order in one.orders] == [
+        "F0 F1 F2 F3 B1 B0 B3 B2",
+        "F0 F1 B1 F2 B0 F3 B3 B2",
+    ]
+    assert needs(Op("F", 3), 1, 2, 2) == [("F", 2, 1), ("F", 3, 0)]
+    assert needs(Op("B", 2), 0, 2, 2) == [("F", 2, 0), ("B", 3, 0), ("B", 2, 1)]
+    # What the chunks of a microbatch carry lies in one slot till the last backward; its cotangent from one backward to the next.
+    table = one.table()
+    assert (table.sizes["carry"], table.sizes["back"], jp.schedule("1f1b", 2, 2).table().sizes["carry"]) == (2, 1, 0)
+    on = table.column("f_on")[:, 1] == 1
+    assert table.column("f_carry")[on, 1].tolist() == [0, 0, 1, 1]
+    # The stash of the first stage, in whole sequences: that of 1F1B shrinks nearly by the number of chunks.
+    assert max(jp.schedule("seq1f1b", 4, 8, sequence_chunks=4).stash) / 4 == (2 * 4 - 1 + 3) / 4
+
+
+@pytest.mark.parametrize("microbatches", [8, 24])
+def test_stash_does_not_grow_with_microbatches(microbatches: int) -> None:
+    assert jp.schedule("1f1b", 4, microbatches).stash == (7, 5, 3, 1)
+    textbook = jp.schedule("1f1b", 4, microbatches, fused=False)
+    assert textbook.stash == (4, 3, 2, 1)
+    assert textbook.simulate(how="stages") == 3 * (microbatches + 3)
+    assert all(len(ops) <= 1 for row in textbook.ticks.rows for ops in row)
+    assert max(jp.schedule("gpipe", 4, microbatches).stash) == microbatches
+
+
+def test_costs() -> None:
+    whole, split = jp.schedule("1f1b", 1, 4), jp.schedule("zb_uniform", 1, 4)
+    # Where it is not split, a backward costs what both of its parts do.
+    assert whole.simulate({"F": 1, "B": 2, "W": 3}) == split.simulate({"F": 1, "B": 2, "W": 3}) == 24
+    assert whole.simulate({"F": 1, "B": 2}) == 12
+    with pytest.raises(ScheduleError) as error:
+        split.simulate({"F": 1, "B": 2})
+    assert str(error.value) == (
+        "schedule 'zb_uniform': costs has no W, but the stages do F, B, W. Remedy: a number for each of these."
+    )
+    with pytest.raises(ScheduleError) as error:
+        whole.simulate({"F": -1, "B": 2, "R": 1})
+    remedy = "Remedy: F, B and W with numbers from 0 on, not all 0."
+    assert str(error.value) == f"schedule '1f1b': the costs F=-1, R=1 cannot be. {remedy}"
+    with pytest.raises(ScheduleError) as error:
+        whole.simulate({"F": 0, "B": 0})
+    assert str(error.value) == f"schedule '1f1b': the costs F=0, B=0 cannot be. {remedy}"
+    with pytest.raises(ScheduleError) as error:
+        whole.simulate(how="tick")  # type: ignore[arg-type]
+    assert str(error.value) == "schedule '1f1b': how is 'tick', but one of ticks, neighbours, stages is wanted."
+
+
+# Every order, every table.
+
+
+@settings(max_examples=40, deadline=None)
+@given(orders_of_ones_own())
+def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[list[Op]], dict[str, Any]]) -> None:
+    orders, sizes = given
+    one = jp.schedule(orders, **sizes)  # replays both tables
+    assert one == jp.schedule([" ".join(map(str, order)) for order in orders], **sizes)
+    assert one.simulate(how="stages") <= one.simulate(how="neighbours") + 1e-9 <= one.simulate() + 2e-9
+    for keeps in get_args(Keeps):
+        sizes = one.table(keeps).sizes
+        assert max(one.stash) <= (sizes["act"] if keeps == "input" or one.forward_only else sizes["res"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(NAMES)),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([None, False, True]),
+)
+def test_schedules_by_name_make_tables_that_do_what_they_say(
+    name: str, stages: int, microbatches: int, chunks: int, fused: bool | None
+) -> None:
+    if name in ("interleaved", "depth_first", "circular"):
+        microbatches *= stages
+    elif name in ("breadth_first", "dualpipe_v"):
+        microbatches += 2 * stages - 1
+    one = sized(name, stages, microbatches, chunks, parts=chunks, fused=fused)  # replays both tables
+    if name not in ("gpipe", "breadth_first"):
+        assert max(one.stash) <= stages * (one.pieces.chunks + 1) + one.sequence_chunks
+    for row in one.ticks.rows:
+        for ops in row:
+            assert len({op.kind for op in ops}) == len(ops) <= (1 if not one.fused else 3)
+
+
+@pytest.mark.parametrize("keeps", get_args(Keeps))
+@pytest.mark.parametrize("name", ["interleaved", "zb_v", "seq1f1b"])
+def test_a_replay_finds_every_wrong_number(name: str, keeps: Keeps) -> None:
+    one = sized(name, 2, 4)
+    right = one.table(keeps)
+    replay(one, right, keeps)
+    unread = {"b_input"} if keeps == "residuals" else set()
+    unread |= set() if one.sequence_chunks > 1 else {"f_carry", "b_carry", "b_back"}
+    dice, tried = random.Random(0), 0
+    cells = [cell for cell in np.ndindex(right.stages.shape) if FIELDS[cell[2]] not in unread]
+    empty = {buffer: size for buffer, size in right.sizes.items()}
+    for tick, stage, field in dice.sample(cells, 500):
+        name, value = FIELDS[field], int(right.stages[tick, stage, field])
+        on = right.stages[tick, stage, FIELDS.index(f"{name[0]}_on")] if name[1] == "_" else True
+        named = {"input": "act", "cotangent": "cot", "residuals": "res", "own": "own", "carry": "carry", "back": "back"}
+        buffer = named.get(name[2:], name[:3])
+        if not on or value == empty.get(buffer, -1):
+            continue  # not read, or to the slot that nobody reads
+        tried += 1
+        stages = right.stages.copy()
+        stages[tick, stage, field] = value + 1 if name[1] != "_" or "_on" not in name else 0
+        wrong = Table(stages, right.ticks, right.first, right.last, right.sizes, right.channels)
+        with pytest.raises(ScheduleError):
+            replay(one, wrong, keeps)
+    assert tried > 100
+
+
+def test_a_replay_says_what_is_wrong() -> None:
+    one = jp.schedule("1f1b", 2, 3)
+    right = one.table()
+
+    def told(tick: int, stage: int, **fields: int) -> str:
+        stages = right.stages.copy()
+        for name, value in fields.items():
+            stages[tick, stage, FIELDS.index(name)] = value
+        with pytest.raises(ScheduleError) as error:
+            replay(one, Table(stages, right.ticks, right.first, right.last, right.sizes, right.channels))
+        start = f"schedule '1f1b', kept input, tick {tick} of its table: "
+        end = ". Remedy: a table as Schedule.table() writes it."
+        assert str(error.value).startswith(start)
+        assert str(error.value).endswith(end)
+        return str(error.value)[len(start) : -len(end)]
+
+    assert told(1, 0, f_input=2) == "stage 0 reads nothing from act 2, not the input of microbatch 1 at piece 0"
+    assert told(1, 0, act_feed=0) == (
+        "stage 0 writes the input of microbatch 2 at piece 0 to act 0, over the input of microbatch 0 at piece 0"
+    )
+    assert told(0, 0, act_down=1) == "stage 0 writes what nobody sent to act 1 by act_down"
+    assert told(2, 1, f_microbatch=0) == "stage 1 does F of microbatch 0 at piece 1 again"
+    assert told(1, 1, f_last=0) == "stage 1: f_last is 0 at piece 1 of 2"
+    assert told(1, 1, b_on=0) == (
+        "stage 1 writes the input of microbatch 1 at piece 1 to act 0, over the input of microbatch 0 at piece 1"
+    )
+    assert told(4, 0, b_first=0) == "stage 0: b_first is 0 at piece 0"
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"name": "zbh1"},
+            f"unknown schedule 'zbh1'. Did you mean 'zb_h1'? Schedules: {', '.join(NAMES)}.",
+        ),
+        ({"stages": 0}, "schedule '1f1b': stages is 0, but a number, 1 or more, is wanted."),
+        ({"microbatches": 2.0}, "schedule '1f1b': microbatches is 2.0, but a number, 1 or more, is wanted."),
+        (
+            {"chunks": 2},
+            "schedule '1f1b': chunks is 2, but here each stage has one piece of the model. Remedy: leave chunks out, or 'interleaved'.",
+        ),
+        (
+            {"name": "zb_v", "chunks": 3},
+            "schedule 'zb_v': chunks is 3, but a v has two, down the stages and up again. Remedy: leave chunks out, or 'interleaved'.",
+        ),
+        (
+            {"sequence_chunks": 2},
+            "schedule '1f1b': sequence_chunks is 2, but sequences go through it whole. Remedy: leave it out, or 'seq1f1b'.",
+        ),
+        (
+            {"placement": "v"},
+            "schedule '1f1b': placement is 'v', but a name says itself where the pieces lie. Remedy: leave placement out.",
+        ),
+        (
+            {"name": "interleaved", "microbatches": 6, "chunks": 2},
+            (
+                "schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of 4, as 8, or "
+                "'breadth_first', which takes any number from 4 on."
+            ),
+        ),
+        (
+            {"name": "circular", "microbatches": 3},
+            (
+                "schedule 'circular': 3 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of 4, as 4, or "
+                "'breadth_first', which takes any number from 4 on."
+            ),
+        ),
+        (
+            {"name": "breadth_first", "microbatches": 3, "chunks": 2},
+            "schedule 'breadth_first': 3 microbatches are fewer than 4 stages, so each of 2 chunks would begin late. Remedy: 4 or more.",
+        ),
+        (
+            {"name": "dualpipe_v", "microbatches": 7},
+            (
+                "schedule 'dualpipe_v': 7 microbatches are fewer than 8, two for each of 4 stages, which it takes to fill both directions. "
+                "Remedy: 8 or more, or 'zb_v', which takes any number."
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        jp.schedule(**({"name": "1f1b", "stages": 4, "microbatches": 8} | arguments))
+    assert str(error.value) == text
+
+
+ONCE = "Remedy: each stage does each operation once, F before B before W."
+
+
+@pytest.mark.parametrize(
+    ("orders", "options", "text"),
+    [
+        (["F0 B0"], {}, "there are orders for 1 stages, but 2 stages. Remedy: one order a stage."),
+        (["F0 B0", "F0"], {"microbatches": 1}, f"stage 1 never does B0. {ONCE}"),
+        (["F0 F1 B0 B1", "F0 F1 B0"], {}, f"stage 1 never does B1. {ONCE}"),
+        (["F0 F1 B0 B1", "F0 F1 B0 F1 B1"], {}, f"stage 1 is to do F1 twice. {ONCE}"),
+        (["F0 F1 B0 B1", "F0 B1 F1 B0"], {}, f"stage 1 does B1 before F1. {ONCE}"),
+        (
+            ["F0 F1 B0 B1", "F0 F2 B0 B1"],
+            {},
+            f"stage 1 is to do F2, but there are microbatches 0 to 1, chunks 0 to 0 and the kinds F, B. {ONCE}",
+        ),
+        (["F0 F1 B0 B1 W0", "F0 F1 B0 B1"], {}, f"stage 0 never does W1. {ONCE}"),
+        (
+            ["F0 B0 F1 B1", "F1 B1 F0 B0"],
+            {},
+            ("in tick 1 nothing can go on: stage 0 waits at B0 for B0 of stage 1, stage 1 waits at F1 for F1 of stage 0. Remedy: an order in "
+            "which one of these comes earlier."),
+        ),
+        (
+            ["F1 F0 B1 B0", "F0 F1 B1 B0"],
+            {"microbatches": 1, "sequence_chunks": 2},
+            "in tick 0 nothing can go on: stage 0 waits at F1 for F0 of stage 0. Remedy: an order in which one of these comes earlier.",
+        ),
+        (
+            ["F0 F0.1 B0.1 B0", "F0 F0.1 B0 B0.1"],
+            {"microbatches": 1, "chunks": 2},
+            ("in tick 4 nothing can go on: stage 0 waits at B0.1 for B0.1 of stage 1, stage 1 waits at B0 for B0.1 of stage 0. Remedy: an order "
+            "in which one of these comes earlier."),
+        ),
+        (["F0 F1 B0 X1", ""], {}, "operation 3 of stage 0 is 'X1', but a kind (F, B, W), a microbatch and, if it is not 0, a chunk are wanted, as 'F0' or 'B3.1'."),
+        (["", ""], {"placement": "u"}, "placement is 'u', but 'loop' or 'v' is wanted."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_orders_that_cannot_be(orders: list[str], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        jp.schedule([order.split() for order in orders], **({"stages": 2, "microbatches": 2} | options))
+    assert str(error.value) == f"schedule 'own': {text}"
+
+
+# Shown.
+
+
+def test_as_text() -> None:
+    one = jp.schedule("zb_v", 2, 3)
+    assert str(one) == (
+        "zb_v: 2 stages of 2 chunks in a v, 3 microbatches\n"
+        "ticks   19\n"
+        "bubble  41.9% of 15.5 by ticks, 5.3% of 9.5 by neighbours, 5.3% of 9.5 by stages (0 between a stage's first and last operation)\n"
+        "stash   4, 4; until W 4, 4\n"
+        "buffers act 5, cot 2, own 3 if input is kept\n"
+        "buffers act 2, cot 2, res 4, own 3 if residuals is kept"
+    )
+    assert jp.schedule("1f1b", 2, 3).show(width=32) == (
+        "tick     0   1      2      3\n"
+        "stage 0  F0  F1     F2 B0  B1\n"
+        "stage 1  ·   F0 B0  F1 B1  F2 B2\n"
+        "\n"
+        "tick     4\n"
+        "stage 0  B2\n"
+        "stage 1  ·"
+    )
+    assert "buffers act 1\n" not in str(jp.schedule("circular", 2, 2))
+    assert len(repr(one)) < 200, "the orders are for str and show"
+
+
+@pytest.mark.parametrize("how", get_args(How))
+def test_drawn(how: How, tmp_path: Path) -> None:
+    one = jp.schedule("dualpipe_v", 2, 4)
+    figure = one.draw(tmp_path / "one.svg" if how == "ticks" else None, costs={"F": 1, "B": 2, "W": 1}, how=how)
+    ax = figure.axes[0]
+    # One collection of bars for each stage, kind and chunk, as long as their costs.
+    assert len(ax.collections) == 2 * 3 * 2
+    bars = [path.get_extents() for bars in ax.collections for path in bars.get_paths()]
+    assert len(bars) == 2 * 3 * 2 * 4
+    assert sum(bar.width for bar in bars) == pytest.approx(2 * 4 * 4)
+    assert max(bar.x1 for bar in bars) == pytest.approx(one.simulate({"F": 1, "B": 2, "W": 1}, how))
+    assert len({tuple(bars.get_facecolor()[0]) for bars in ax.collections}) == 3 * 2
+    assert f"by {how}" in ax.get_title(loc="left")
+    assert how != "ticks" or (tmp_path / "one.svg").stat().st_size > 1000
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--stages", "2", "--microbatches", "4"]
+    assert main(["plan", "schedule", "1f1b", *sizes, "--costs", "F=1,B=1", "--draw", str(tmp_path / "a.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "bubble  20.0% of 10 by ticks" in printed
+    assert "stage 0  F0  F1     F2 B0  F3 B1  B2     B3\n" in printed
+    assert (tmp_path / "a.png").exists()
+    assert main(["plan", "schedule", "1f1b", "interleaved", "zb_v", *sizes, "--chunks", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["ticks", "by", "ticks", "bubble"],
+        ["1f1b", "6", "15", "20.0%"],
+        ["interleaved", "18", "13", "7.7%"],
+        ["zb_v", "25", "21.5", "44.2%"],
+    ]
+    for arguments, text in (
+        ([*sizes], f"no schedule is named. Schedules: {', '.join(NAMES)}."),
+        (["gpipe", "1f1b", *sizes, "--draw", "a.png"], "a picture is of one schedule, not of gpipe, 1f1b. Remedy: one name."),
+        (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is no cost. Remedy: as F=1,B=2."),
+    ):  # fmt: skip
+        assert main(["plan", "schedule", *arguments]) == 1
+        assert capsys.readouterr().err == f"ScheduleError: {text}\n"
+
+
+def test_the_command_imports_no_jax() -> None:
+    code = (
+        "import sys, jaxpar.app.cli\n"
+        "jaxpar.app.cli.main('plan schedule 1f1b --stages 2 --microbatches 2'.split())\n"
+        "assert not {'jax', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

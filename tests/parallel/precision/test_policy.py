@@ -1,0 +1,178 @@
+"""fp16: the loss scale by a table traced by hand, the same in every layout, and what is no scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, ModelError
+from jaxpar.parallel.precision.policy import LossScale
+
+RULES = jp.Rules(batch="data", embed=None, mlp=None)
+TX = optax.sgd(0.1)
+# Two finite steps in a row and it grows; the second step that is not finite since then, and each after it, halves it.
+SCALE = LossScale(initial=64.0, interval=2, hysteresis=2, minimum=16.0)
+TABLE = [
+    # finite?   scale before, after
+    (True, 64, 64),
+    (False, 64, 64),  # borne: one of two
+    (True, 64, 64),  # one in a row
+    (False, 64, 32),  # the second since it last grew
+    (False, 32, 16),
+    (False, 16, 16),  # not below the minimum
+    (True, 16, 16),
+    (True, 16, 32),  # two in a row: grows, and bears one again
+    (False, 32, 32),
+    (True, 32, 32),
+    (True, 32, 64),
+]
+
+
+def test_the_scale_moves_as_traced_by_hand() -> None:
+    state = SCALE.start()
+    for number, (finite, before, after) in enumerate(TABLE):
+        assert float(state["scale"]) == before, number
+        state = SCALE.next(state, jnp.asarray(finite))
+        assert float(state["scale"]) == after, number
+
+
+def make(key: jax.Array) -> dict[str, Any]:
+    return {"w": jp.tag(jax.random.normal(key, (16, 8)) / 4, "embed", "mlp")}
+
+
+def loss(model: Any, batch: jax.Array) -> jax.Array:
+    return jnp.mean((batch.astype(model["w"].dtype) @ model["w"]).astype(jnp.float32) ** 2)
+
+
+def batches() -> list[np.ndarray]:
+    """One for each row of the table; the rows of a bad one overflow fp16 on one device alone."""
+    good = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    bad = good.copy()
+    bad[3] = 1e6
+    return [good if finite else bad for finite, _, _ in TABLE]
+
+
+LAYOUTS: dict[str, tuple[int, jp.Zero, dict[str, Any]]] = {
+    "one device": (1, jp.Zero(0), {}),
+    "data parallel": (8, jp.Zero(0), {}),
+    "stage 1": (8, jp.Zero(1, min_bytes=0), {}),
+    "stage 1, microbatches": (8, jp.Zero(1, min_bytes=0), {"accumulate": 2}),
+    "stage 2": (8, jp.Zero(2, min_bytes=0), {}),
+    "stage 3": (8, jp.Zero(3, min_bytes=0), {}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_skips_the_same_steps_and_scales_alike(name: str) -> None:
+    devices, zero, options = LAYOUTS[name]
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), zero.rules(RULES))
+    precision = jp.Precision("fp16", scale=SCALE)
+    state = jp.init(layout, make, TX, precision=precision)
+    step = jp.train_step(layout, loss, precision=precision, donate=False, **zero.step, **options)
+    for batch, (finite, before, after) in zip(batches(), TABLE, strict=True):
+        new, metrics = step(state, batch)
+        assert (bool(metrics["skipped"]), float(metrics["loss_scale"])) == (not finite, before)
+        assert float(new.scale["scale"]) == after
+        kept = np.array_equal(jax.device_get(new.params["w"]), jax.device_get(state.params["w"]))
+        assert kept is not finite
+        state = new
+
+
+def test_a_scale_keeps_small_gradients_that_would_vanish() -> None:
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
+    tiny = lambda model, batch: loss(model, batch) * 1e-8
+    batch = batches()[0]
+    grads = {}
+    for name, precision in (
+        ("fp32", jp.Precision.of("fp32")),
+        ("scaled", jp.Precision("fp16", scale=LossScale(initial=2.0**24))),
+    ):
+        state = jp.init(layout, make, TX, precision=precision)
+        step = jp.train_step(layout, tiny, precision=precision, keep_grads=True)
+        grads[name] = jax.device_get(step(state, batch)[1]["grads"]["w"])
+    with pytest.warns(UserWarning, match="compute is float16 without a loss scale, so small gradients vanish"):
+        bare = jp.Precision("fp16")
+    state = jp.init(layout, make, TX, precision=bare)
+    vanished = jp.train_step(layout, tiny, precision=bare, keep_grads=True)(state, batch)[1]["grads"]["w"]
+    np.testing.assert_allclose(grads["scaled"], grads["fp32"], rtol=1e-2, atol=1e-10)
+    assert np.abs(np.asarray(vanished)).max() < 0.1 * np.abs(grads["fp32"]).max()
+
+
+def test_fp16_scales_unless_told_otherwise() -> None:
+    assert jp.Precision.of("fp16").scale == jp.Precision.of({"compute": "fp16"}).scale == LossScale()
+    assert jp.Precision.of({"compute": "fp16", "scale": {"initial": 8.0}}).scale == LossScale(initial=8.0)
+    assert jp.Precision.of("bf16").scale is None
+    assert LossScale() == LossScale(2.0**16, 2.0, 0.5, 2000, 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"initial": math.nan}, "precision.scale: initial is nan, but a positive number is wanted."),
+        ({"initial": -1.0}, "precision.scale: initial is -1, but a positive number is wanted."),
+        ({"growth": 1.0}, "precision.scale: growth is 1, but a number above 1 is wanted."),
+        ({"backoff": 1.0}, "precision.scale: backoff is 1, but a number between 0 and 1 is wanted."),
+        ({"interval": 0}, "precision.scale: interval is 0, but a number of steps, 1 or more, is wanted."),
+        ({"hysteresis": 0}, "precision.scale: hysteresis is 0, but a number of steps, 1 or more, is wanted."),
+        (
+            {"initial": 8.0, "minimum": 16.0},
+            "precision.scale: minimum is 16, but a positive number up to initial (8) is wanted.",
+        ),
+        (
+            {"intial": 8.0},
+            (
+                "precision.scale: unknown key 'intial'. Did you mean 'initial'? The keys are: initial, growth, backoff, interval, "
+                "hysteresis, minimum."
+            ),
+        ),
+    ],
+)
+def test_what_is_no_scale(values: dict[str, float], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        jp.Precision.of({"compute": "fp16", "scale": values})
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (8.0, "precision: scale is 8.0, but a mapping, as {initial: 65536}, is wanted."),
+        ({"initial": "much"}, "precision.scale: initial is 'much', but a number is wanted."),
+    ],
+)
+def test_a_scale_in_another_form(scale: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        jp.Precision.of({"compute": "fp16", "scale": scale})
+    assert str(error.value) == text
+
+
+def test_a_scale_that_could_not_move() -> None:
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
+    with pytest.raises(ConfigError) as error:
+        jp.train_step(layout, loss, precision="fp16", skip_nonfinite=False)
+    assert str(error.value) == (
+        "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
+        "skip_nonfinite out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_step", "text"),
+    [
+        (None, "fp16", "the step scales the loss, but the state carries no scale."),
+        ("fp16", "bf16", "the state carries a loss scale, but the step scales none."),
+    ],
+)
+def test_a_state_of_another_precision(of_state: Any, of_step: Any, text: str) -> None:
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
+    state = jp.init(layout, make, TX, precision=of_state)
+    with pytest.raises(ModelError) as error:
+        jp.train_step(layout, loss, precision=of_step)(state, batches()[0])
+    assert str(error.value) == f"{text} Remedy: give init() and train_step() the same precision."

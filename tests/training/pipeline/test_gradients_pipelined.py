@@ -1,0 +1,467 @@
+"""Pipelines against one device: values and gradients of every schedule, beside the other axes of the mesh; what cannot be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from one_step import LLAMA_RULES, SGD, check_same, layout_of, one_step
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.models.losses import next_token_loss
+from jaxpar.parallel.pipeline.executor.layer_placement import Layers, _rounds
+from jaxpar.parallel.pipeline.executor.stage import Chunk
+from jaxpar.parallel.pipeline.schedules.orders import Pieces
+from jaxpar.testing import assert_no_collective_in_conditional
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""These programs run once: making them fast takes longer than running them."""
+WIDTH, WORDS, LAYERS, ROWS, SEQ = 8, 16, 8, 16, 6
+RULES = LLAMA_RULES
+
+
+def make_model(key: jax.Array) -> Any:
+    a, b, c, d = jax.random.split(key, 4)
+    return {
+        "words": jp.tag(jax.random.normal(a, (WORDS, WIDTH)), "vocab", "embed"),
+        "blocks": {
+            "up": jp.tag(jax.random.normal(b, (LAYERS, WIDTH, 2 * WIDTH)) / 3, "layers", "embed", "mlp"),
+            "down": jp.tag(jax.random.normal(c, (LAYERS, 2 * WIDTH, WIDTH)) / 4, "layers", "mlp", "embed"),
+        },
+        "head": jp.tag(jax.random.normal(d, (WIDTH, WORDS)) / 3, "embed", "vocab"),
+    }
+
+
+def layer(block: Any, x: jax.Array, side: jax.Array) -> jax.Array:
+    return x + jp.hint(jnp.tanh(x @ block["up"] + side[..., None]), "batch", "seq", "mlp") @ block["down"]
+
+
+def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean over words that count, of which microbatches have different numbers; the embedding is used again."""
+    logits = jp.hint(x @ (model["head"] + model["words"].T), "batch", "seq", "vocab")
+    right = jax.nn.one_hot(batch["targets"], WORDS)
+    counts = (batch["targets"] > 2).astype(jnp.float32)
+    losses = jax.nn.logsumexp(logits, -1) - jnp.sum(logits * right, -1)
+    weight = jnp.sum(counts)
+    return jnp.sum(losses * counts) / weight, {
+        "weight": weight,
+        "right": jnp.mean(logits.argmax(-1) == batch["targets"]),
+    }
+
+
+LOSS = jp.Staged(
+    layers="blocks",
+    before=lambda model, batch: model["words"][batch["tokens"]],
+    layer=layer,
+    after=after,
+    side=lambda model, batch: jnp.sin(batch["tokens"].astype(jnp.float32)),
+    dims=("batch", "seq", "embed"),
+)
+
+
+def batch_of() -> dict[str, jax.Array]:
+    return {
+        name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, WORDS)
+        for n, name in enumerate(("tokens", "targets"))
+    }
+
+
+def run(
+    sizes: dict[str, int],
+    pipeline: Any = None,
+    loss: Any = LOSS,
+    make: Any = make_model,
+    batch: Any = None,
+    rules: jp.Rules = RULES,
+    **options: Any,
+) -> tuple[dict[str, float], Any]:
+    """Metrics and gradients of one step."""
+    batch = batch_of() if batch is None else batch
+    return one_step(layout_of(rules, sizes), loss, make, batch, pipeline=pipeline, **options)[:2]
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[dict[str, float], Any]:
+    return run({"data": 1})
+
+
+# name, mesh, microbatches, chunks, what is kept, layers of each piece
+CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
+    ("gpipe", {"pipeline": 4, "data": 2}, 8, 1, "residuals", ()),
+    ("1f1b", {"pipeline": 4}, 2, 1, "input", ()),
+    ("1f1b", {"pipeline": 2, "data": 2, "model": 2}, 8, 1, "residuals", (5, 3)),
+    ("1f1b", {"pipeline": 1, "data": 2}, 2, 1, "input", ()),
+    ("interleaved", {"pipeline": 2, "data": 2, "model": 2}, 4, 2, "input", (3, 2, 1, 2)),
+    ("breadth_first", {"pipeline": 4, "data": 2}, 4, 2, "residuals", ()),
+    ("zb_uniform", {"pipeline": 4, "data": 2}, 4, 1, "input", ()),
+    ("zb_h1", {"pipeline": 2, "model": 2}, 4, 1, "residuals", ()),
+    ("zb_v", {"pipeline": 2, "data": 2}, 8, 2, "input", ()),
+    ("dualpipe_v", {"pipeline": 2, "data": 2}, 4, 2, "residuals", (1, 2, 3, 2)),
+]
+
+
+# Uneven layers beside other axes, one stage, a v, gradients of weights later.
+@pytest.mark.parametrize("case", [CASES[i] for i in (2, 3, 8, 9)], ids=str)
+def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
+    name, sizes, microbatches, chunks, keeps, layers = case
+    schedule = jp.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
+    got = run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers, before="each"))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_ticks() -> None:
+    """A microbatch is ROWS x SEQ x WIDTH x 4 bytes, and half of it on each stage; beside it tokens and targets, 4 bytes each."""
+
+    def temporary(microbatches: int, before: Any) -> int:
+        layout = layout_of(RULES, {"pipeline": 2})
+        pipeline = jp.Pipeline(jp.schedule("1f1b", 2, microbatches), keeps="residuals", before=before)
+        batch = {name: jnp.concatenate([x] * microbatches) for name, x in batch_of().items()}
+        with layout:
+            state = jp.abstract_state(layout, make_model, SGD)
+            step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch)
+        found: Any = step.compile(compiler_options=QUICK).memory_analysis()
+        return found.temp_size_in_bytes
+
+    more = {before: temporary(40, before) - temporary(8, before) for before in ("once", "each")}
+    assert more["once"] > 32 * ROWS * SEQ * WIDTH * 4 / 2
+    assert more["each"] < more["once"] / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps", "before"),
+    [
+        ("zb_h1", "input", "once"),
+        ("zb_v", "residuals", "once"),
+        ("zb_v", "input", "each"),
+        ("1f1b", "residuals", "each"),
+    ],
+)
+def test_stages_that_do_their_own_alone_give_the_same(name: str, keeps: Any, before: Any, one_device: Any) -> None:
+    schedule = jp.schedule(name, stages=2, microbatches=8, chunks=2 if name == "zb_v" else None, fused=False)
+    got = run({"pipeline": 2, "data": 2}, jp.Pipeline(schedule, keeps=keeps, lowering="divergent", before=before))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+def test_no_collective_stands_where_stages_part() -> None:
+    layout = layout_of(RULES, {"pipeline": 2, "data": 2})
+    pipeline = jp.Pipeline(jp.schedule("zb_h1", stages=2, microbatches=4), lowering="divergent")
+    with layout:
+        state = jp.abstract_state(layout, make_model, SGD)
+        step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch_of())
+    compiled = step.compile(compiler_options=QUICK)
+    report = assert_no_collective_in_conditional(compiled, layout.mesh)
+    assert "own_layers/" in compiled.as_text() and report.select("collective-permute")
+    assert not [c for c in report.collectives if "own_layers/" in c.op_name]
+
+
+@pytest.mark.parametrize(("reduce", "layers"), [("each", ()), ("chunk", (3, 2, 1, 2))])
+def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
+    reduce: Any, layers: tuple[int, ...], one_device: Any
+) -> None:
+    schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
+    got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce=reduce, layers=layers))
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:
+    """The weights, one of which is used before and after the layers, lie split over ``data``; gradients and moments too."""
+    zero = jp.Zero(stage, min_bytes=0)
+    rules = zero.rules(jp.Rules(**{dim: rule for dim, rule in RULES.to_dict().items() if dim != "params"}))
+    layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2, model=2).abstract(), rules)
+    state = jp.abstract_state(layout, make_model, optax.adam(0.1))
+    assert all("data" in str(x.sharding.spec) for x in jax.tree.leaves((state.params, state.opt_state[0].mu)))
+    got = run({"pipeline": 2, "data": 2, "model": 2}, ONE_F_ONE_B, rules=rules, **zero.step)
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
+    name, sizes, microbatches, chunks, keeps, layers = case
+    schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
+    got = run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers))
+    # The part of right words is of all rows: a mean of microbatches by their weights is another number.
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+
+
+def test_a_staged_loss_is_the_loss_by_itself(one_device: Any) -> None:
+    def plain(model: Any, batch: Any) -> Any:
+        x = LOSS.before(model, batch)
+        for i in range(LAYERS):
+            x = layer(jax.tree.map(lambda w, i=i: w[i], model["blocks"]), x, LOSS.side(model, batch))
+        return after(model, x, batch)
+
+    check_same(run({"data": 1}, None, plain), one_device)
+
+
+def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() -> None:
+    layout = jp.Layout(jp.MeshSpec(pipeline=4, data=2).build(), RULES)
+    sizes = []
+    with layout:
+        state = jp.abstract_state(layout, make_model, SGD)
+        for microbatches in (4, 16):
+            batch = {name: jnp.concatenate([x, x]) for name, x in batch_of().items()}
+            schedule = jp.schedule("1f1b", stages=4, microbatches=microbatches)
+            text = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch).as_text()
+            assert not re.search(r"stablehlo\.(case|if)\b", text)
+            sizes.append(text.count("\n"))
+    assert abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0]
+
+
+def test_what_some_ticks_do_is_not_done_in_all() -> None:
+    """XLA:CPU takes out of a loop what is the same in every run, and so the head, what is fed and what drains would be done in every tick."""
+    layout = jp.Layout(jp.MeshSpec(pipeline=4).build(jax.devices()[:4]), RULES)
+    schedule = jp.schedule("1f1b", stages=4, microbatches=8)
+    with layout:
+        state = jp.abstract_state(layout, make_model, SGD)
+        step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
+    report = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
+    counts = {
+        name: {c.count for c in report.collectives if name in c.source} for name in ("after", "over_stages", "_fed")
+    }
+    assert counts == {"after": {8}, "over_stages": {1, 7, 8}, "_fed": {1, 7}}
+    assert {c.count for c in report.select("collective-permute")} == {len(schedule.ticks.rows)}
+
+
+def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times() -> None:
+    """XLA:CPU takes out of a loop what is the same in every run, and in a tick without W it would be done all the same."""
+    x = jnp.ones((ROWS, WIDTH))
+
+    def run(times: jax.Array, own: list[jax.Array]) -> Any:
+        weights = {"w": jnp.ones((1, 1, WIDTH, WIDTH))}
+        chunk = Chunk(lambda block, x, side: jnp.tanh(x @ block["w"]), weights, jnp.asarray(0), times)
+        parts = chunk.halves(None, chunk.kept(x, None)[1], x)
+        assert [y.shape for y in parts.shapes] == [y.shape[2:] for y in own]
+        add = lambda sums, i, grads, here: sums + grads["w"]
+        return chunk.backward_of_weights(own, jnp.asarray(0), None, parts, add, jnp.zeros((WIDTH, WIDTH)))
+
+    own = [x[None, None], x[None, None]]
+    compiled = jax.jit(run).lower(jnp.asarray(1), own).compile()
+    assert [float(compiled(jnp.asarray(times), own).sum()) for times in (0, 1)] == [0, ROWS * WIDTH**2]
+    loops, entry = compiled.as_text().split("\nENTRY")
+    assert " dot(" in loops and " dot(" not in entry
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
+    stages, chunks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    per = data.draw(st.integers(chunks, 6))
+    total, count = stages * per, stages * chunks
+    cuts = sorted(
+        data.draw(st.sets(st.integers(1, total - 1), min_size=count - 1, max_size=count - 1)) if total > 1 else []
+    )
+    each = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+    placement: Any = data.draw(st.sampled_from(["loop", "v"]))
+    layers = Layers(total, Pieces(stages, chunks, placement), each)
+    moves = layers._moves(1)
+    assert sorted((stage, at) for stage, at, *_ in moves) == [(s, i) for s in range(stages) for i in range(per)]
+    assert len({(to, place) for *_, to, place in moves}) == total
+    for found in _rounds(moves):
+        assert len({move[0] for move in found}) == len({move[2] for move in found}) == len(found)
+    # Every layer of a piece is where the piece is, in the order of the model.
+    at = {stage * per + i: (to, place) for stage, i, to, place in moves}
+    numbers = iter(range(total))
+    for piece, size in enumerate(each):
+        stage, chunk = layers.pieces.place(piece)
+        assert [at[next(numbers)] for _ in range(size)] == [(stage, chunk * layers.most + i) for i in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "each", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
+)
+def test_as_many_chunks_as_stages_are_exchanged_at_once(chunks: int, each: tuple[int, ...], kind: str) -> None:
+    layers = Layers(32, Pieces(4, chunks, "loop"), each)
+    mesh = jax.make_mesh((4,), ("pipeline",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    there = lambda w: layers.cut(w).reshape(-1)
+    spec = jax.P("pipeline")
+    both = lambda w: (there(w), layers.back(layers.cut(w), split=True))
+    compiled = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)).lower(jnp.arange(32.0)).compile()
+    wanted = [
+        layer
+        for stage in range(4)
+        for piece in range(stage, len(each), 4)
+        for layer in range(piece * each[0], (piece + 1) * each[0])
+    ]
+    went, came = compiled(jnp.arange(32.0))
+    assert went.tolist() == wanted and came.tolist() == list(range(32))
+    assert {c.kind for c in jp.audit(compiled, mesh=mesh).collectives} == {kind}
+
+
+ONE_F_ONE_B = jp.schedule("1f1b", stages=2, microbatches=4)
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no pieces": (
+        {"loss": next_token_loss},
+        ConfigError,
+        (
+            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: jaxpar.Staged(layers=..., before=..., "
+            "layer=..., after=...), which names the stack and what comes before and after it."
+        ),
+    ),
+    "stages": (
+        {"sizes": {"pipeline": 4}},
+        ConfigError,
+        "pipeline: the schedule '1f1b' has 2 stages, but the mesh's axis 'pipeline' has 4 devices. Remedy: stages=4, or mesh {pipeline: 2}.",
+    ),
+    "no backwards": (
+        {"pipeline": jp.schedule("circular", stages=2, microbatches=4)},
+        ConfigError,
+        "pipeline: the schedule 'circular' has no backwards, so nothing can be trained. Remedy: '1f1b'.",
+    ),
+    "accumulate": (
+        {"accumulate": 2},
+        ConfigError,
+        "pipeline: accumulate is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave accumulate out, or a schedule of 8.",
+    ),
+    "reduce": (
+        {"reduce": "each", "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},
+        ConfigError,
+        (
+            "pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is 'each', which scatters "
+            "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
+        ),
+    ),
+    "axes inside of layers": (
+        {"sizes": {"pipeline": 2, "model": 2}, "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},
+        ConfigError,
+        (
+            "pipeline: lowering is 'divergent', in which each stage runs loops of its own length, but the mesh has model 2: collectives over it "
+            "stand inside of layers, where some stages would wait for others for ever. Remedy: lowering='uniform', or a mesh of pipeline and "
+            "the axes of the batch alone."
+        ),
+    ),
+    "rows": (
+        {"pipeline": jp.schedule("1f1b", stages=2, microbatches=5)},
+        LayoutError,
+        (
+            "batch/targets [16, 6], batch/tokens [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 devices: their first dims are "
+            "no multiples of 5. Remedy: a batch of a multiple of 5 rows, or a schedule of fewer microbatches."
+        ),
+    ),
+    "layers": (
+        {"pipeline": jp.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
+        ConfigError,
+        (
+            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number for each piece (YAML: offset: "
+            "[1, 1, 0, 0, 0, 0]), or a schedule of as many stages and chunks as divide 8."
+        ),
+    ),
+    "numbers of layers": (
+        {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers=(5, 4))},
+        ConfigError,
+        (
+            "pipeline: layers is [5, 4], of 9 layers in 2 pieces, but blocks has 8 layers and the schedule 2 pieces, of one layer or more each. "
+            "Remedy: 2 numbers that sum to 8."
+        ),
+    ),
+    "path": (
+        {"loss": replace(LOSS, layers="decoder")},
+        ModelError,
+        "Staged(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; there are 'blocks', 'head', 'words'.",
+    ),
+    "sequence": (
+        {"sizes": {"pipeline": 2, "context": 4}},
+        LayoutError,
+        (
+            "batch/targets [16, 6]: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over 4 devices, which do not "
+            "divide 6. Remedy: a sequence of a multiple of 4, or no rule of 'seq' over those axes."
+        ),
+    ),
+    "dtype of layers": (
+        {"loss": replace(LOSS, layer=lambda block, x, side: layer(block, x, side).astype(jnp.bfloat16))},
+        ModelError,
+        (
+            "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what goes from layer to layer "
+            "keeps shape and dtype. Remedy: a Staged(layer=...) that returns what it was given, cast as it was, or a before that gives "
+            "bfloat16[4, 6, 8]."
+        ),
+    ),
+    "vector metric": (
+        {"loss": replace(LOSS, after=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
+        ModelError,
+        (
+            "Staged(after=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so scalars are wanted. Remedy: return its "
+            "mean."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_is_named(case: str) -> None:
+    asked, error, text = ERRORS[case]
+    options = {"sizes": {"pipeline": 2}, "pipeline": ONE_F_ONE_B, **asked}
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        run(**options)
+
+
+def test_carried_state_is_named() -> None:
+    def make(key: jax.Array) -> Any:
+        return {"params": make_model(key), "statistics": {"mean": jnp.zeros(3)}}
+
+    text = (
+        "pipeline: the model carries rest/statistics/mean, but microbatches pass the stages in an order of their own, so no state can be "
+        "carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
+    )
+    with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
+        run({"pipeline": 2}, ONE_F_ONE_B, make=make)
+
+
+def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: reduce is 'never', but 'once', 'chunk' or 'each' is wanted\.$"):
+        jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
+
+
+def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: before is 'never', but 'once' or 'each' is wanted\.$"):
+        jp.Pipeline(ONE_F_ONE_B, before="never")  # type: ignore[arg-type]
+
+
+def test_what_is_kept_is_one_of_two_things() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline: keeps is 'all', but 'input' or 'residuals' is wanted\.$"):
+        jp.Pipeline(ONE_F_ONE_B, keeps="all")  # type: ignore[arg-type]
+
+
+def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
+    """Of parameters and moments together, in ``init`` and in ``explain``; other problems stay."""
+    text = (
+        "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is no multiple of pipeline=3 (rule layers = pipeline). Remedy: a "
+        "number of stages that divides 8 (1, 2, 4, 8); or stages of different size, with every stack stored whole on each stage: "
+        "Rules(indivisible={'layers': 'replicate'}) and jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML rules: "
+        "{indivisible: {layers: replicate}} and parallel: {pipeline: {offset: [1, 1, 0]}}."
+    )
+    rules = RULES.replace(vocab=None)
+    layout = layout_of(rules, {"pipeline": 3})
+    with pytest.raises(LayoutError) as error:
+        jp.init(layout, make_model, optax.adam(0.1))
+    assert error.value.problems == (text,)
+    assert jp.explain(layout, make_model, optax.adam(0.1)).problems == (text,)
+    with pytest.raises(LayoutError) as error:
+        jp.abstract_state(layout_of(RULES, {"pipeline": 3}), make_model, SGD)
+    assert error.value.problems[0] == text and len(error.value.problems) == 3
+    assert "'vocab' has size 16" in error.value.problems[1]
+    few = jp.Layout(jp.MeshSpec(pipeline=9).abstract(9), rules)
+    with pytest.raises(LayoutError) as error:
+        jp.abstract_state(few, make_model, SGD)
+    assert str(error.value).endswith("Remedy: a number of stages that divides 8 (1, 2, 4, 8).")
+
+
+def test_the_remedy_for_layers_that_stages_do_not_divide_works(one_device: tuple[dict[str, float], Any]) -> None:
+    rules = RULES.replace(vocab=None, indivisible={"layers": "replicate"})
+    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=3, microbatches=4), layers=(3, 3, 2))
+    got = run({"pipeline": 3, "data": 2}, pipeline, rules=rules)
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)

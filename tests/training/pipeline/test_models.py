@@ -1,0 +1,138 @@
+"""Models of every kind through a pipeline, against one device: Linen modules; a Llama whose attention crosses the mesh inside of a stage."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from one_step import LLAMA_RULES, check_same, layout_of, one_step
+
+import jaxpar as jp
+from jaxpar.linen import axes
+from jaxpar.models import llama
+from jaxpar.models.llama.pipeline import staged_next_token_loss
+from jaxpar.models.losses import next_token_loss
+
+WORDS, WIDTH, LAYERS, ROWS, SEQ = 16, 8, 4, 8, 6
+NORMAL = nn.initializers.normal(0.3)
+RULES = jp.Rules(
+    batch="data",
+    seq=None,
+    embed=None,
+    norm=None,
+    mlp="model",
+    vocab=("pipeline", "model"),
+    layers="pipeline",
+    params={"embed": "data"},
+)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        h = nn.LayerNorm(scale_init=axes(nn.initializers.ones)("norm"), bias_init=axes(nn.initializers.zeros)("norm"))(
+            x
+        )
+        h = nn.Dense(2 * WIDTH, use_bias=False, kernel_init=axes(NORMAL)("embed", "mlp"))(h)
+        h = jp.hint(nn.tanh(h), "batch", "seq", "mlp")
+        return x + nn.Dense(WIDTH, use_bias=False, kernel_init=axes(NORMAL)("mlp", "embed"))(h), None
+
+
+class Model(nn.Module):
+    """Words, layers, and the words again."""
+
+    def setup(self) -> None:
+        self.words = nn.Embed(WORDS, WIDTH, embedding_init=axes(NORMAL)("vocab", "embed"))
+        stack = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        self.blocks = stack()
+
+    def before(self, tokens: jax.Array) -> jax.Array:
+        return self.words(tokens)
+
+    def after(self, x: jax.Array) -> jax.Array:
+        return self.words.attend(x)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.after(self.blocks(self.before(tokens), None)[0])
+
+
+def make_linen(key: jax.Array) -> Any:
+    return Model().init(key, jnp.zeros((1, SEQ), jnp.int32))
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    right = jnp.sum(logits * jax.nn.one_hot(targets, WORDS), -1)
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - right)
+
+
+def whole(variables: Any, batch: Any) -> jax.Array:
+    return cross_entropy(Model().apply(variables, batch["tokens"]), batch["targets"])
+
+
+STAGED = jp.Staged(
+    layers="blocks",
+    before=lambda variables, batch: Model().apply(variables, batch["tokens"], method="before"),
+    layer=lambda block, x, side: Layer().apply({"params": block}, x, None)[0],
+    after=lambda variables, x, batch: cross_entropy(Model().apply(variables, x, method="after"), batch["targets"]),
+    dims=("batch", "seq", "embed"),
+)
+
+
+def batch_of(seq: int, words: int) -> dict[str, jax.Array]:
+    keys = enumerate(("tokens", "targets"))
+    return {name: jax.random.randint(jax.random.key(n), (ROWS, seq), 0, words) for n, name in keys}
+
+
+def test_a_linen_model_through_stages() -> None:
+    batch = batch_of(SEQ, WORDS)
+    want = one_step(layout_of(RULES, {"data": 1}), whole, make_linen, batch)
+    schedule = jp.schedule("1f1b", stages=2, microbatches=2)
+    layout = layout_of(RULES, {"pipeline": 2, "data": 2, "model": 2})
+    got = one_step(layout, STAGED, make_linen, batch, pipeline=jp.Pipeline(schedule, keeps="residuals"))
+    check_same(got, want)
+    assert want[1]["blocks"]["Dense_0"]["kernel"].shape == (LAYERS, WIDTH, 2 * WIDTH)
+
+
+CONFIG = llama.LlamaConfig(vocab=32, embed=16, layers=4, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="full")
+
+
+@functools.cache
+def llama_alone() -> Any:
+    return one_step(layout_of(LLAMA_RULES, {"data": 1}), next_token_loss, llama.make_llama(CONFIG), batch_of(16, 32))
+
+
+@pytest.mark.parametrize(
+    ("impl", "sizes", "schedule", "kind", "before"),
+    [
+        (
+            "ring",
+            {"pipeline": 2, "context": 2, "model": 2},
+            jp.schedule("interleaved", stages=2, microbatches=4, chunks=2),
+            "collective-permute",
+            "once",
+        ),
+        ("ulysses", {"pipeline": 2, "ulysses": 2}, jp.schedule("1f1b", stages=2, microbatches=4), "all-to-all", "each"),
+    ],
+)
+def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
+    impl: Any, sizes: dict[str, int], schedule: Any, kind: str, before: Any
+) -> None:
+    config, layout = replace(CONFIG, context=jp.Context(impl=impl)), layout_of(LLAMA_RULES, sizes)
+    loss, pipeline = staged_next_token_loss(config), jp.Pipeline(schedule, keeps="residuals", before=before)
+    got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), pipeline=pipeline)
+    check_same(got, llama_alone())
+    # Between the devices that a stage has its sequence split over, in its layers.
+    axis = "context" if impl == "ring" else "ulysses"
+    crossing = [c for c in jp.audit(got[2], mesh=layout.mesh).select(kind) if "own_layers/" in c.op_name]
+    assert crossing and {c.axes for c in crossing} == {(axis,)}

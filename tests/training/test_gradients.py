@@ -1,0 +1,325 @@
+"""Microbatches, devices' own sums, and the dtypes of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.analysis.compare import gradient_gaps
+from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.losses import next_token_loss
+
+RULES = jp.Rules(batch=("replica", "data"), embed=None, mlp=None)
+WAYS = {
+    "once": {"reduce": "once"},
+    "each": {"reduce": "each"},
+    "once, weights for a step": {"reduce": "once", "gather": "step"},
+    "each, weights for a step": {"reduce": "each", "gather": "step"},
+}
+BOTH = pytest.mark.parametrize("way", WAYS)
+
+
+def mean_and_weight(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean over the rows that a mask counts: an uneven share of each microbatch's."""
+    rows = jnp.mean((jnp.tanh(batch["x"] @ model["up"]) @ model["down"]) ** 2, axis=1)
+    weight = jnp.sum(batch["mask"])
+    return jnp.sum(rows * batch["mask"]) / jnp.maximum(weight, 1), {"weight": weight, "largest": jnp.max(rows)}
+
+
+def make(key: jax.Array) -> dict[str, Any]:
+    up, down = jax.random.split(key)
+    return {
+        "up": jp.tag(jax.random.normal(up, (16, 24)) / 4, "embed", "mlp"),
+        "down": jp.tag(jax.random.normal(down, (24, 16)) / 5, "mlp", "embed"),
+    }
+
+
+def masked(rows: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    mask = (random.random(rows) < 0.4).astype(np.float32)
+    mask[:4] = 0  # a microbatch of a device that counts nothing
+    return {"x": random.normal(size=(rows, 16)).astype(np.float32), "mask": mask}
+
+
+def found(loss_fn: Any, batch: Any, rules: jp.Rules = RULES, devices: int = 8, **options: Any) -> dict[str, Any]:
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), rules)
+    with jax.default_matmul_precision("highest"):
+        state = jp.init(layout, make, optax.sgd(0.1))
+        _, metrics = jp.train_step(layout, loss_fn, keep_grads=True, **options)(state, batch)
+    return jax.device_get(metrics)
+
+
+@BOTH
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_microbatches_of_any_weight_sum_to_the_large_batch(way: str, accumulate: int) -> None:
+    batch = masked(32)
+    sharded = RULES.replace(params={"embed": "data"})
+    whole = found(mean_and_weight, batch, devices=1)
+    rules = sharded if "step" in way else RULES
+    pieces = found(mean_and_weight, batch, rules, accumulate=accumulate, **WAYS[way])
+    assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert pieces["weight"] == whole["weight"]
+    assert max(gradient_gaps(whole["grads"], pieces["grads"]).values()) < 1e-6
+
+
+def test_a_single_device_has_microbatches_too() -> None:
+    batch = masked(12)
+    whole, pieces = (found(mean_and_weight, batch, devices=1, accumulate=n) for n in (1, 3))
+    assert max(gradient_gaps(whole["grads"], pieces["grads"]).values()) < 1e-6
+
+
+def of_llama(layout: jp.Layout, **options: Any) -> dict[str, Any]:
+    """A step's metrics: grouped queries, a sequence of 15 tokens, kept outputs."""
+    config = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=64, remat="full")
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 16, 15))
+    batch = {"tokens": tokens[0], "targets": tokens[1]}
+    with jax.default_matmul_precision("highest"):
+        state = jp.init(layout, make_llama(config), optax.sgd(0.1))
+        lowered = jp.train_step(layout, next_token_loss, keep_grads=True, **options).lower(state, batch)
+        # It compiles in half the time.
+        _, metrics = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(state, batch)
+    return jax.device_get(metrics)
+
+
+@pytest.fixture(scope="session")
+def llama_on_one_device(layout_of: Any) -> dict[str, Any]:
+    return of_llama(layout_of("dp", jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(("stage", "layout"), [(1, "tp"), (2, "tp"), (3, "tp"), (1, "fsdp_tp"), (2, "fsdp_tp")])
+def test_stages_compose_with_tensor_parallelism(
+    stage: int, layout: str, layout_of: Any, llama_on_one_device: dict[str, Any]
+) -> None:
+    """Over data 4 × model 2 in two microbatches."""
+    zero = jp.Zero(stage, min_bytes=64)
+    place = jp.Layout(jp.MeshSpec(data=4, model=2).build(), zero.rules(layout_of(layout, 8).rules))
+    metrics = of_llama(place, accumulate=2, **zero.step)
+    assert metrics["loss"] == pytest.approx(llama_on_one_device["loss"], rel=1e-6)
+    assert max(gradient_gaps(llama_on_one_device["grads"], metrics["grads"]).values()) < 1e-5
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_kernels_take_the_shards_of_a_step_whose_axes_are_manual(topology: str, layout_of: Any) -> None:
+    layout = jp.Layout(jp.MeshSpec(data=8).on(topology), jp.Zero(1).rules(layout_of("dp", 8).rules))
+    config = LlamaConfig(vocab=256, embed=256, layers=1, heads=2, kv_heads=1, head_dim=128, mlp=256, dtype="bfloat16")
+    state = jp.abstract_state(layout, make_llama(config), optax.adam(1e-3))
+    tokens = jax.ShapeDtypeStruct((16, 256), jnp.int32)
+    step = jp.train_step(layout, next_token_loss, accumulate=2, **jp.Zero(1).step)
+    assert "pallas_call" in str(step.trace(state, {"tokens": tokens, "targets": tokens}).jaxpr)
+
+
+def test_sums_in_16_bits_beside_automatic_axes(layout_of: Any) -> None:
+    """XLA:CPU aborts on them, so they are widened there."""
+    layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Zero(1, min_bytes=64).rules(layout_of("tp", 8).rules))
+    metrics = of_llama(layout, precision={"reduce": "bf16"}, **jp.Zero(1).step)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_every_microbatch_and_device_has_a_key_of_its_own() -> None:
+    def noisy(model: Any, batch: jax.Array, key: jax.Array) -> Any:
+        drawn = jax.random.uniform(key)
+        return jnp.mean(batch @ model["up"]) + 0 * drawn, {"drawn": drawn, "squared": drawn**2}
+
+    batch = np.ones((16, 16), np.float32)
+    for way in ("once", "each"):
+        metrics = found(noisy, batch, accumulate=2, reduce=way)
+        assert metrics["squared"] - metrics["drawn"] ** 2 > 1e-4, "all drew the same"
+
+
+@pytest.mark.parametrize("reduce", ["once", "each"])
+def test_counters_are_carried_through_microbatches(reduce: str) -> None:
+    from flax import nnx
+
+    class Counting(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((16, 4)), logical_dims=("embed", "mlp"))
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.calls[...] += 1
+            return x @ self.w[...]
+
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
+    state = jp.init(layout, lambda key: Counting(), optax.sgd(0.1))
+    step = jp.train_step(layout, lambda model, x: jnp.mean(model(x)), accumulate=4, reduce=reduce)
+    state, _ = step(state, np.ones((32, 16), np.float32))
+    assert int(jax.tree.leaves(state.rest)[0]) == 4
+
+
+def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
+    from flax import nnx
+
+    class Normed(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((16, 4)), logical_dims=("embed", "mlp"))
+            self.mean = nnx.BatchStat(jnp.zeros((16,)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(0)
+            return x @ self.w[...]
+
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
+    state = jp.init(layout, lambda key: Normed(), optax.sgd(0.1))
+    with pytest.raises(ModelError) as error:
+        jp.train_step(layout, lambda model, x: jnp.mean(model(x)), accumulate=2)(state, np.ones((16, 16), np.float32))
+    assert str(error.value) == (
+        "loss_fn changes rest/mean, but with reduce='once' each device sees its own rows only, so the devices would part. "
+        "Remedy: reduce='each' (jp.Zero: stage 2), which reduces in every microbatch."
+    )
+
+
+def dtypes(text: str, primitive: str) -> set[str]:
+    """Dtypes of the results of a collective in a trace."""
+    lines = [line for line in text.splitlines() if f" = {primitive}[" in line or f"= {primitive} " in line]
+    return {line.split(":")[1].split("[")[0] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathered", "reduced"),
+    [
+        (None, "f32", "f32"),
+        ("fp32", "f32", "f32"),
+        ("bf16", "bf16", "f32"),
+        ({"compute": "bf16", "reduce": "bf16"}, "bf16", "bf16"),
+        ({"gather": "bf16"}, "bf16", "f32"),
+        ({"compute": "bf16", "gather": "fp32"}, "f32", "f32"),
+    ],
+    ids=str,
+)
+def test_weights_and_gradients_cross_the_mesh_in_the_dtypes_asked_for(
+    precision: Any, gathered: str, reduced: str
+) -> None:
+    zero = jp.Zero(1, min_bytes=0)
+    layout = jp.Layout(jp.MeshSpec(data=8).build(), zero.rules(RULES))
+    state = jp.init(layout, make, optax.adam(1e-3))
+    loss = lambda model, x: jnp.mean((x.astype(model["up"].dtype) @ model["up"]).astype(jnp.float32) ** 2)
+    step = jp.train_step(layout, loss, precision=precision, **zero.step)
+    text = str(step.trace(state, np.ones((8, 16), np.float32)).jaxpr)
+    assert dtypes(text, "all_gather") == {gathered}
+    assert dtypes(text, "reduce_scatter") == {reduced}
+    state, _ = step(state, np.ones((8, 16), np.float32))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+
+
+def test_bf16_is_close_to_fp32() -> None:
+    batch = masked(32)
+    wide, narrow = (found(mean_and_weight, batch, precision=p, reduce="once") for p in ("fp32", "bf16"))
+    gaps = gradient_gaps(wide["grads"], narrow["grads"])
+    assert 1e-5 < max(gaps.values()) < 2e-2
+
+
+def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), rules)
+    loss = options.pop("loss", lambda model, x: jnp.mean(x @ model["up"]))
+    return jp.train_step(layout, loss, **options), jp.init(layout, make, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulate": 0}, "accumulate is 0, but a number of microbatches, 1 or more, is wanted."),
+        ({"gather": "setp"}, "gather is 'setp', but 'use' or 'step' is wanted. Did you mean 'step'?"),
+        ({"reduce": "onec"}, "reduce is 'onec', but None or 'once' or 'each' is wanted. Did you mean 'once'?"),
+        (
+            {"precision": "bf61"},
+            (
+                "precision: compute is 'bf61', but a floating dtype is wanted. Did you mean 'bf16'? Known are fp32, bf16, fp16, "
+                "fp64, fp8."
+            ),
+        ),
+        (
+            {"precision": {"reduced": "fp32"}},
+            "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, scale, matmul.",
+        ),
+        ({"precision": "fp64"}, "precision: compute is float64, which jax computes only with jax_enable_x64."),
+    ],
+)
+def test_what_is_no_option(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        step_of(**options)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize("reduce", ["once", "each"])
+def test_a_batch_that_cannot_be_cut(reduce: str) -> None:
+    step, state = step_of(accumulate=3, reduce=reduce)
+    with pytest.raises(LayoutError) as error:
+        step(state, np.ones((16, 16), np.float32))
+    assert str(error.value) == (
+        "batch [16, 16] cannot be cut into 3 microbatches (accumulate) over 8 devices: its first dim is no multiple of 24. "
+        "Remedy: a batch of a multiple of 24 rows, or another accumulate."
+    )
+
+
+def test_rules_that_do_not_know_the_batch() -> None:
+    step, state = step_of(jp.Rules(embed=None, mlp=None), accumulate=2)
+    with pytest.raises(LayoutError) as error:
+        step(state, np.ones((16, 16), np.float32))
+    assert str(error.value) == (
+        "microbatches and reduce='once' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: add "
+        "it, as batch='data'."
+    )
+
+
+@BOTH
+def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
+    batch = masked(32)
+    batch["mask"][:] = 0
+    metrics = found(mean_and_weight, batch, accumulate=2, **WAYS[way])
+    assert (metrics["loss"], metrics["weight"], metrics["skipped"]) == (0, 0, False)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(metrics["grads"]))
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "text"),
+    [
+        (
+            {"compute": "fp32", "reduce": "bf16"},
+            {"gather": "step", "reduce": "each"},
+            (
+                "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not narrower than the "
+                "dtype of the compute (float32). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+            ),
+        ),
+        (
+            {"compute": "bf16", "gather": "fp32"},
+            {},
+            (
+                "precision: gather is float32, but here the compiler gathers weights where they are used, not wider than the dtype "
+                "of the compute (bfloat16). Remedy: reduce='once' (ZeRO stage 1) or gather='step' (stages 1 and 2), or leave "
+                "precision.gather out."
+            ),
+        ),
+        (
+            {"compute": "bf16", "reduce": "fp32"},
+            {"gather": "step", "reduce": "each"},
+            (
+                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.project, so nothing would be. Remedy: "
+                "project(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
+            ),
+        ),
+    ],
+)
+def test_a_dtype_that_the_compiler_would_not_keep_to(precision: Any, options: dict[str, Any], text: str) -> None:
+    step, state = step_of(precision=precision, **options)
+    with pytest.raises(ConfigError) as error:
+        step(state, np.ones((16, 16), np.float32))
+    assert str(error.value) == text
+
+
+def test_metrics_that_cannot_be_averaged() -> None:
+    loss = lambda model, x: (jnp.mean(x @ model["up"]), {"rows": x.sum(1)})
+    step, state = step_of(accumulate=2, loss=loss)
+    with pytest.raises(ModelError) as error:
+        step(state, np.ones((16, 16), np.float32))
+    assert str(error.value) == (
+        "loss_fn returned the metric 'rows' of shape (1,), but microbatches are averaged, so scalars are wanted. Remedy: "
+        "return its mean, or set accumulate=1 and leave reduce out."
+    )

@@ -1,0 +1,496 @@
+"""1-bit Adam: its exchange against numpy, its warm-up against optax, what is sent, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, JaxparError, LayoutError, ModelError
+from jaxpar.parallel.collectives import one_bit
+from jaxpar.training.one_bit_adam import State, without_signs
+from jaxpar.training.state import abstract_state, shape_state
+
+RULES = jp.Rules(batch=("replica", "data"), embed=None, mlp="model")
+MESHES = {
+    "1 device": (jp.MeshSpec(), 1),
+    "8 ways": (jp.MeshSpec(data=8), 8),
+    "two axes, beside tensor parallelism": (jp.MeshSpec(replica=2, data=2, model=2), 8),
+    "2 ways": (jp.MeshSpec(data=2), 2),
+}
+RATE, BLOCK, WARMUP, DECAY = 1e-2, 16, 2, 0.1
+
+
+def layout_of(mesh: str) -> jp.Layout:
+    spec, devices = MESHES[mesh]
+    return jp.Layout(spec.build(jax.devices()[:devices]), RULES)
+
+
+# ---------------------------------------------------------------------------------------------------------------- signs
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.sampled_from([(8, 8), (72, 16), (328, 64), (40, 256)]),  # few, as each is a program of its own
+    power=st.integers(-30, 30),
+    share=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_signs_come_back_with_the_mean_of_what_is_live(
+    size: tuple[int, int], power: int, share: float, seed: int
+) -> None:
+    random, (n, block) = np.random.default_rng(seed), size
+    x = (random.normal(size=(2, n)) * 2.0**power).astype(np.float32)
+    live = random.random((2, n)) < share
+    packed = jax.jit(one_bit.pack, static_argnums=2)(x, live, block)
+    assert packed.bits.shape == (2, n // 8) and packed.bits.dtype == jnp.uint8
+    assert packed.scales.shape == (2, -(-n // block))
+    back = np.asarray(jax.jit(one_bit.unpack, static_argnums=1)(packed, block))
+    for row in range(2):
+        for at in range(0, n, block):
+            part = slice(at, at + block)
+            counted = np.abs(x[row, part])[live[row, part]]
+            scale = counted.mean() if counted.size else 0.0
+            np.testing.assert_allclose(back[row, part], np.where(x[row, part] >= 0, scale, -scale), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    x = np.ones((2, 64), np.float32)
+    x[1, 7] = bad
+    back = np.asarray(one_bit.unpack(one_bit.pack(jnp.asarray(x), jnp.ones((2, 64), bool))))
+    assert (back[0] == 1).all()
+    assert not np.isfinite(back[1]).any()
+
+
+def sums_of_averages(values: np.ndarray, times: int) -> Callable[[float], np.ndarray]:
+    """[times, n]: the sums of averages of the same ``values`` [8, n], with so much of the errors before fed back."""
+    n = values.shape[1]
+
+    def run(values: jax.Array, keep: jax.Array) -> jax.Array:
+        def one(carry: Any, _: None) -> Any:
+            total, worker, server = carry
+            part = one_bit.Part(values[0], jnp.ones(n, bool), worker, server)
+            (found,) = one_bit.average([part], ("data",), jax.lax.axis_index("data"), BLOCK)
+            total = total + found.values
+            return (total, found.worker * keep, found.server * keep), total
+
+        start = (jnp.zeros(n), jnp.zeros(n), jnp.zeros(one_bit.chunk_of(n, 8)))
+        return jax.lax.scan(one, start, None, length=times)[1]
+
+    with layout_of("8 ways"):
+        many = jax.jit(jax.shard_map(run, in_specs=(P("data"), P()), out_specs=P(), check_vma=False))
+        return lambda keep: np.asarray(many(values, keep))
+
+
+def test_with_errors_fed_back_the_sum_of_averages_is_that_of_the_numbers() -> None:
+    values, times = np.random.default_rng(0).normal(size=(8, 301)).astype(np.float32), 200
+    layout, sums = layout_of("8 ways"), sums_of_averages(values, times)
+    true = np.arange(1, times + 1)[:, None] * values.mean(0)
+    with layout:
+        found = {keep: sums(keep) for keep in (1.0, 0.0)}
+    gap, without = (np.linalg.norm(found[k] - true, axis=1) / np.linalg.norm(true, axis=1) for k in (1.0, 0.0))
+    # What is left out does not grow; so per average it falls as 1 / times. Without feedback it never falls.
+    assert gap[-1] < 0.05 and gap[-1] < gap[24] / 4
+    assert without[-1] > 0.5 and abs(without[-1] / without[24] - 1) < 1e-3
+
+
+# ------------------------------------------------------------------------------------------- the algorithm, and numpy's
+
+SHAPES = {"odd": (37, 13), "columns": (24, 10), "number": ()}
+DIMS: dict[str, tuple[str | None, ...]] = {"odd": (None, None), "columns": ("embed", "mlp"), "number": ()}
+
+
+def make(key: jax.Array) -> dict[str, Any]:
+    del key  # random numbers would take longer to compile
+    return {
+        name: jp.tag(jnp.sin(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape) + 0.1, *DIMS[name])
+        for name, shape in SHAPES.items()
+    }
+
+
+def dot(model: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+    """A loss whose gradient is the batch: each row brings its own."""
+    return sum((jnp.mean(jnp.sum(batch[name] * w, range(1, w.ndim + 1))) for name, w in model.items()), jnp.zeros(()))
+
+
+def rows_of(step: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(step)
+    return {name: random.normal(size=(8, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def schedule(count: Any) -> Any:
+    return RATE / (count + 1)
+
+
+@functools.cache
+def prepared(mesh: str) -> tuple[jp.TrainState, Callable[..., Any]]:
+    """The first state and the step that several tests share, for a compile costs seconds. ``number`` is not sent as signs."""
+    layout = layout_of(mesh)
+    tx = jp.one_bit_adam(schedule, weight_decay=DECAY, warmup=WARMUP, block=BLOCK, min_bytes=200)
+    return jp.init(layout, make, tx), jp.train_step(layout, dot, donate=False)
+
+
+class Numpy:
+    """1-bit Adam of one array on ``ways`` devices, written after the paper and nothing else."""
+
+    def __init__(self, w: np.ndarray, ways: int, *, warmup: int, decay: float, packs: bool = True):
+        self.w, self.ways, self.warmup, self.decay, self.packs, self.count = (
+            w.astype(np.float64),
+            ways,
+            warmup,
+            decay,
+            packs,
+            0,
+        )
+        self.mu, self.nu = np.zeros(w.size), np.zeros(w.size)
+        self.chunk = -(-w.size // (8 * ways)) * 8
+        self.worker = [np.zeros(w.size) for _ in range(ways)]
+        self.server = [np.zeros(self.chunk) for _ in range(ways)]
+
+    def compress(self, x: np.ndarray) -> np.ndarray:
+        """Of numbers that one device averages: as far as they are no padding."""
+        found = np.zeros_like(x)
+        for at in range(0, x.size, BLOCK):
+            part = x[at : at + BLOCK]
+            found[at : at + BLOCK] = np.where(part >= 0, 1, -1) * np.abs(part).mean() if part.size else 0
+        return found
+
+    def exchange(self, values: list[np.ndarray]) -> np.ndarray:
+        cuts = [slice(i * self.chunk, min((i + 1) * self.chunk, self.w.size)) for i in range(self.ways)]
+        sent = []
+        for i, value in enumerate(values):
+            x = value + self.worker[i]
+            sent.append([self.compress(x[cut]) for cut in cuts])
+            self.worker[i] = x - np.concatenate(sent[i])
+        mean = []
+        for i in range(self.ways):
+            arrived = np.mean([row[i] for row in sent], axis=0)
+            x = arrived + self.server[i][: arrived.size]
+            mean.append(self.compress(x))
+            self.server[i][: arrived.size] = x - mean[i]
+        return np.concatenate(mean)
+
+    def step(self, grads: np.ndarray, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> None:
+        """``grads`` [ways, *shape]."""
+        grads = grads.reshape(self.ways, -1).astype(np.float64)
+        self.count += 1
+        settled = self.packs and self.count > self.warmup
+        if settled:
+            self.mu = self.exchange([b1 * self.mu + (1 - b1) * g for g in grads])
+        else:
+            self.mu = b1 * self.mu + (1 - b1) * grads.mean(0)
+            self.nu = b2 * self.nu + (1 - b2) * grads.mean(0) ** 2
+        seen = min(self.count, self.warmup) if self.packs else self.count
+        change = (self.mu / (1 - b1**self.count)) / (np.sqrt(self.nu / (1 - b2**seen)) + eps)
+        rate = RATE / self.count  # as the schedule below
+        self.w = self.w - rate * (change.reshape(self.w.shape) + self.decay * self.w)
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "2 ways"])
+def test_it_is_optax_in_the_warm_up_and_then_the_algorithm_in_numpy(mesh: str) -> None:
+    layout, (state, step) = layout_of(mesh), prepared(mesh)
+    ways, model = layout.sizes["replica"] * layout.sizes["data"], layout.sizes["model"]
+    # Over `model` each device packs what it holds: there columns.
+    cut = {name: 1 if name == "columns" and model > 1 else None for name in SHAPES}
+    parts = lambda name, x, lead=0: [x] if cut[name] is None else np.split(x, model, axis=cut[name] + lead)
+    expected = {
+        name: [Numpy(w, ways, warmup=WARMUP, decay=DECAY, packs=bool(x.shape)) for w in parts(name, np.asarray(x))]
+        for name, x in state.params.items()
+    }
+    theirs = jax.device_get(state.params)
+    adamw = optax.adamw(schedule, weight_decay=DECAY)
+    moments = adamw.init(theirs)
+    for i in range(6):
+        rows = rows_of(i)
+        state, metrics = step(state, rows)
+        if i < WARMUP:
+            updates, moments = adamw.update({name: x.mean(0) for name, x in rows.items()}, moments, theirs)
+            theirs = optax.apply_updates(theirs, updates)
+            for name in SHAPES:
+                np.testing.assert_allclose(state.params[name], theirs[name], rtol=1e-5, atol=1e-5)
+        for name, runs in expected.items():
+            own = rows[name].reshape(ways, -1, *SHAPES[name]).mean(1)
+            for run, part in zip(runs, parts(name, own, 1), strict=True):
+                run.step(part)
+    for name, runs in expected.items():
+        for got, want in (
+            (state.params[name], [r.w for r in runs]),
+            (state.opt_state.mu[name], [r.mu.reshape(r.w.shape) for r in runs]),
+            (state.opt_state.nu[name], [r.nu.reshape(r.w.shape) for r in runs]),
+        ):
+            for a, b in zip(parts(name, np.asarray(got)), want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+        if name == "number":  # 4 bytes: ordinary Adam for good
+            assert state.opt_state.worker[name] is None
+            continue
+        for n, run in enumerate(runs):
+            worker = parts(name, np.asarray(state.opt_state.worker[name]), 1)[n].reshape(ways, -1)
+            np.testing.assert_allclose(worker, run.worker, atol=1e-5 * np.abs(run.worker).max())
+            np.testing.assert_allclose(
+                state.opt_state.server[name][:, n], run.server, atol=1e-5 * np.abs(run.worker).max()
+            )
+    norms = [np.sqrt(sum(np.sum(g[i] ** 2) for g in own_rows(rows, ways))) for i in range(ways)]
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.mean(np.square(norms))), rtol=1e-5)
+
+
+def own_rows(rows: dict[str, np.ndarray], ways: int) -> list[np.ndarray]:
+    return [x.reshape(ways, -1, *x.shape[1:]).mean(1) for x in rows.values()]
+
+
+def test_microbatches_weigh_what_they_say_on_every_device() -> None:
+    """The devices' own gradients are such that their plain mean is the weighted one."""
+    layout, rows = layout_of("2 ways"), rows_of(0)
+    weights = np.asarray([1, 2, 0, 1, 5, 3, 1, 1], np.float32)
+
+    def loss(model: Any, batch: Any) -> Any:
+        found = sum(jnp.tensordot(batch["weight"], batch[n], 1).ravel() @ w.ravel() for n, w in model.items())
+        return found / jnp.sum(batch["weight"]), {"weight": jnp.sum(batch["weight"])}
+
+    state = jp.init(layout, make, jp.one_bit_adam(RATE, warmup=3))
+    step = jp.train_step(layout, loss, accumulate=2, keep_grads=True)
+    _, metrics = step(state, {**rows, "weight": weights})
+    for name, x in rows.items():
+        want = np.tensordot(weights, x, 1) / weights.sum()
+        np.testing.assert_allclose(metrics["grads"][name], want, rtol=1e-5, atol=1e-6)
+
+
+def test_it_comes_near_to_where_adam_comes() -> None:
+    layout, random = layout_of("8 ways"), np.random.default_rng(0)
+    x, w = random.normal(size=(256, 40)).astype(np.float32), random.normal(size=(40, 24)).astype(np.float32)
+    batch = {"x": x, "y": x @ w + 0.1 * random.normal(size=(256, 24)).astype(np.float32)}
+    first = lambda key: {"w": jp.tag(jnp.zeros((40, 24)), "embed", "mlp")}
+    loss = lambda model, batch: jnp.mean((batch["x"] @ model["w"] - batch["y"]) ** 2)
+    rate, losses = optax.cosine_decay_schedule(1e-1, 200), {}
+    for name, tx in {"adam": optax.adam(rate), "signs": jp.one_bit_adam(rate, warmup=40, min_bytes=0)}.items():
+        state, step, found = jp.init(layout, first, tx), jp.train_step(layout, loss), []
+        for _ in range(200):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        losses[name] = found
+    start, goal = losses["adam"][0], losses["adam"][-1]
+    assert start > 30 and goal < 0.01
+    # A variance that stands still costs something; but the signs go on where the warm-up ends.
+    assert losses["signs"][-1] < losses["signs"][40] / 5
+    assert losses["signs"][-1] < goal + 1e-3 * start
+
+
+def test_what_had_no_gradient_in_the_warm_up_stands_still() -> None:
+    state, step = prepared("8 ways")
+    before = np.asarray(state.params["odd"])
+    for i in range(WARMUP + 2):
+        rows = rows_of(i)
+        if i < WARMUP:
+            rows["odd"][:, 5] = 0
+        state, _ = step(state, rows)
+    # But for weight decay, as elsewhere.
+    shrunk = before * np.prod([1 - schedule(i) * DECAY for i in range(WARMUP + 2)])
+    np.testing.assert_allclose(state.params["odd"][5], shrunk[5], rtol=1e-5)
+    assert (np.abs(np.asarray(state.params["odd"]) - shrunk)[[4, 6]] > 1e-3).all()
+    assert (np.asarray(state.opt_state.worker["odd"])[:, 5] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [0, WARMUP], ids=["in the warm-up", "after it"])
+def test_a_step_that_is_not_finite_changes_nothing_anywhere(bad: int) -> None:
+    """Also where one device alone has seen it."""
+    state, step = prepared("8 ways")
+    for i in range(bad):
+        state, _ = step(state, rows_of(i))
+    rows = rows_of(bad)
+    rows["odd"][3, 1, 1] = np.nan
+    after, metrics = step(state, rows)
+    assert bool(metrics["skipped"]) and int(after.opt_state.count) == bad
+    pairs = ((s.params, s.opt_state) for s in (state, after))
+    for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
+        for old, new in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(old.data, new.data)
+    after, metrics = step(after, rows_of(bad))
+    assert not bool(metrics["skipped"]) and int(after.opt_state.count) == bad + 1
+
+
+# ------------------------------------------------------------------------------------------------------ where and what
+
+BIG = 512
+
+
+def big(key: jax.Array) -> dict[str, Any]:
+    return {"w": jp.tag(jax.random.normal(key, (BIG, BIG)), "embed", "mlp"), "b": jp.tag(jnp.zeros((BIG,)), "mlp")}
+
+
+def test_of_a_number_one_bit_is_sent_and_its_share_of_a_scale() -> None:
+    layout = layout_of("8 ways")
+    state = abstract_state(layout, big, jp.one_bit_adam(RATE, warmup=2))
+    loss = lambda model, x: jnp.mean((x @ model["w"] + model["b"]) ** 2)
+    batch = np.ones((8, BIG), np.float32)
+    report = jp.audit(jp.train_step(layout, loss).lower(state, batch).compile(), mesh=layout.mesh)
+    reduced = [c for c in report.collectives if c.conditional]
+    share = 7 / 8
+    assert {(c.kind, c.dtype) for c in reduced} == {("all-reduce", "f32")}
+    whole = sum(c.total_wire_bytes for c in reduced)
+    assert whole == 2 * share * 4 * BIG * BIG
+    after = report.through_other_arms()
+    sent = {(c.kind, c.dtype): c.total_wire_bytes for c in after.collectives if c.conditional}
+    bits, scales = share * BIG * BIG / 8, share * 4 * BIG * BIG / one_bit.BLOCK
+    assert sent == {
+        (kind, dtype): size for kind in ("all-to-all", "all-gather") for dtype, size in (("u8", bits), ("f32", scales))
+    }
+    assert sum(sent.values()) <= whole / 25
+    # Beside it, in either: the bias, loss, norm and weight.
+    rest = after.wire_bytes() - sum(sent.values())
+    assert rest == report.wire_bytes() - whole
+    assert 2 * share * 4 * BIG <= rest <= 2 * share * 4 * (BIG + 8)
+    said = "; other arms of branches, not counted, send 63.00 KiB (f32 7.00 KiB, u8 56.00 KiB)"
+    assert report.headline().endswith(said)
+
+
+def test_explain_says_why_each_error_lies_where_it_does() -> None:
+    layout = layout_of("two axes, beside tensor parallelism")
+    batch = {n: jp.tag(jax.ShapeDtypeStruct((8, *s), "float32"), "batch", *(None,) * len(s)) for n, s in SHAPES.items()}
+    report = jp.explain(layout, make, jp.one_bit_adam(RATE, warmup=2, min_bytes=200), batch=batch, loss_fn=dot)
+    rows = {row.path: row for row in report.rows}
+    assert report.problems == () and report.memory is not None and report.memory.unknown == ()
+    worker, server = rows["opt_state/worker/columns"], rows["opt_state/server/columns"]
+    assert worker.spec == (("replica", "data"), (), ("model",)) and worker.device_bytes == 4 * 24 * 10 // 2
+    assert worker.why[0] == "batch: each device keeps what its own signs left out"
+    assert server.shape == (4, 2, 32) and server.spec == (("replica", "data"), ("model",), ())
+    assert server.why == (
+        "batch: each device keeps what the signs of the average left out, of its part",
+        "dim 1: as many as the parameter is split into",
+        "dim 2: the numbers that one device averages, in whole bytes of signs",
+    )
+    assert "opt_state/worker/number" not in rows
+
+
+STEP: dict[str, tuple[dict[str, Any], str]] = {
+    "clip_norm": (
+        {"clip_norm": 1.0},
+        (
+            "clip_norm is 1.0, but the optimizer is one_bit_adam: the norm of the gradient of all devices is not known where each keeps its "
+            "own. Remedy: leave clip_norm out (clip_norm: null in a run), or clip in loss_fn."
+        ),
+    ),
+    "stage 1": (
+        {"gather": "step", "reduce": "once"},
+        "gather is 'step', but the optimizer is one_bit_adam: it holds weights whole. Remedy: leave gather out.",
+    ),
+    "each": (
+        {"reduce": "each"},
+        "reduce is 'each', but the optimizer is one_bit_adam: it reduces gradients itself, once a step. Remedy: leave reduce out.",
+    ),
+    "int8": (
+        {"precision": {"reduce": "int8"}},
+        (
+            "precision: reduce is 'int8', but the optimizer is one_bit_adam: it reduces in fp32 in its warm-up, and by signs after it. "
+            "Remedy: leave precision.reduce out."
+        ),
+    ),
+    "groups": (
+        {"fusion": jp.Fusion(reduce=(1,))},
+        (
+            "fusion: reduce is [1], but the optimizer is one_bit_adam: its signs cross all at once, and all else by its own reductions. "
+            "Remedy: leave fusion.reduce out."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEP)
+def test_what_a_step_may_not_ask_beside_it(name: str) -> None:
+    options, text = STEP[name]
+    layout = layout_of("2 ways")
+    state = shape_state(layout, make, jp.one_bit_adam(RATE, warmup=2))
+    with pytest.raises(ConfigError) as error:
+        jp.train_step(layout, dot, **options).trace(state, rows_of(0))
+    assert str(error.value) == text
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
+    "warmup": (
+        lambda: jp.one_bit_adam(RATE, warmup=0),
+        ConfigError,
+        "one_bit_adam: warmup is 0, but a number of steps, 1 or more, is wanted.",
+    ),
+    "block": (
+        lambda: jp.one_bit_adam(RATE, warmup=1, block=12),
+        ConfigError,
+        "one_bit_adam: block is 12, but a number of numbers, a multiple of 8, is wanted.",
+    ),
+    "b2": (
+        lambda: jp.one_bit_adam(RATE, b2=1.0, warmup=1),
+        ConfigError,
+        "one_bit_adam: b2 is 1.0, but a number from 0 to below 1 is wanted.",
+    ),
+    "min_bytes": (
+        lambda: jp.one_bit_adam(RATE, warmup=1, min_bytes="some"),
+        ConfigError,
+        "one_bit_adam: min_bytes is 'some', but a size, as '64KiB', is wanted.",
+    ),
+    "chain": (
+        lambda: jp.init(layout_of("2 ways"), make, optax.chain(jp.one_bit_adam(RATE, warmup=1))),
+        ConfigError,
+        (
+            "one_bit_adam averages the devices' own gradients itself, so it stands inside of no other transform (optax.chain, optax.masked, "
+            "jp.offload). Remedy: hand it to init() and train_step() as it is."
+        ),
+    ),
+    "complex": (
+        lambda: jp.init(
+            layout_of("2 ways"),
+            lambda key: {"w": jp.tag(jnp.zeros(4, "complex64"), None)},
+            jp.one_bit_adam(RATE, warmup=1),
+        ),
+        ModelError,
+        "params/w has dtype complex64, but one_bit_adam sends signs, which are of real numbers.",
+    ),
+    "sharded": (
+        lambda: jp.init(
+            jp.Layout(
+                jp.MeshSpec(data=2).build(jax.devices()[:2]),
+                jp.Rules(batch="data", embed=None, mlp=None, optimizer={"mlp": "data"}),
+            ),
+            lambda key: {"w": jp.tag(jnp.zeros((4, 6)), "embed", "mlp")},
+            jp.one_bit_adam(RATE, warmup=1),
+        ),
+        LayoutError,
+        (
+            "params/w [4, 6] is split over data by the rules of optimizer, as the batch is, but one_bit_adam wants weights and moments "
+            "whole (stage 0). Remedy: a layout as configs/layouts/dp.yaml, without parallel.optimizer, or another optimizer."
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_does_not_go_is_said_with_its_remedy(name: str) -> None:
+    run, kind, text = ARGUMENTS[name]
+    with pytest.raises(kind) as error:
+        run()
+    assert str(error.value) == text
+
+
+def test_a_state_of_other_devices_is_refused() -> None:
+    state = shape_state(layout_of("2 ways"), make, jp.one_bit_adam(RATE, warmup=2, min_bytes=200))
+    with pytest.raises(LayoutError) as error:
+        jp.train_step(layout_of("8 ways"), dot).trace(state, rows_of(0))
+    assert str(error.value) == (
+        "opt_state/worker/columns [2, 24, 10] holds the errors of 2 devices, but [8, 24, 10] is wanted where the batch is split over 8. "
+        "Remedy: the layout that the state was made for, or init() anew."
+    )
+
+
+def test_without_signs_it_is_as_it_was_or_warms_up_for_longer() -> None:
+    adam, signed = optax.adam(RATE), jp.one_bit_adam(RATE, warmup=2)
+    assert without_signs(adam, 9) is adam and without_signs(signed, 2) is signed
+    assert without_signs(signed, 9).settings.warmup == 9
+    assert isinstance(shape_state(layout_of("2 ways"), make, without_signs(signed, 9)).opt_state, State)

@@ -1,0 +1,47 @@
+"""Initialisation in place: no tensor is ever whole on one device, and none passes through the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.models.llama import make_llama, preset
+from jaxpar.training.state import init_program
+
+LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
+CONFIG = preset("tiny", layers=2, embed=128, mlp=1024, vocab=2048)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_tp"])
+def test_nothing_is_ever_whole_on_one_device(name: str) -> None:
+    layout = jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml")
+    make_model, tx = make_llama(CONFIG), optax.adamw(1e-3)
+    memory = init_program(layout, make_model, tx).lower(jax.random.key(0)).compile().memory_analysis()
+    total = jp.explain(layout, make_model, tx).total("params", "opt_state")
+    assert memory.output_size_in_bytes == pytest.approx(total.device_bytes, rel=1e-3)
+    # Random bits and their conversions need room of a few shards, never of a whole tensor on top of the state.
+    embedding = CONFIG.vocab * CONFIG.embed * 4
+    assert memory.temp_size_in_bytes < embedding, "some tensor is built whole"
+
+
+def test_init_moves_no_array_between_host_and_devices() -> None:
+    layout = jp.Layout.from_yaml(LAYOUTS / "fsdp.yaml")
+    program = init_program(layout, make_llama(CONFIG), optax.adamw(1e-3))
+    key = jax.device_put(jax.random.key(0), layout.sharding(()))
+    with jax.transfer_guard("disallow"):
+        state = program(key)
+    largest = max(np.prod(shard.data.shape) for x in jax.tree.leaves(state.params) for shard in x.addressable_shards)
+    assert largest == max(np.prod(x.shape) for x in jax.tree.leaves(state.params)) / 8
+
+
+def test_the_seed_decides_the_parameters() -> None:
+    layout = jp.Layout.from_yaml(LAYOUTS / "dp.yaml")
+    states = [jp.init(layout, make_llama(preset("tiny", layers=1)), optax.sgd(0.1), seed=seed) for seed in (0, 0, 1)]
+    heads = [np.asarray(state.params["head"]) for state in states]
+    np.testing.assert_array_equal(heads[0], heads[1])
+    assert not np.array_equal(heads[0], heads[2])

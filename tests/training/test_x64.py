@@ -1,0 +1,151 @@
+"""Under ``jax_enable_x64`` plain integers are of 64 bits: everything runs, and gives in fp64 what one device gives.
+
+Kept small, as every case is a compile; most are behind the marker ``slow``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import generators
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from one_step import LLAMA_RULES, SGD, check_grads, layout_of
+
+import jaxpar as jp
+from jaxpar.models.llama import LlamaConfig, make_llama
+from jaxpar.models.llama.pipeline import staged_next_token_loss
+from jaxpar.models.losses import next_token_loss
+
+BOUND = 1e-12
+CONFIG = LlamaConfig(
+    vocab=32, embed=16, layers=4, heads=4, kv_heads=2, head_dim=4, mlp=32, dtype="float64", param_dtype="float64"
+)
+STAGED = staged_next_token_loss(CONFIG)
+QUICK = {"xla_backend_optimization_level": 0}
+RULES = LLAMA_RULES
+
+
+@pytest.fixture(autouse=True)
+def fp64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def batch_of(rows: int = 8, seq: int = 16) -> dict[str, Any]:
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (rows, seq + 1))
+    return {"tokens": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)}
+
+
+def one(sizes: dict[str, int], loss: Any, config: LlamaConfig = CONFIG, rules: jp.Rules = RULES, **options: Any) -> Any:
+    """Loss and gradients of one step."""
+    layout = layout_of(rules, sizes)
+    state = jp.init(layout, make_llama(config), SGD)
+    step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+    _, metrics = step.lower(state, batch_of()).compile(compiler_options=QUICK)(state, batch_of())
+    grads = jax.device_get(metrics["grads"])
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float64)}
+    return float(metrics["loss"]), grads
+
+
+@pytest.fixture(scope="module")
+def want() -> Any:
+    with jax.enable_x64(True):
+        return one({"data": 1}, next_token_loss)
+
+
+def check(got: Any, want: Any) -> None:
+    assert got[0] == pytest.approx(want[0], rel=BOUND)
+    check_grads(got[1], want[1], BOUND)
+
+
+def schedule(name: str, **options: Any) -> Any:
+    return jp.schedule(name, stages=2, microbatches=4, **options)
+
+
+PIPELINES: dict[str, Any] = {
+    "seq1f1b": jp.Pipeline(schedule("seq1f1b", sequence_chunks=2)),
+    "seq1f1b residuals": jp.Pipeline(schedule("seq1f1b", sequence_chunks=2), keeps="residuals"),
+    "gpipe": jp.Pipeline(schedule("gpipe")),
+    "1f1b": jp.Pipeline(schedule("1f1b"), keeps="residuals", recompute=(1, 0)),
+    "before each": jp.Pipeline(schedule("1f1b", fused=False), lowering="divergent", before="each"),
+    "uneven": jp.Pipeline(schedule("1f1b"), layers=(3, 1)),
+    "interleaved": jp.Pipeline(schedule("interleaved", chunks=2), reduce="each"),
+    "depth_first": jp.Pipeline(schedule("depth_first", chunks=2)),
+    "breadth_first": jp.Pipeline(schedule("breadth_first", chunks=2), reduce="chunk"),
+    "zb_uniform": jp.Pipeline(schedule("zb_uniform")),
+    "zb_h1": jp.Pipeline(schedule("zb_h1"), keeps="residuals", lowering="divergent"),
+    "zb_h2": jp.Pipeline(schedule("zb_h2")),
+    "zb_v": jp.Pipeline(schedule("zb_v"), keeps="residuals"),
+    "dualpipe_v": jp.Pipeline(schedule("dualpipe_v")),
+}
+SLOW = [pytest.param(name, marks=[] if name == "seq1f1b" else pytest.mark.slow) for name in PIPELINES]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_pipelines(name: str, want: Any) -> None:
+    pipeline = PIPELINES[name]
+    sizes = {"pipeline": 2, "data": 2} if pipeline.lowering == "divergent" else {"pipeline": 2, "model": 2}
+    check(one(sizes, STAGED, pipeline=pipeline), want)
+
+
+ATTENTION = {
+    "flash": ({"data": 2, "model": 2}, {}),
+    "dense": ({"data": 2, "model": 2}, {}),
+    "gather": ({"context": 2, "data": 2}, {}),
+    "ring": ({"context": 4}, {}),
+    "ring_self_attention": ({"context": 2}, {}),
+    "ulysses": ({"ulysses": 2, "model": 2}, {}),
+    "hybrid": ({"context": 2, "ulysses": 2}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [False, True], ids=["causal", "segments and dropout"])
+@pytest.mark.parametrize("impl", ATTENTION)
+def test_attention(impl: Any, segments: bool) -> None:
+    """Against dense attention on one device; a window, documents, dropout and ALiBi in one case, a plain causal mask in the other."""
+    sizes, options = ATTENTION[impl]
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(2, 16, heads, 4)) for heads in (4, 2, 2))
+    more: dict[str, Any] = dict(options)
+    if segments:
+        more |= {"segment_ids": np.repeat([[0, 1, 2], [0, 0, 1]], [5, 7, 4], 1), "alibi": True}
+        more |= {"mask": jp.Mask(causal=True, window=6), "dropout": 0.25, "key": jax.random.key(3)}
+
+    def run(impl: Any, sizes: dict[str, int]) -> Any:
+        with layout_of(RULES, sizes):
+            loss = lambda q, k, v: jnp.sum(jp.attention(q, k, v, impl=impl, **more) * jnp.cos(q))
+            return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v))
+
+    want, got = run("dense", {"data": 1}), run(impl, sizes)
+    assert got[0] == pytest.approx(want[0], rel=BOUND)
+    check_grads(got[1], want[1], BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero(stage: int, want: Any) -> None:
+    zero = jp.Zero(stage, min_bytes=0)
+    rules = zero.rules(jp.Rules(**{dim: rule for dim, rule in RULES.to_dict().items() if dim != "params"}))
+    check(one({"data": 4}, next_token_loss, rules=rules, accumulate=2, **zero.step), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 2, "context": 2, "model": 2}, {"pipeline": 2, "data": 2}], ids=str)
+def test_generation(mesh: dict[str, int]) -> None:
+    config = replace(generators.CONFIG, dtype="float64", param_dtype="float64", layers=2)
+    made = []
+    for built in (
+        generators.one_device(),
+        jp.MeshSpec(**mesh).build(jax.devices()[: int(np.prod(list(mesh.values())))]),
+    ):
+        model = generators.generator(built, config=config, sampling=jp.Sampling(1.0, 20, 0.9))
+        params = jp.init(model.layout, make_llama(config), optax.identity()).params
+        made.append(model.generate(params, generators.PROMPTS, most=5))
+    assert made[0] == made[1]

@@ -1,0 +1,79 @@
+"""What processes tell each other before they go on: errors of one that all raise, facts that must be the same, bytes of any length. One process plays both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.errors import CheckpointError, ConfigError, LaunchError
+from jaxpar.utils import multihost
+from jaxpar.utils.multihost import check_same, gather, settled
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``beside(other, rank=0)``: this is process ``rank`` of two, of which the other one sends ``other`` whatever is asked."""
+
+    def play(other: Any, rank: int = 0) -> None:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        order = slice(None) if rank == 0 else slice(None, None, -1)
+        monkeypatch.setattr(multihost, "gather", lambda mine: [mine, json.dumps(other).encode()][order])
+
+    return play
+
+
+def failing() -> int:
+    raise CheckpointError("a/b: no checkpoint.")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_is_raised_by_both(beside: Callable[..., None], rank: int) -> None:
+    beside(None, rank)
+    with pytest.raises(CheckpointError, match=f"^process {rank} of 2: a/b: no checkpoint.$"):
+        settled(failing)
+    beside(["CheckpointError", "a/b: no checkpoint."], rank)
+    with pytest.raises(CheckpointError, match=f"^process {1 - rank} of 2: a/b: no checkpoint.$"):
+        settled(lambda: 3)
+    with pytest.raises(CheckpointError, match=r"^a/b: no checkpoint.$"):
+        settled(failing)  # both alike
+
+
+def test_an_error_that_nobody_foresaw_is_raised_by_both_too(beside: Callable[..., None]) -> None:
+    beside(None)
+    with pytest.raises(ZeroDivisionError):
+        settled(lambda: 1 // 0)
+    beside(["ZeroDivisionError", "integer division"], rank=1)
+    with pytest.raises(LaunchError, match=r"^process 0 of 2: ZeroDivisionError: integer division$"):
+        settled(lambda: 3)
+    beside(None)
+    assert settled(lambda: 3) == 3
+
+
+def test_what_is_not_the_same_is_named_with_both_values(beside: Callable[..., None]) -> None:
+    mine = {"seed": 1, "stop": ["a"], "slots": None}
+    beside(mine)
+    check_same("generate", mine, "it.")
+    for other, text in (
+        ({**mine, "stop": []}, 'stop is not the same in all processes: ["a"] in process 0, [] in process 1 of 2'),
+        ({**mine, "slots": 3}, "slots is not the same in all processes: nothing in process 0, 3 in process 1 of 2"),
+        ({"prompt": "p", **mine}, "prompt is not the same in all processes: nothing in process 0, p in process 1 of 2"),
+    ):
+        beside(other)
+        with pytest.raises(ConfigError, match=f"^{re.escape(f'generate: {text}. Remedy: it.')}$"):
+            check_same("generate", mine, "it.")
+
+
+def test_bytes_of_any_length_come_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest decides how much goes in a second round."""
+    every = [b"", b"x" * 2048, bytes(range(256)) * 20]
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    rows = lambda row: np.stack([multihost._row(one, row.size - 4) for one in every])
+    monkeypatch.setattr(multihost, "gather_rows", rows)
+    for mine in every:
+        assert gather(mine) == every

@@ -1,0 +1,219 @@
+"""Strict configuration: what is read, how settings and files are laid over each other, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpar import MeshSpec
+from jaxpar.errors import ConfigError
+from jaxpar.utils.yaml_config import build, load_yaml, merge, override, parse_yaml
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False)
+    | st.text("ab 1:-#", max_size=5)
+)
+KEYS = st.text("abc", min_size=1, max_size=3)
+TREES = st.dictionaries(
+    KEYS, st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=4)
+)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    rate: float
+    stage: Literal[0, 1, 3] = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str
+    optimizer: Optimizer = Optimizer(1.0)
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    steps: int | None = None
+    remat: bool | Literal["auto"] = False
+    sizes: tuple[int, ...] = ()
+    texts: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    extra: Optimizer | str = "none"
+    anything: Any = None
+
+
+def built(**values: Any) -> Config:
+    return build(Config, {"name": "a", **values}, "c.yaml")
+
+
+@settings(deadline=None, max_examples=40)
+@given(TREES)
+def test_plain_data_survives_yaml(tree: dict[str, Any]) -> None:
+    assert parse_yaml(yaml.safe_dump(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("3E+4", 3e4),
+        ("-.5e3", -500.0),
+        ("+2_000.5e1", 20005.0),
+        ("1e", "1e"),
+        ("'1e-3'", "1e-3"),
+        ("0x10", 16),
+        ("64KiB", "64KiB"),
+        ("", None),
+    ],
+)
+def test_numbers_read_as_people_mean_them(text: str, value: object) -> None:
+    parsed = parse_yaml(f"key: {text}")["key"]
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+def test_the_rules_for_numbers_stay_in_our_own_loader() -> None:
+    parse_yaml("a: 1e-3")
+    assert yaml.safe_load("a: 1e-3") == {"a": "1e-3"}
+
+
+def test_an_empty_text_is_an_empty_mapping_and_comments_are_no_data() -> None:
+    assert parse_yaml("") == parse_yaml("# only a comment\n") == {}
+
+
+def test_anchors_and_merge_keys_work_and_are_no_duplicates() -> None:
+    text = "base: &b {x: 1, y: 1}\nouter: {inner: &i {<<: *b, y: 2}}\nlast: {<<: *i, x: 3}\n"
+    assert parse_yaml(text)["outer"] == {"inner": {"x": 1, "y": 2}}
+    assert parse_yaml(text)["last"] == {"x": 3, "y": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: {b: 1, b: 1}", "line 1: the key 'b' stands twice, first on line 1"),
+        ("a: [1", "line 1: while parsing a flow sequence, expected ',' or ']'"),
+        ("a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
+        ("a: *b", "line 1: found undefined alias 'b'"),
+        ("? [1]\n: 2", "line 1: while constructing a mapping, found unhashable key"),
+        ("a: !!python/name:os.system", "would build an object"),
+        ("a: 2024-13-45", "month must be in 1..12"),
+        ("a: \x00", "special characters are not allowed"),
+        ("- 1", r"is \[1\] \(list\), but a mapping is wanted"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_place(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^c.yaml:? .*{words}"):
+        parse_yaml(text, "c.yaml")
+
+
+def test_load_yaml_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text("über: 1", encoding="utf-8")
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xfc")
+    assert load_yaml(tmp_path / "fsdp.yaml") == load_yaml(str(tmp_path / "fsdp.yaml")) == {"über": 1}
+    with pytest.raises(ConfigError, match=r"fdsp\.yaml: no such file\. Did you mean 'fsdp\.yaml'\?$"):
+        load_yaml(tmp_path / "fdsp.yaml")
+    with pytest.raises(ConfigError, match=r"latin\.yaml: unacceptable character #x00fc: invalid start byte\.$"):
+        load_yaml(tmp_path / "latin.yaml")
+
+
+def test_a_file_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("mesh: {data: -1, model: 2}\nrules: {mlp: model, batch: [data]}")
+    (tmp_path / "sub/mid.yaml").write_text("extends: ../base.yaml\nmesh: {model: 4}")
+    (tmp_path / "top.yaml").write_text("extends: sub/mid.yaml\nrules: {mlp: null, batch: [replica, data]}")
+    expected = {"mesh": {"data": -1, "model": 4}, "rules": {"mlp": None, "batch": ["replica", "data"]}}
+    assert load_yaml(tmp_path / "top.yaml") == expected
+
+
+def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml")
+    (tmp_path / "c.yaml").write_text("extends: [a.yaml]")
+    with pytest.raises(ConfigError, match=r"b\.yaml: extends a\.yaml, which extends it in turn"):
+        load_yaml(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"extends is \['a\.yaml'\] \(list\), but the name of a YAML file"):
+        load_yaml(tmp_path / "c.yaml")
+
+
+@settings(deadline=None, max_examples=40)
+@given(TREES, TREES)
+def test_merge_keeps_every_key_and_prefers_the_changes(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    merged = merge(base, changes)
+    assert set(merged) == set(base) | set(changes)
+    assert merge(merged, changes) == merged
+    assert merge(base, {}) == base
+    assert merge({}, changes) == changes
+    assert all(merged[key] == value for key, value in changes.items() if not isinstance(value, dict))
+
+
+def test_override_sets_what_it_names_and_leaves_its_input_alone() -> None:
+    data = {"train": {"steps": 1, "log": {"every": 2}}, "mesh": None}
+    changes = ["train.steps=5", "mesh.data=-1", "new.a.b=[1, x]", " name = a=b", "empty="]
+    assert override(data, changes) == {
+        "train": {"steps": 5, "log": {"every": 2}},
+        "mesh": {"data": -1},
+        "new": {"a": {"b": [1, "x"]}},
+        "name": "a=b",
+        "empty": None,
+    }
+    assert data == {"train": {"steps": 1, "log": {"every": 2}}, "mesh": None}
+    assert override({}, ["a=1", "a=2"]) == {"a": 2}
+
+
+def test_build_fills_nested_dataclasses_with_values_of_their_types() -> None:
+    config = built(optimizer={"rate": 1, "stage": 3}, mesh={"data": -1}, sizes=[1, 2], options={"a": {"b": 1}})
+    assert config == Config("a", Optimizer(1.0, 3), MeshSpec(data=-1), sizes=(1, 2), options={"a": {"b": 1}})
+    assert type(config.optimizer.rate) is float
+    assert built() == Config("a")
+
+
+def test_build_takes_the_option_of_a_union_that_fits() -> None:
+    assert built(extra={"rate": 1}).extra == Optimizer(1.0)
+    assert built(extra="text").extra == "text"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"steps": None},
+        {"steps": 3},
+        {"remat": True},
+        {"remat": "auto"},
+        {"texts": ["a"]},
+        {"anything": {"a": [object]}},
+        {"mesh": MeshSpec(data=2)},
+    ],
+)
+def test_build_keeps_values_that_fit(values: dict[str, Any]) -> None:
+    config = built(**values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"steps": True}, r"steps is True \(bool\), but an integer is wanted"),
+        ({"steps": 1.5}, r"steps is 1\.5 \(float\), but an integer is wanted"),
+        ({"optimizer": {"rate": "1"}}, r"optimizer: rate is '1' \(str\), but a number is wanted"),
+        ({"optimizer": {"rate": False}}, r"optimizer: rate is False \(bool\), but a number is wanted"),
+        ({"optimizer": {"rate": 1, "stage": True}}, "optimizer: stage is True, but 0 or 1 or 3 is wanted"),
+        ({"optimizer": None}, r"optimizer is None \(NoneType\), but a mapping is wanted"),
+        ({"optimizer": {}}, "optimizer: the key 'rate' is missing"),
+        ({"remat": "aut"}, r"remat is 'aut' \(str\), but true or false or 'auto' is wanted"),
+        ({"sizes": [1, "2"]}, r"sizes\[1\] is '2' \(str\), but an integer is wanted"),
+        ({"sizes": 1}, r"sizes is 1 \(int\), but a list is wanted"),
+        ({"texts": "abc"}, r"texts is 'abc' \(str\), but a list is wanted"),
+        ({"options": []}, r"options is \[\] \(list\), but a mapping is wanted"),
+        ({"extra": 3}, r"extra is 3 \(int\), but a mapping or a text is wanted"),
+        ({"extra": {"rat": 1}}, r"extra: unknown key 'rat'\. Did you mean 'rate'\?"),
+        ({"mesh": {"data": "8"}}, r"mesh: data is '8' \(str\), but an integer is wanted"),
+    ],
+)
+def test_build_says_what_is_wanted(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^c.yaml: {words}"):
+        built(**values)
