@@ -19,8 +19,8 @@ from jaxpar.parallel.pipeline.staged_loss import stacked_part
 AXIS = "pipeline"
 
 
-def autodiff_gpipe(staged: jp.Staged, microbatches: int) -> Callable[[Any, Any], jax.Array]:
-    """The loss of a :class:`jaxpar.Staged`, its layers over the axis ``pipeline``, for ``jp.train_step`` without ``pipeline=``.
+def autodiff_gpipe(staged: jp.PipelineLoss, microbatches: int) -> Callable[[Any, Any], jax.Array]:
+    """The loss of a :class:`jaxpar.PipelineLoss`, its layers over the axis ``pipeline``, for ``jp.train_step`` without ``pipeline=``.
 
     ``side`` is taken to be the same for all rows, as positions are.
     """
@@ -28,11 +28,11 @@ def autodiff_gpipe(staged: jp.Staged, microbatches: int) -> Callable[[Any, Any],
     def loss(model: Any, batch: Any) -> jax.Array:
         batch = staged.prepare(model, batch)
         leaves, block = stacked_part(model, staged.path)
-        x = staged.before(model, batch)
+        x = staged.embed(model, batch)
         # Each microbatch has rows of every device.
         pieces = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
         pieces = jp.hint(pieces, None, *staged.dims) if staged.dims else pieces
-        side = staged.side(model, jax.tree.map(lambda x: x[: pieces.shape[1]], batch))
+        side = staged.layer_inputs(model, jax.tree.map(lambda x: x[: pieces.shape[1]], batch))
 
         def local(leaves: Any, pieces: jax.Array, side: Any) -> jax.Array:
             stages, me = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
@@ -52,6 +52,6 @@ def autodiff_gpipe(staged: jp.Staged, microbatches: int) -> Callable[[Any, Any],
             local, in_specs=(own, PartitionSpec(), PartitionSpec()), out_specs=own, axis_names={AXIS}, check_vma=False
         )
         ys = run(leaves, pieces, side)[-1]
-        return staged.after(model, ys.swapaxes(0, 1).reshape(x.shape), batch)
+        return staged.head(model, ys.swapaxes(0, 1).reshape(x.shape), batch)
 
     return loss

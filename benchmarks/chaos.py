@@ -85,9 +85,9 @@ def child(folder: Path, steps: int) -> None:
         state = jp.init(layout, make_model, tx, precision=precision) if found is None else found.state
         if found is not None:
             stream.set_state(found.manifest.about["position"])
-        step = jp.train_step(layout, loss_fn, accumulate=2, reduce="each", precision=precision)
+        step = jp.train_step(layout, loss_fn, grad_accum_steps=2, grad_reduction="per_microbatch", precision=precision)
         for number in range(found.step + 1 if found else 1, steps + 1):
-            batch = {name: jp.put(layout, x, "batch", None) for name, x in next(stream).items()}
+            batch = {name: jp.shard_array(layout, x, "batch", None) for name, x in next(stream).items()}
             state, _ = step(state, batch)
             manager.save(number, state, layout=layout, about={"position": stream.get_state()})
     stream.close()
@@ -178,7 +178,7 @@ def corruptions(number: int, dice: random.Random, root: Path) -> list[str]:
 
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed="data"))
     values = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
-    jp.save(root / "one", {name: jp.put(layout, values * i, "embed", None) for i, name in enumerate("abcd", 1)})
+    jp.save(root / "one", {name: jp.shard_array(layout, values * i, "embed", None) for i, name in enumerate("abcd", 1)})
     like = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name in "abcd"}
     copy, missed, silent = root / "copy", 0, 0
     shutil.copytree(root / "one", copy)

@@ -152,7 +152,7 @@ def main() -> int:
     columns = asked.mebibytes * 2**20 // (asked.tensors * ROWS * 4)
     dice = np.random.default_rng(0)
     state = {
-        f"w{i}": jp.put(layout, dice.normal(size=(ROWS, columns)).astype(np.float32), "embed", "mlp")
+        f"w{i}": jp.shard_array(layout, dice.normal(size=(ROWS, columns)).astype(np.float32), "embed", "mlp")
         for i in range(asked.tensors)
     }
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

@@ -87,7 +87,7 @@ def main() -> int:
         ):
             path = Path(folder) / name.replace(", ", "-").replace(" ", "-")
             state = jp.init(layout, make, jp.offload(tx, to="disk", path=path))
-            runs[name] = (stack.enter_context(jp.DiskStep(layout, loss, state, ahead=ahead)), state, path)
+            runs[name] = (stack.enter_context(jp.DiskOffloadedStep(layout, loss, state, ahead=ahead)), state, path)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(options.steps + 1):
             for name, (step, state, path) in runs.items():

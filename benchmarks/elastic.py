@@ -78,7 +78,7 @@ def run(folder: Path, steps: int, changes: dict[str, Any]) -> tuple[dict[int, fl
     folder.mkdir(exist_ok=True)
     train = {"steps": FIRST + steps, "eval_every": 1000, "eval_batches": 1}
     if "parallel" not in changes:
-        train["accumulate"] = 2
+        train["grad_accum_steps"] = 2
     data = {**RUN, **changes, "train": train, "output": str(folder / "out")}
     (folder / "run.yaml").write_text(yaml.safe_dump(data))
     done = subprocess.run(

@@ -58,7 +58,7 @@ def counted(topology: str, stage: int, asked: dict[str, Any]) -> tuple[dict[str,
     rules = zero.rules(jp.Rules(batch="data", **dict.fromkeys(RULES)))
     layout = jp.Layout(jp.MeshSpec(data=8).on(topology), rules)
     batch = {k: jp.tag(jax.ShapeDtypeStruct((16, 256), "int32"), "batch", "seq") for k in ("tokens", "targets")}
-    options = zero.step or {"reduce": "once"}
+    options = zero.step or {"grad_reduction": "per_step"}
     make = make_llama(MODEL)
     step = jp.compile_for(
         topology,
@@ -67,7 +67,7 @@ def counted(topology: str, stage: int, asked: dict[str, Any]) -> tuple[dict[str,
         optax.adamw(1e-3),
         next_token_loss,
         batch,
-        fusion=jp.Fusion(**asked),
+        fusion=jp.CollectiveFusion(**asked),
         precision="bf16",
         **options,
     )

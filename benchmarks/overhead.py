@@ -171,7 +171,7 @@ def main() -> int:
     for name in ("dp", "fsdp", "fsdp_tp"):
         layout = jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml")
         batch = {
-            k: jp.put(layout, rng.integers(0, 256, (16, 64)).astype(np.int32), "batch", "seq")
+            k: jp.shard_array(layout, rng.integers(0, 256, (16, 64)).astype(np.int32), "batch", "seq")
             for k in ("tokens", "targets")
         }
         ours, hand, run_ours, run_hand = programs(layout, config, batch)

@@ -33,7 +33,7 @@ from jaxpar.parallel.pipeline.schedules.simulate import simulate
 
 SOURCE = Path(__file__).with_name("sleep.cc")
 ROWS, WIDTH = 2, 8
-HOW: dict[str, Any] = {"uniform": "ticks", "divergent": "neighbours"}
+HOW: dict[str, Any] = {"lockstep": "ticks", "independent": "neighbours"}
 """Lowering → how its stages wait for each other."""
 GOAL = 0.05
 """How far a measured time may lie from the simulated one, as a part of it."""
@@ -117,13 +117,16 @@ def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.A
     return lambda block, x, side: layer(block["w"], x)
 
 
-def measured(schedule: Schedule, unit: float, repeats: int, lowering: Any) -> float:
+def measured(schedule: Schedule, unit: float, repeats: int, executor: Any) -> float:
     """Seconds of a step, the least of several, whose stages' layers take ``unit`` milliseconds for F, B and W each."""
     layout, loss, make, batch = problem(schedule.stages, schedule.pieces.chunks, schedule.microbatches, unit)
     with layout:
         state = jp.init(layout, make, optax.sgd(0.0))
         step = jp.train_step(
-            layout, loss, pipeline=jp.Pipeline(schedule, keeps="residuals", lowering=lowering), donate=False
+            layout,
+            loss,
+            pipeline=jp.Pipeline(schedule, activation_checkpointing="none", executor=executor),
+            donate=False,
         )
         compiled = step.lower(state, batch).compile()
     return least(lambda: compiled(state, batch), repeats)
@@ -132,8 +135,8 @@ def measured(schedule: Schedule, unit: float, repeats: int, lowering: Any) -> fl
 def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float, repeats: int) -> float:
     """The same of an asynchronous pipeline, of a call that finds the stages at work."""
     layout, loss, make, batch = problem(stages, 1, microbatches, unit)
-    step = jp.AsynchronousStep(
-        layout, loss, jp.Asynchronous(name, stages, microbatches, keeps="residuals"), donate=False
+    step = jp.PipedreamStep(
+        layout, loss, jp.Asynchronous(name, stages, microbatches, activation_checkpointing="none"), donate=False
     )
     state = step.start(jp.init(layout, make, optax.sgd(0.0)), batch)
     compiled = step.lower(state, batch).compile()
@@ -141,16 +144,16 @@ def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float
     return least(lambda: compiled(state, batch), repeats)
 
 
-def problem(stages: int, chunks: int, microbatches: int, unit: float) -> tuple[jp.Layout, jp.Staged, Any, Any]:
+def problem(stages: int, chunks: int, microbatches: int, unit: float) -> tuple[jp.Layout, jp.PipelineLoss, Any, Any]:
     """Layout, loss, model and batch: layers that sleep, one for each chunk of a stage."""
     layout = jp.Layout(
         jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None, embed=None, layers="pipeline")
     )
-    loss = jp.Staged(
+    loss = jp.PipelineLoss(
         layers="blocks",
-        before=lambda model, batch: batch["x"],
+        embed=lambda model, batch: batch["x"],
         layer=sleeping_layer(unit / chunks),
-        after=lambda model, x, batch: jnp.mean(x),
+        head=lambda model, x, batch: jnp.mean(x),
     )
     make = lambda key: {"blocks": {"w": jp.tag(jnp.ones((stages * chunks, WIDTH)), "layers", "embed")}}
     return layout, loss, make, {"x": jnp.ones((ROWS * microbatches, WIDTH))}
@@ -167,7 +170,7 @@ def least(call: Callable[[], Any], repeats: int) -> float:
     return min(seconds)
 
 
-def judged(row: Row, schedule: Schedule, unit: float, repeats: int, lowering: Any) -> dict[str, Any]:
+def judged(row: Row, schedule: Schedule, unit: float, repeats: int, executor: Any) -> dict[str, Any]:
     """The figures of a schedule, and which goals it misses."""
     microbatches = schedule.microbatches // row.sequence_chunks
     found = {
@@ -177,8 +180,8 @@ def judged(row: Row, schedule: Schedule, unit: float, repeats: int, lowering: An
     }
     missed = ["formula"] if abs(found["formula"] - found["stages"]) > 1e-9 else []
     if unit and row.sequence_chunks == 1:
-        ideal = simulate(schedule, how=HOW[lowering])
-        seconds = measured(schedule, unit, repeats, lowering)
+        ideal = simulate(schedule, how=HOW[executor])
+        seconds = measured(schedule, unit, repeats, executor)
         found |= {"seconds": seconds, "measured": 1 - ideal.work * unit / 1e3 / seconds}
         found["ratio"] = seconds / (ideal.time * unit / 1e3)
         missed += ["measured"] if abs(found["ratio"] - 1) > GOAL else []
@@ -191,7 +194,7 @@ def main() -> int:
         "--sizes", default="4x8,4x16,2x8", help="stages x microbatches, with commas (default: %(default)s)"
     )
     parser.add_argument("--names", help="which schedules, with commas; all by default")
-    parser.add_argument("--lowering", choices=sorted(HOW), default="uniform", help="(default: %(default)s)")
+    parser.add_argument("--lowering", choices=sorted(HOW), default="lockstep", help="(default: %(default)s)")
     parser.add_argument(
         "--unit",
         type=float,
@@ -211,7 +214,7 @@ def main() -> int:
     )
     print("                 stages  micro-   ---------------- bubble ----------------   measured ÷ simulated")
     print(
-        f"                         batches  formula  by stages  by ticks  measured     time, by {HOW[options.lowering]}"
+        f"                         batches  formula  by stages  by ticks  measured     time, by {HOW[options.executor]}"
     )
     with tempfile.TemporaryDirectory() as folder:
         if options.unit:
@@ -221,7 +224,7 @@ def main() -> int:
                 if row.name not in names or microbatches < row.least * stages:
                     continue
                 name = f"{row.name} {row.chunks}" if row.name in ("interleaved", "breadth_first") else row.name
-                found = judged(row, row.schedule(stages, microbatches), options.unit, options.repeats, options.lowering)
+                found = judged(row, row.schedule(stages, microbatches), options.unit, options.repeats, options.executor)
                 figures[f"{name} {stages}x{microbatches}"] = found
                 last = (
                     f"{part(found['measured'])}  {found['ratio']:13.3f}" if "ratio" in found else f"{'–':>7}  {'–':>13}"

@@ -3,7 +3,7 @@
 Nothing needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). First the step of the 1B model on v5e 4x4, pipeline 4 × FSDP 4, 8 microbatches
 (``configs/bench/1b_pp4_fsdp4.yaml``), two CPU minutes each, beside what MaxText's circular pipeline came to; ``--maxtext`` compiles that too, in turn, as
 ``maxtext_aot.py`` does. With ``--memory`` instead what a device holds of a small Llama of eight layers as the microbatches grow, each of a sequence of 512
-tokens a device, looked up microbatch by microbatch (``before: each``), beside a pipeline that jax differentiates (``autodiff_pipeline.py``), and how long the
+tokens a device, looked up microbatch by microbatch (``embedding: per_microbatch``), beside a pipeline that jax differentiates (``autodiff_pipeline.py``), and how long the
 compiler takes. ``gpipe`` and ``breadth_first`` keep every microbatch until its backward, so they grow by nature.
 """
 
@@ -29,13 +29,15 @@ from jaxpar.sharding.hardware.topology import Topology
 CONFIG = CONFIGS / "1b_pp4_fsdp4.yaml"
 MIB = 2**20
 RUNS = {
-    f"{name}, {keeps}": [f"parallel.pipeline.{key}" for key in (*keys, f"keeps={keeps}")]
+    f"{name}, {activation_checkpointing}": [
+        f"parallel.pipeline.{key}" for key in (*keys, f"activation_checkpointing={activation_checkpointing}")
+    ]
     for name, keys in {
-        "1f1b": ["schedule=1f1b", "chunks=1", "reduce=once"],
-        "interleaved 4, sums whole": ["schedule=interleaved", "chunks=4", "reduce=once"],
-        "interleaved 4": ["schedule=interleaved", "chunks=4", "reduce=chunk"],
+        "1f1b": ["schedule=1f1b", "chunks=1", "grad_reduction=per_step"],
+        "interleaved 4, sums whole": ["schedule=interleaved", "chunks=4", "grad_reduction=per_step"],
+        "interleaved 4": ["schedule=interleaved", "chunks=4", "grad_reduction=per_chunk"],
     }.items()
-    for keeps in ("input", "residuals")
+    for activation_checkpointing in ("full", "none")
 }
 """What is compiled → its settings."""
 MAXTEXT = {
@@ -125,15 +127,17 @@ def say(name: str, found: dict[str, float], missed: list[str]) -> None:
     )
 
 
-def of_schedule(name: str, count: int, keeps: str, before: str, small: list[str]) -> dict[str, float]:
+def of_schedule(
+    name: str, count: int, activation_checkpointing: str, embedding: str, small: list[str]
+) -> dict[str, float]:
     """Figures of the small model's step with a schedule of so many microbatches."""
     pipeline = {
         "schedule": name,
         "chunks": SCHEDULES.get(name, 1),
         "sequence_chunks": CUT.get(name, 1),
-        "reduce": "once",
-        "keeps": keeps,
-        "before": before,
+        "grad_reduction": "per_step",
+        "activation_checkpointing": activation_checkpointing,
+        "embedding": embedding,
         "microbatches": count,
     }
     asked = [f"parallel.pipeline.{key}={value}" for key, value in pipeline.items() if name != AUTODIFF]
@@ -145,14 +149,18 @@ def is_slower(each: list[dict[str, float]]) -> bool:
     return each[-1]["seconds"] > SLOWER * each[0]["seconds"]
 
 
-def memory(names: list[str], microbatches: list[int], keeps: str, before: str, small: list[str]) -> dict[str, Any]:
+def memory(
+    names: list[str], microbatches: list[int], activation_checkpointing: str, embedding: str, small: list[str]
+) -> dict[str, Any]:
     """Temporary MiB of each schedule for so many microbatches, and the compiler's CPU seconds."""
     columns = "".join(f"{count:8}" for count in microbatches)
-    title = f"temporary MiB, {keeps} kept, before {before}; microbatches"
+    title = f"temporary MiB, {activation_checkpointing} kept, embedding {embedding}; microbatches"
     print(f"{title:58}{columns}   last ÷ first   compile CPU s of each")
     figures: dict[str, Any] = {}
     for name in names:
-        compile_one = functools.partial(of_schedule, name, keeps=keeps, before=before, small=small)
+        compile_one = functools.partial(
+            of_schedule, name, activation_checkpointing=activation_checkpointing, embedding=embedding, small=small
+        )
         each = [compile_one(count) for count in microbatches]
         grown = each[-1]["temp"] / each[0]["temp"]
         tries = AGAIN if name != AUTODIFF else 0
@@ -186,8 +194,13 @@ def main() -> int:
         "--schedules", default=",".join((*SCHEDULES, AUTODIFF)), help="of --memory: which (default: %(default)s)"
     )
     parser.add_argument("--microbatches", default="8,64", help="of --memory (default: %(default)s)")
-    parser.add_argument("--keeps", default="input", choices=("input", "residuals"), help="of --memory")
-    parser.add_argument("--before", default="each", choices=("once", "each"), help="of --memory (default: %(default)s)")
+    parser.add_argument("--keeps", default="full", choices=("full", "none"), help="of --memory")
+    parser.add_argument(
+        "--embedding",
+        default="per_microbatch",
+        choices=("per_step", "per_microbatch"),
+        help="of --memory (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     names = options.schedules.split(",") if options.memory else options.runs.split(";")
@@ -196,7 +209,7 @@ def main() -> int:
         parser.error(f"no run {unknown[0]!r}; runs are {'; '.join(known)}")
     if options.memory:
         counts = [int(count) for count in options.microbatches.split(",")]
-        figures = memory(names, counts, options.keeps, options.before, SMALL)
+        figures = memory(names, counts, options.activation_checkpointing, options.embedding, SMALL)
     else:
         theirs = options.maxtext or options.maxtext_python
         python = maxtext_python(options.maxtext_python) if theirs else None

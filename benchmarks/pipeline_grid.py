@@ -3,7 +3,7 @@
 Schedules × {pipeline alone, beside data and model axes (uniform), each stage its own beside a data axis (divergent)} × {inputs kept, residuals kept} ×
 {even, uneven pieces}, on eight simulated CPU devices in fp32: a model of 16 layers that mix what stands before a token, 8 microbatches, four stages (two beside the
 model axis). The error of a tensor is its largest difference over its largest entry; of loss and gradients the worst is printed. The goal: 2e-6. The suite runs a part
-(``tests/training/pipeline/test_gradients_pipelined.py``). ``--before each`` looks words up in the ticks. Half a CPU minute for each schedule and mesh.
+(``tests/training/pipeline/test_gradients_pipelined.py``). ``--embedding per_microbatch`` looks words up in the ticks. Half a CPU minute for each schedule and mesh.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SCHEDULES = {
     **dict.fromkeys(("zb_v", "dualpipe_v"), 2),
 }
 """Schedule → chunks of the model on a stage."""
-Lowering = Literal["uniform", "divergent"]
+Lowering = Literal["lockstep", "independent"]
 MESHES: dict[str, tuple[dict[str, int], Lowering]] = {
-    "pipeline alone": ({"pipeline": 4}, "uniform"),
-    "x data x model": ({"pipeline": 2, "data": 2, "model": 2}, "uniform"),
-    "divergent, x data": ({"pipeline": 4, "data": 2}, "divergent"),
+    "pipeline alone": ({"pipeline": 4}, "lockstep"),
+    "x data x model": ({"pipeline": 2, "data": 2, "model": 2}, "lockstep"),
+    "divergent, x data": ({"pipeline": 4, "data": 2}, "independent"),
 }
 RULES = jp.Rules(
     batch="data",
@@ -85,14 +85,14 @@ def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, ja
     return jnp.sum(losses * counts) / jnp.maximum(weight, 1), {"weight": weight}
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: model["words"][batch["tokens"]],
+    embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=lambda block, x, side: mixed(block, x, x, 0),
-    after=after,
+    head=after,
     dims=("batch", "seq", "embed"),
-    carried_layer=carried,
-    carry=lambda model, batch: {"past": jnp.zeros((*batch["tokens"].shape, WIDTH))},
+    chunked_layer=carried,
+    chunk_carry=lambda model, batch: {"past": jnp.zeros((*batch["tokens"].shape, WIDTH))},
 )
 
 
@@ -105,13 +105,15 @@ def one_step(sizes: dict[str, int], pipeline: jp.Pipeline | None) -> tuple[float
     }
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make_model, optax.sgd(0.1))
-        step = jp.train_step(layout, LOSS, keep_grads=True, pipeline=pipeline)
+        step = jp.train_step(layout, LOSS, return_grads=True, pipeline=pipeline)
         compiled = step.lower(state, batch).compile(compiler_options={"xla_backend_optimization_level": 0})
         metrics = compiled(state, batch)[1]
     return float(metrics["loss"]), jax.device_get(metrics["grads"])
 
 
-def pipeline_of(name: str, stages: int, lowering: Lowering, keeps: Any, uneven: bool, before: Any) -> jp.Pipeline:
+def pipeline_of(
+    name: str, stages: int, executor: Lowering, activation_checkpointing: Any, uneven: bool, embedding: Any
+) -> jp.Pipeline:
     """The schedule; its first piece a layer longer and its last one shorter, where pieces are to be uneven."""
     chunks = SCHEDULES[name]
     cut = 4 if name == "seq1f1b" else 1
@@ -119,7 +121,13 @@ def pipeline_of(name: str, stages: int, lowering: Lowering, keeps: Any, uneven: 
     each = [LAYERS // (stages * chunks)] * (stages * chunks)
     each[0] += 1
     each[-1] -= 1
-    return jp.Pipeline(schedule, keeps=keeps, lowering=lowering, layers=tuple(each) if uneven else (), before=before)
+    return jp.Pipeline(
+        schedule,
+        activation_checkpointing=activation_checkpointing,
+        executor=executor,
+        layers=tuple(each) if uneven else (),
+        embedding=embedding,
+    )
 
 
 def apart(got: tuple[float, Any], want: tuple[float, Any]) -> float:
@@ -134,17 +142,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which (default: %(default)s)")
     parser.add_argument("--meshes", default=";".join(MESHES), help="which, with ; between them (default: %(default)s)")
-    parser.add_argument("--before", default="once", choices=("once", "each"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--embedding", default="per_step", choices=("per_step", "per_microbatch"), help="(default: %(default)s)"
+    )
     options = parser.parse_args()
     want, missed, worst, cells = one_step({"data": 1}, None), 0, 0.0, 0
-    ways = [(keeps, uneven) for keeps in ("input", "residuals") for uneven in (False, True)]
-    columns = "".join(f"{keeps}, {'uneven' if uneven else 'even'}".rjust(19) for keeps, uneven in ways)
+    ways = [
+        (activation_checkpointing, uneven) for activation_checkpointing in ("full", "none") for uneven in (False, True)
+    ]
+    columns = "".join(
+        f"{activation_checkpointing}, {'uneven' if uneven else 'even'}".rjust(19)
+        for activation_checkpointing, uneven in ways
+    )
     print(f"{'worst relative error':35}{columns}")
     for name in options.schedules.split(","):
         for told in options.meshes.split(";"):
-            sizes, lowering = MESHES[told]
+            sizes, executor = MESHES[told]
             found = [
-                apart(one_step(sizes, pipeline_of(name, sizes["pipeline"], lowering, *way, options.before)), want)
+                apart(one_step(sizes, pipeline_of(name, sizes["pipeline"], executor, *way, options.embedding)), want)
                 for way in ways
             ]
             missed += sum(not error <= GOAL for error in found)

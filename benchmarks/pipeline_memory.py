@@ -1,7 +1,7 @@
 """What a device holds of every schedule as microbatches grow, compiled for CPU devices: ``uv run python benchmarks/pipeline_memory.py``.
 
 ``pipeline_aot.py --memory`` compiles the same for TPUs, half a CPU minute each; this takes ten CPU seconds each and no TPU's compiler. A small Llama of eight
-layers in fp32 over four simulated devices, a sequence of 32 tokens a microbatch, looked up in the ticks (``before: each``); temporary memory as XLA:CPU says it. ``gpipe`` and ``breadth_first`` keep
+layers in fp32 over four simulated devices, a sequence of 32 tokens a microbatch, looked up in the ticks (``embedding: per_microbatch``); temporary memory as XLA:CPU says it. ``gpipe`` and ``breadth_first`` keep
 every microbatch until its backward, so they grow by nature. The goals: the others grow by 3 % at the most, and no program takes a tenth longer to compile
 (where one seems to, both are compiled again, as one time varies by a tenth).
 """
@@ -30,10 +30,15 @@ SMALL = ["model.layers=8", "model.embed=256", "model.mlp=512", "model.heads=2", 
 SMALL += ["model.dtype=float32", "mesh={pipeline: 4, data: 1}", "data.seq=32"]
 
 
-def compiled(name: str, microbatches: int, keeps: str, before: str) -> tuple[float, float]:
+def compiled(name: str, microbatches: int, activation_checkpointing: str, embedding: str) -> tuple[float, float]:
     """Temporary MiB of a device, and CPU seconds to trace and to compile."""
-    asked = {"schedule": name, "chunks": SCHEDULES[name], "sequence_chunks": CUT.get(name, 1), "reduce": "once"}
-    asked |= {"keeps": keeps, "microbatches": microbatches, "before": before}
+    asked = {
+        "schedule": name,
+        "chunks": SCHEDULES[name],
+        "sequence_chunks": CUT.get(name, 1),
+        "grad_reduction": "per_step",
+    }
+    asked |= {"activation_checkpointing": activation_checkpointing, "microbatches": microbatches, "before": embedding}
     settings = [
         *SMALL,
         *(f"parallel.pipeline.{key}={value}" for key, value in asked.items()),
@@ -52,16 +57,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which (default: %(default)s)")
     parser.add_argument("--microbatches", default="8,64", help="the fewest and the most (default: %(default)s)")
-    parser.add_argument("--keeps", default="input", choices=("input", "residuals"))
-    parser.add_argument("--before", default="each", choices=("once", "each"), help="(default: %(default)s)")
+    parser.add_argument("--keeps", default="full", choices=("full", "none"))
+    parser.add_argument(
+        "--embedding", default="per_microbatch", choices=("per_step", "per_microbatch"), help="(default: %(default)s)"
+    )
     options = parser.parse_args()
     few, many = map(int, options.microbatches.split(","))
     print(
-        f"temporary MiB, {options.keeps} kept, before {options.before}{few:5}{many:8}   growth   CPU s of each   goals missed"
+        f"temporary MiB, {options.activation_checkpointing} kept, embedding {options.embedding}{few:5}{many:8}   growth   CPU s of each   goals missed"
     )
     failed = 0
     for name in options.schedules.split(","):
-        compile_one = functools.partial(compiled, name, keeps=options.keeps, before=options.before)
+        compile_one = functools.partial(
+            compiled, name, activation_checkpointing=options.activation_checkpointing, before=options.embedding
+        )
         (least, first), (most, last) = compile_one(few), compile_one(many)
         tries = AGAIN
         while last > SLOWER * first and tries:

@@ -98,7 +98,7 @@ RUNS = {
     "stage 1": Run("1b_dp16_zero1", (), N, lambda p: 4 * p + 12 * p / N, once, 4.5, 9000),
     "stage 1, fp32 sums": Run("1b_dp16", (STAGE.format(1),), N, lambda p: 4 * p + 12 * p / N, lambda m: once(m, FP32)),
     "stage 1, 8 microbatches": Run(
-        "1b_dp16_zero1", ("train.accumulate=8", "data.batch=256"), N, lambda p: 6 * p + 12 * p / N, once, 4.5
+        "1b_dp16_zero1", ("train.grad_accum_steps=8", "data.batch=256"), N, lambda p: 6 * p + 12 * p / N, once, 4.5
     ),
     "stage 2": Run("1b_dp16_zero1", (STAGE.format(2),), N, lambda p: 2 * p + 14 * p / N, once),
     "stage 3, kept": Run("1b_fsdp16_keep", (), N, lambda p: 2 * p + 14 * p / N, once, 4.3, norms="whole"),

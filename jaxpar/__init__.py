@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxpar.checkpoint.manager import CheckpointManager as CheckpointManager
     from jaxpar.checkpoint.restore import restore as restore
     from jaxpar.checkpoint.save import save as save
-    from jaxpar.inference.cached_model import Cached as Cached
+    from jaxpar.inference.cached_model import DecoderFns as DecoderFns
     from jaxpar.inference.generator import Generator as Generator
     from jaxpar.inference.kv_cache import cached_attention as cached_attention
     from jaxpar.inference.sampling import Sampling as Sampling
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from jaxpar.parallel.attention.context import Context as Context
     from jaxpar.parallel.attention.load_balance import balance as balance
     from jaxpar.parallel.attention.mask import Mask as Mask
-    from jaxpar.parallel.attention.packing import balanced_order as balanced_order
+    from jaxpar.parallel.attention.packing import balanced_packing as balanced_packing
     from jaxpar.parallel.attention.plot import draw_mask as draw_mask
-    from jaxpar.parallel.collectives.bucketing import Fusion as Fusion
-    from jaxpar.parallel.collectives.hierarchical import exchange_local as exchange_local
-    from jaxpar.parallel.offload.host_weights import fetch as fetch
+    from jaxpar.parallel.collectives.bucketing import CollectiveFusion as CollectiveFusion
+    from jaxpar.parallel.collectives.hierarchical import all_to_all_local as all_to_all_local
+    from jaxpar.parallel.offload.host_weights import to_device as to_device
     from jaxpar.parallel.offload.placement import offload as offload
     from jaxpar.parallel.overlap.branches import Branch as Branch
-    from jaxpar.parallel.overlap.interleave import in_copies as in_copies
+    from jaxpar.parallel.overlap.interleave import interleave_batches as interleave_batches
     from jaxpar.parallel.precision.int8 import Int8 as Int8
     from jaxpar.parallel.precision.policy import Precision as Precision
     from jaxpar.parallel.zero.gather import gather_weight as gather_weight
-    from jaxpar.parallel.zero.gather import project as project
+    from jaxpar.parallel.zero.gather import sharded_dot as sharded_dot
     from jaxpar.parallel.zero.stages import Zero as Zero
-    from jaxpar.sharding.arrays import put as put
+    from jaxpar.sharding.arrays import shard_array as shard_array
     from jaxpar.sharding.layout import Layout as Layout
     from jaxpar.sharding.layout import constrain as constrain
     from jaxpar.sharding.layout import current_layout as current_layout
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from jaxpar.sharding.rules import Rules as Rules
     from jaxpar.sharding.rules import first_of as first_of
     from jaxpar.sharding.rules import over as over
-    from jaxpar.training.asynchronous.step import AsynchronousStep as AsynchronousStep
-    from jaxpar.training.disk_step import DiskStep as DiskStep
+    from jaxpar.training.asynchronous.step import PipedreamStep as PipedreamStep
+    from jaxpar.training.disk_step import DiskOffloadedStep as DiskOffloadedStep
     from jaxpar.training.model import tag as tag
     from jaxpar.training.one_bit_adam import one_bit_adam as one_bit_adam
-    from jaxpar.training.remat import Recompute as Recompute
+    from jaxpar.training.remat import RematPolicy as RematPolicy
     from jaxpar.training.state import TrainState as TrainState
     from jaxpar.training.state import abstract_state as abstract_state
     from jaxpar.training.state import init as init
@@ -72,13 +72,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Asynchronous": "parallel.pipeline.options",
-    "AsynchronousStep": "training.asynchronous.step",
+    "PipedreamStep": "training.asynchronous.step",
     "Branch": "parallel.overlap.branches",
-    "Cached": "inference.cached_model",
+    "DecoderFns": "inference.cached_model",
     "CheckpointManager": "checkpoint.manager",
     "Context": "parallel.attention.context",
-    "DiskStep": "training.disk_step",
-    "Fusion": "parallel.collectives.bucketing",
+    "DiskOffloadedStep": "training.disk_step",
+    "CollectiveFusion": "parallel.collectives.bucketing",
     "Generator": "inference.generator",
     "Int8": "parallel.precision.int8",
     "Layout": "sharding.layout",
@@ -86,10 +86,10 @@ _HOMES = {
     "MeshSpec": "sharding.mesh",
     "Pipeline": "parallel.pipeline.options",
     "Precision": "parallel.precision.policy",
-    "Recompute": "training.remat",
+    "RematPolicy": "training.remat",
     "Rules": "sharding.rules",
     "Sampling": "inference.sampling",
-    "Staged": "parallel.pipeline.staged_loss",
+    "PipelineLoss": "parallel.pipeline.staged_loss",
     "TrainState": "training.state",
     "Zero": "parallel.zero.stages",
     "abstract_state": "training.state",
@@ -97,7 +97,7 @@ _HOMES = {
     "attention_local": "parallel.attention.attention_local",
     "audit": "analysis.hlo.audit",
     "balance": "parallel.attention.load_balance",
-    "balanced_order": "parallel.attention.packing",
+    "balanced_packing": "parallel.attention.packing",
     "cached_attention": "inference.kv_cache",
     "check": "analysis.layout.explain",
     "compile_for": "analysis.compile.ahead_of_time",
@@ -105,19 +105,19 @@ _HOMES = {
     "current_layout": "sharding.layout",
     "draw_mask": "parallel.attention.plot",
     "eval_step": "training.step",
-    "exchange_local": "parallel.collectives.hierarchical",
+    "all_to_all_local": "parallel.collectives.hierarchical",
     "explain": "analysis.layout.explain",
-    "fetch": "parallel.offload.host_weights",
+    "to_device": "parallel.offload.host_weights",
     "first_of": "sharding.rules",
     "gather_weight": "parallel.zero.gather",
-    "project": "parallel.zero.gather",
+    "sharded_dot": "parallel.zero.gather",
     "hint": "sharding.layout",
-    "in_copies": "parallel.overlap.interleave",
+    "interleave_batches": "parallel.overlap.interleave",
     "init": "training.state",
     "offload": "parallel.offload.placement",
     "one_bit_adam": "training.one_bit_adam",
     "over": "sharding.rules",
-    "put": "sharding.arrays",
+    "shard_array": "sharding.arrays",
     "restore": "checkpoint.restore",
     "roofline": "analysis.roofline",
     "save": "checkpoint.save",

@@ -236,12 +236,12 @@ def loss_fn(model, batch):
 
 # %% [markdown]
 # The training loop does not depend on the layout.
-# `jp.put` splits the batch, `jp.init` builds the state in place, and `jp.train_step` returns an ordinary jitted function.
+# `jp.shard_array` splits the batch, `jp.init` builds the state in place, and `jp.train_step` returns an ordinary jitted function.
 
 
 # %%
 def train(layout, steps=10):
-    batch = {"x": jp.put(layout, x, "batch", "embed"), "y": jp.put(layout, y, "batch", "embed")}
+    batch = {"x": jp.shard_array(layout, x, "batch", "embed"), "y": jp.shard_array(layout, y, "batch", "embed")}
     state = jp.init(layout, make_model, tx, seed=0)
     step = jp.train_step(layout, loss_fn)
     losses = []

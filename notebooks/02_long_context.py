@@ -93,11 +93,11 @@ documents = np.repeat(range(6), [300, 1900, 120, 1000, 80, 696])
 print(jp.balance(causal, 4096, 4, "zigzag", block=64, segment_ids=documents).report())
 
 # %% [markdown]
-# `jp.balanced_order` cuts the row into more pieces and gives them to the devices so that they come out even.
+# `jp.balanced_packing` cuts the row into more pieces and gives them to the devices so that they come out even.
 # What it returns are the positions of the tokens, as they lie: `tokens[:, order]` brings them there, and `jp.attention(..., order=order)` is told.
 
 # %%
-order = jp.balanced_order(documents, 4, chunks=16)
+order = jp.balanced_packing(documents, 4, chunks=16)
 print(jp.balance(causal, 4096, 4, order, block=64, segment_ids=documents).report())
 causal.draw(seq=4096, ways=4, order=order, block=64, segment_ids=documents)
 
@@ -151,7 +151,7 @@ for kv_heads in (8, 2, 1):
 rng = np.random.default_rng(0)
 shapes = {"q": (1, SEQ, HEADS, HEAD_DIM), "k": (1, SEQ, 8, HEAD_DIM), "v": (1, SEQ, 8, HEAD_DIM)}
 x = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-split = tuple(jp.put(layout, x[name], *dims) for name, dims in zip("qkv", (Q, KV, KV), strict=True))
+split = tuple(jp.shard_array(layout, x[name], *dims) for name, dims in zip("qkv", (Q, KV, KV), strict=True))
 
 
 def compiled(impl):

@@ -132,7 +132,7 @@ except jp.errors.ScheduleError as error:
 # %% [markdown]
 # ## A model in three parts
 #
-# A pipeline must know which part of a model is the stack of layers, and what comes before and after it. `jp.Staged` is a loss that says so.
+# A pipeline must know which part of a model is the stack of layers, and what comes before and after it. `jp.PipelineLoss` is a loss that says so.
 #
 # The model: an embedding, eight equal layers, and a head. The layers' weights are stacked along a first dim, `layers`.
 # The task: say which word comes next, where words follow each other by a fixed table.
@@ -168,7 +168,7 @@ def after(model, x, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
-loss = jp.Staged(layers="blocks", before=before, layer=layer, after=after)
+loss = jp.PipelineLoss(layers="blocks", embed=before, layer=layer, head=after)
 
 # %%
 rng = np.random.default_rng(0)
@@ -188,7 +188,7 @@ tx = optax.adam(1e-2)
 jp.explain(piped, make_model, tx)
 
 # %% [markdown]
-# Called, `jp.Staged` is an ordinary loss: the layers run one after the other. So one device can use it too.
+# Called, `jp.PipelineLoss` is an ordinary loss: the layers run one after the other. So one device can use it too.
 
 # %%
 alone = jp.Layout(jp.MeshSpec(pipeline=1, data=1).build(jax.devices()[:1]), rules)
@@ -204,9 +204,9 @@ print(
 # %%
 def train(layout, pipeline=None, steps=12):
     with layout:
-        given = {name: jp.put(layout, x, "batch", "seq") for name, x in batch.items()}
+        given = {name: jp.shard_array(layout, x, "batch", "seq") for name, x in batch.items()}
         state = jp.init(layout, make_model, tx, seed=0)
-        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False)
+        step = jp.train_step(layout, loss, pipeline=pipeline, return_grads=True, donate=False)
         program = step.lower(state, given).compile()
         losses, first = [], None
         for _ in range(steps):
@@ -273,4 +273,4 @@ HTML(f"<table><tr><th>kind</th><th>over</th><th>KiB sent, 1f1b</th><th>KiB sent,
 # - 1F1B keeps as much whatever the number of microbatches. Interleaving makes the bubble smaller, for more sends.
 # - Zero-bubble orders are for stages that go on by themselves. One program for all wants another order.
 # - An order that waits for itself is an error that names who waits for whom.
-# - `jp.Staged` names the layers. With it any schedule gives the gradients of one device.
+# - `jp.PipelineLoss` names the layers. With it any schedule gives the gradients of one device.

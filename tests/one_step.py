@@ -53,7 +53,7 @@ def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = N
     """Metrics, gradients on the host and the program of one step; ``first`` makes the same parameters as ``make`` does."""
     with jax.default_matmul_precision("highest"), layout:
         shapes = jp.abstract_state(layout, make, SGD)
-        step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+        step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
         # These programs run once: making them fast takes longer than running them.
         compiled = step.lower(shapes, batch).compile(compiler_options={"xla_backend_optimization_level": 0})
         state = jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(first or make, layout.rules))

@@ -14,7 +14,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh
 
-from jaxpar import Layout, MeshSpec, Rules, constrain, first_of, over, put, tag
+from jaxpar import Layout, MeshSpec, Rules, constrain, first_of, over, shard_array, tag
 from jaxpar.errors import AnnotationError, ConfigError, LayoutError, MeshError, ModelError, NoLayoutError, RulesError
 from jaxpar.sharding.mesh import AXES
 from jaxpar.training.model import TreeKind, read
@@ -276,15 +276,15 @@ LAYOUTS = [
     ),
     case(
         "batch",
-        lambda: put(layout_of(), np.ones((6, 4)), "batch", "embed", path="batch/x"),
+        lambda: shard_array(layout_of(), np.ones((6, 4)), "batch", "embed", path="batch/x"),
         "batch/x [6, 4] (batch, embed): the dim 'batch' has size 6, which is no multiple of replica=2 × data=4 = "
         "8 (rule batch = (replica, data)). Remedy: change the size, the rule or the mesh, or leave such dims "
         "whole: indivisible={'batch': 'replicate'}.",
     ),
     case(
         "put on an abstract mesh",
-        lambda: put(Layout(MeshSpec(data=8).abstract(), RULES), np.ones(8), "batch"),
-        "batch: put() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().",
+        lambda: shard_array(Layout(MeshSpec(data=8).abstract(), RULES), np.ones(8), "batch"),
+        "batch: shard_array() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().",
     ),
     case(
         "axis that does not exist",

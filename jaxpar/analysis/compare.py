@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jaxpar.analysis.divergence import first_divergence
-from jaxpar.sharding.arrays import put
+from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel, show, to_path
 from jaxpar.training.state import TrainState, init
@@ -93,7 +93,7 @@ def compare(
     with jax.default_matmul_precision("highest"):
         right, own = (init(place, make_model, tx, seed=seed, precision=more.get("precision")) for place, more in sides)
         ours, theirs = (
-            train_step(place, loss_fn, clip_norm=clip_norm, donate=False, keep_grads=True, **more)
+            train_step(place, loss_fn, clip_norm=clip_norm, donate=False, return_grads=True, **more)
             for place, more in sides
         )
         update = jax.jit(functools.partial(updated, reference, loss_fn, clip_norm=clip_norm))
@@ -103,7 +103,7 @@ def compare(
         found, first = [], None if equal else "the initial parameters already differ"
         for number, batch in enumerate(data, 1):
             inputs = [
-                {name: put(place, x, *dims[name], path=f"batch/{name}") for name, x in batch.items()}
+                {name: shard_array(place, x, *dims[name], path=f"batch/{name}") for name, x in batch.items()}
                 for place in (reference, layout)
             ]
             differences, right = comparison.step(right, _copied(right, own), inputs, search=first is None)

@@ -290,13 +290,13 @@ def _compiled(command: Check, topology: str) -> int:
 
     from jaxpar.analysis.checkup.checkup import About, check_up
     from jaxpar.analysis.checkup.html import page
-    from jaxpar.training.remat import Recompute
+    from jaxpar.training.remat import RematPolicy
 
     job = _job(command.config, command.set, run=False)
     tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
     flops = tokens * job.model.flops_per_token(seq)
     about = About(
-        tokens, flops, job.model.vocab, seq, Recompute.of(job.model.remat).policy, job.config.parallel.regather
+        tokens, flops, job.model.vocab, seq, RematPolicy.of(job.model.remat).policy, job.config.parallel.regather
     )
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())

@@ -53,7 +53,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class RematConfig:
-    """What of the layers the backward pass computes again; see :class:`jaxpar.Recompute`."""
+    """What of the layers the backward pass computes again; see :class:`jaxpar.RematPolicy`."""
 
     policy: str
     save_names: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class RematConfig:
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """What goes in one collective; see :class:`jaxpar.Fusion`."""
+    """What goes in one collective; see :class:`jaxpar.CollectiveFusion`."""
 
     reduce: str | int | list[int] = "auto"
     gather: str | int | list[int] = "auto"
@@ -96,22 +96,22 @@ class ContextConfig:
 class PipelineConfig:
     """How layers go over the stages of the mesh's axis ``pipeline``; see :func:`jaxpar.schedule` and :class:`jaxpar.Pipeline`.
 
-    ``schedule: pipedream_2bw`` and ``pipedream`` are not emptied between steps; see :class:`jaxpar.AsynchronousStep`.
+    ``schedule: pipedream_2bw`` and ``pipedream`` are not emptied between steps; see :class:`jaxpar.PipedreamStep`.
     ``offset`` says by how many layers each piece (stage by stage, then chunk by chunk) has more or fewer than its equal share,
     ``recompute`` how many of the first layers of each stage keep their input alone, where it keeps residuals. ``sequence_chunks`` is for ``seq1f1b``.
-    ``before: each`` looks tokens up microbatch by microbatch.
+    ``embedding: per_microbatch`` looks tokens up microbatch by microbatch.
     """
 
     schedule: str = "1f1b"
     microbatches: int = 1
     chunks: int = 1
     sequence_chunks: int = 1
-    keeps: Literal["input", "residuals"] = "input"
-    reduce: Literal["once", "chunk", "each"] = "once"
-    lowering: Literal["uniform", "divergent"] = "uniform"
+    activation_checkpointing: Literal["full", "none"] = "full"
+    grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
+    executor: Literal["lockstep", "independent"] = "lockstep"
     offset: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
-    before: Literal["once", "each"] = "once"
+    embedding: Literal["per_step", "per_microbatch"] = "per_step"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ParallelConfig:
       context: how attention goes over a split sequence: ``{impl: ring}``.
       pipeline: how layers go over stages: ``{schedule: 1f1b, microbatches: 8}``.
       interleave_copies: 2 runs the layers on two halves of each device's rows, one sending while the other computes; see
-        :func:`jaxpar.in_copies`.
+        :func:`jaxpar.interleave_batches`.
       interleave_dim: ``batch`` for halves of rows; ``seq`` for halves of each sequence, where a device has a single row.
     """
 
@@ -185,14 +185,14 @@ class StragglerConfig:
 class TrainConfig:
     """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation.
 
-    ``accumulate`` cuts each batch into so many microbatches. A step whose loss or gradients are not finite changes nothing but
+    ``grad_accum_steps`` cuts each batch into so many microbatches. A step whose loss or gradients are not finite changes nothing but
     the step's number; ``skip_nonfinite: false`` lets them pass. After ``max_skipped`` of them in a row, or too many spikes of the loss
     (``spike: {}``; none are looked for without), the run goes back to its newest good checkpoint and passes over the batches since;
     ``rollbacks`` times at most, then it stops.
     """
 
     steps: int = 100
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     skip_nonfinite: bool = True
     max_skipped: int = 3
     spike: SpikeConfig | None = None
@@ -321,7 +321,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
         "data.batch": config.data.batch,
         "data.seq": config.data.seq,
         "train.steps": config.train.steps,
-        "train.accumulate": config.train.accumulate,
+        "train.grad_accum_steps": config.train.grad_accum_steps,
         "train.max_skipped": config.train.max_skipped,
         "train.eval_every": config.train.eval_every,
         "train.eval_batches": config.train.eval_batches,

@@ -42,7 +42,7 @@ class Job:
     layout_data: Mapping[str, Any]
     zero: jp.Zero
     precision: jp.Precision
-    fusion: jp.Fusion
+    fusion: jp.CollectiveFusion
     pipeline: jp.Pipeline | jp.Asynchronous | None = None
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
@@ -61,7 +61,7 @@ class Job:
 
     def _sliced(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """With what layers keep split over ``model``, where that is asked for and the table says nothing of it."""
-        if not jp.Recompute.of(self.model.remat).slice_activation:
+        if not jp.RematPolicy.of(self.model.remat).slice_activation:
             return data
         return {**data, "rules": {SAVED_EMBED: "model", **(data["rules"] or {})}}
 
@@ -72,7 +72,7 @@ class Job:
             precision = replace(precision, gather=self.model.dtype)  # what the model would cast the weights to
         return {
             "clip_norm": self.config.optimizer.clip_norm,
-            "accumulate": train.accumulate,
+            "grad_accum_steps": train.grad_accum_steps,
             "skip_nonfinite": train.skip_nonfinite,
             "precision": precision,
             "fusion": self.fusion,
@@ -116,7 +116,7 @@ class Job:
                 f"parallel.context: order is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 pieces for each of the ring's {ways} "
                 f"devices. Remedy: a multiple of {2 * ways}."
             )
-        return {**how, "arrange": functools.partial(jp.balanced_order, ways=ways, chunks=chunks)}
+        return {**how, "arrange": functools.partial(jp.balanced_packing, ways=ways, chunks=chunks)}
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
         """XLA's options for a platform, as ``jax.stages.Lowered.compile`` takes them."""
@@ -149,7 +149,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
                 "model.remat and parallel.remat both say what to compute again. Remedy: leave model.remat out."
             )
         asked = config.parallel.remat
-        model = replace(model, remat=asked if isinstance(asked, str) else jp.Recompute(**asdict(asked)))
+        model = replace(model, remat=asked if isinstance(asked, str) else jp.RematPolicy(**asdict(asked)))
     if config.parallel.context is not None:
         model = replace(model, context=_context(config.parallel.context, packed=config.data.pack))
     if config.parallel.regather is not True:
@@ -204,7 +204,7 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
                 f"parallel.offload: parameters wait in the host's memory, but regather: {str(model.regather).lower()} keeps all layers' "
                 f"weights on the device for the backward pass. Remedy: leave regather out, or parallel.offload.parameters."
             )
-        if model.remat != "none" and jp.Recompute.of(model.remat).layers:
+        if model.remat != "none" and jp.RematPolicy.of(model.remat).layers:
             raise ConfigError(
                 "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes "
                 "some layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
@@ -242,7 +242,7 @@ def _zero(config: RunConfig) -> jp.Zero:
         raise type(error)(f"parallel.{error}") from error
 
 
-def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.Fusion) -> None:
+def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.CollectiveFusion) -> None:
     """Of keys that contradict each other, both are named."""
     groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
     others = [
@@ -258,10 +258,10 @@ def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fu
             raise ConfigError(f"optimizer.name is {ONE_BIT}, which does not go with {key}: {why}. Remedy: {remedy}.")
 
 
-def _fusion(config: RunConfig) -> jp.Fusion:
+def _fusion(config: RunConfig) -> jp.CollectiveFusion:
     asked = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
     try:
-        return jp.Fusion(**asked)
+        return jp.CollectiveFusion(**asked)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 

@@ -37,20 +37,28 @@ def make_pipeline(
         sizes = {"chunks": asked.chunks, "sequence_chunks": asked.sequence_chunks}
         schedule = jp.schedule(asked.schedule, stages, asked.microbatches, **sizes)
         each = _layers(asked.offset, layers, schedule.pieces.count)
-        return jp.Pipeline(schedule, asked.keeps, each, asked.reduce, asked.lowering, asked.recompute, asked.before)
+        return jp.Pipeline(
+            schedule,
+            asked.activation_checkpointing,
+            each,
+            asked.grad_reduction,
+            asked.executor,
+            asked.recompute,
+            asked.embedding,
+        )
     except ConfigError:
         raise
     except JaxparError as error:
         raise ConfigError(f"parallel.pipeline: {error}") from error
 
 
-def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str | jp.Recompute) -> None:
+def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str | jp.RematPolicy) -> None:
     """Raise what stages cannot choose, as the layers' own policy keeps nothing.
 
     Raises:
       ConfigError: with a list of layers that recompute, all do.
     """
-    if isinstance(pipeline, jp.Pipeline) and pipeline.recompute and jp.Recompute.of(remat).policy == "full":
+    if isinstance(pipeline, jp.Pipeline) and pipeline.recompute and jp.RematPolicy.of(remat).policy == "full":
         raise ConfigError(
             f"parallel.pipeline: recompute is {list(pipeline.recompute)}, but by remat 'full' every layer keeps its input alone: there is nothing "
             f"to choose. Remedy: parallel.remat: none (or dots, save_outputs), what the other layers keep."
@@ -62,9 +70,9 @@ def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchr
     asks: tuple[tuple[str, Any, Any], ...] = (
         ("chunks", asked.chunks, 1),
         ("sequence_chunks", asked.sequence_chunks, 1),
-        ("lowering", asked.lowering, "uniform"),
+        ("executor", asked.executor, "lockstep"),
         ("recompute", asked.recompute, ()),
-        ("before", asked.before, "once"),
+        ("embedding", asked.embedding, "per_step"),
     )
     for name, value, wanted in asks:
         if value != wanted:
@@ -73,7 +81,9 @@ def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchr
                 f"every tick. Remedy: leave {name} out."
             )
     offset = _layers(asked.offset, layers, stages)
-    return jp.Asynchronous(asked.schedule, stages, asked.microbatches, asked.keeps, offset, asked.reduce)
+    return jp.Asynchronous(
+        asked.schedule, stages, asked.microbatches, asked.activation_checkpointing, offset, asked.grad_reduction
+    )
 
 
 def _layers(offset: tuple[int, ...], layers: int, pieces: int) -> tuple[int, ...]:

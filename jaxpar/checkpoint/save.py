@@ -85,7 +85,7 @@ def save(
       state: a :class:`jaxpar.TrainState`, or any pytree of jax arrays.
       layout: its mesh and rules, for the manifest.
       about: what else the manifest is to keep, as JSON: a configuration, the position in the data.
-      disk: the :class:`jaxpar.DiskStep` of a state whose optimizer is on disk: its files are kept too.
+      disk: the :class:`jaxpar.DiskOffloadedStep` of a state whose optimizer is on disk: its files are kept too.
       verify: read back what was written, and hold it against what was in memory.
 
     Raises:
@@ -124,7 +124,7 @@ def begin(
         raise CheckpointError("the state holds shapes, but arrays are wanted. Remedy: jp.init gives a state of arrays.")
     if disk is None and on_disk(state):
         raise CheckpointError(
-            "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the jp.DiskStep at work."
+            "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the jp.DiskOffloadedStep at work."
         )
     count = getattr(state, "step", None)
     if step is None and isinstance(count, jax.Array) and count.shape == ():

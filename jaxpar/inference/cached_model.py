@@ -1,4 +1,4 @@
-"""``Cached``: how a model generates, and what it caches."""
+"""``DecoderFns``: how a model generates, and what it caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Cached:
+class DecoderFns:
     """A model's forward passes with a cache, for :class:`jaxpar.Generator`; a model says here what it caches.
 
     Attributes:

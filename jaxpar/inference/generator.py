@@ -20,7 +20,7 @@ import optax
 from jaxpar.analysis.layout.report import Report
 from jaxpar.errors import ConfigError, DivergedError, ModelError
 from jaxpar.inference import placement
-from jaxpar.inference.cached_model import CACHE_SEQ, Cached
+from jaxpar.inference.cached_model import CACHE_SEQ, DecoderFns
 from jaxpar.inference.pipeline import Circle, last_of, stages_of
 from jaxpar.inference.request import Request, check_requests, check_top_k
 from jaxpar.inference.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
@@ -45,7 +45,7 @@ class Decoding:
     """What a decode step reads and writes; donated.
 
     Attributes:
-      cache: as the model says it (:class:`jaxpar.Cached`).
+      cache: as the model says it (:class:`jaxpar.DecoderFns`).
       tokens: the last token of each row [batch] int32, not yet in the cache.
       at: its position [batch] int32.
       left: how many tokens each row may still make [batch] int32; 0 where it has ended.
@@ -109,7 +109,7 @@ class Generator:
         self,
         layout: Layout,
         make_model: MakeModel,
-        cached: Cached,
+        cached: DecoderFns,
         *,
         batch: int,
         slots: int,

@@ -29,7 +29,7 @@ NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
 
 
 def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Shapes of keys and values with their logical dims, for :class:`jaxpar.Cached`; of dtype int8 with a scale for each token and head."""
+    """Shapes of keys and values with their logical dims, for :class:`jaxpar.DecoderFns`; of dtype int8 with a scale for each token and head."""
     shape = (layers, batch, kv_heads, slots, head_dim)
     made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
     if jnp.dtype(dtype) == jnp.int8:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError
-from jaxpar.inference.cached_model import Cached, Stack
+from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import from_neighbour, over_stages
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
@@ -31,7 +31,7 @@ from jaxpar.training.model import Tagged
 LAYERS = "layers"
 
 
-def stages_of(layout: Layout, cached: Cached) -> int:
+def stages_of(layout: Layout, cached: DecoderFns) -> int:
     """Over how many stages the layers of a model lie; 1 where the model does not say how it goes layer by layer."""
     if cached.stack is None or LAYERS not in layout.rules.table:
         return 1
@@ -52,7 +52,7 @@ class Circle:
     rows: int
 
     @classmethod
-    def of(cls, cached: Cached, stages: int, batch: int) -> Circle | None:
+    def of(cls, cached: DecoderFns, stages: int, batch: int) -> Circle | None:
         """``None`` where there is one stage.
 
         Raises:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.collectives.gather_reduce import summing
-from jaxpar.parallel.collectives.hierarchical import exchange_local, gather_local, scatter_local
+from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local, scatter_local
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.rules import Axes
 
@@ -134,7 +134,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: An
             rows_BSE = jax.lax.psum_scatter(rows_BSE, split[0], scatter_dimension=1, tiled=True)
         elif split[0]:
             rows_BSE = jax.lax.psum(rows_BSE, split[0])
-        return rows_BSE if whole else exchange_local(rows_BSE, spread, split_dim=0, concat_dim=2)
+        return rows_BSE if whole else all_to_all_local(rows_BSE, spread, split_dim=0, concat_dim=2)
 
     words = table_VE.shape[0]
     x_BSE = jax.shard_map(
@@ -168,7 +168,7 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
     def local(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
         words = table_VE.shape[0]
         table_VE = _brought(stored[1], 1, dtype, jax.lax.pcast(table_VE, others, to="varying"))
-        table_VE = exchange_local(table_VE, (STAGES,), split_dim=1, concat_dim=0)
+        table_VE = all_to_all_local(table_VE, (STAGES,), split_dim=1, concat_dim=0)
         table_VE = _brought(rest, 0, dtype, table_VE.astype(summed)) if rest else table_VE
         # Words came stage by stage, now they lie part by part.
         part, stage = ids_BS // words % parts, ids_BS // words // parts

@@ -117,7 +117,7 @@ def here() -> jax.Array | None:
         raise ConfigError(
             "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that makes axes manual and cuts the "
             "batch into microbatches, nothing says which rows are here. Remedy: a key for each sequence, [batch], handed into the shard_map; or "
-            "reduce='each' (ZeRO stage 2 or 3), or accumulate=1."
+            "grad_reduction='per_microbatch' (ZeRO stage 2 or 3), or grad_accum_steps=1."
         )
     return ambient.numbers
 

@@ -1,4 +1,4 @@
-"""``put``: a global array from what each process loaded."""
+"""``shard_array``: a global array from what each process loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.sharding.layout import Layout, to_spec
 
 
-def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
+def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
     """A global array from this process's part of it, laid out by the activation rules.
 
     Args:
@@ -28,11 +28,13 @@ def put(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.A
 
     >>> import numpy as np, jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))
-    >>> put(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
+    >>> shard_array(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
     P('data', None)
     """
     if isinstance(layout.mesh, AbstractMesh):
-        raise LayoutError(f"{path}: put() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().")
+        raise LayoutError(
+            f"{path}: shard_array() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build()."
+        )
     local = np.asarray(x)
     resolved = layout.resolve(dims, path=path)
     ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)

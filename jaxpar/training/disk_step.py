@@ -1,4 +1,4 @@
-"""``DiskStep``: a train step whose optimizer's state lies on disk, for what exceeds the host's memory too.
+"""``DiskOffloadedStep``: a train step whose optimizer's state lies on disk, for what exceeds the host's memory too.
 
 After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). One program makes loss and gradients; then, group by group (a layer of a stacked
 parameter, or a whole one), moments are read ahead, updated on the device together with their weights, and written behind into the
@@ -20,14 +20,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.errors import ConfigError, DiskError
-from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.disk_io import Staging
 from jaxpar.parallel.offload.disk_store import Entry, Store
 from jaxpar.parallel.precision.policy import Asked
 from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.training.gradients import place_gradients
 from jaxpar.training.loss import Metrics
-from jaxpar.training.microbatches import Gather, Reduce
+from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import Group, Moment, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, how_of, measure, place_state
@@ -41,20 +41,20 @@ def gradient_step(
     layout: Layout,
     loss_fn: Callable[..., Any],
     *,
-    accumulate: int = 1,
-    gather: Gather = "use",
-    reduce: Reduce | None = None,
+    grad_accum_steps: int = 1,
+    weight_gather: WeightGather = "per_use",
+    grad_reduction: GradReduction | None = None,
     precision: Asked = None,
-    fusion: Fusion | None = None,
+    fusion: CollectiveFusion | None = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
 ) -> jax.stages.Wrapped:
-    """The first program of a :class:`DiskStep`; arguments and errors are those of :func:`jaxpar.train_step`.
+    """The first program of a :class:`DiskOffloadedStep`; arguments and errors are those of :func:`jaxpar.train_step`.
 
     Returns:
       A jitted ``(state, batch) -> (carried, grads, metrics, finite)``; ``carried`` are the next state's ``step``, ``rest`` and ``scale``.
     """
-    how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
+    how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
 
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
@@ -76,14 +76,14 @@ def gradient_step(
     return jax.jit(run, compiler_options=options or None)
 
 
-class DiskStep:
+class DiskOffloadedStep:
     """``step(state, batch) -> (state, metrics)`` as of :func:`jaxpar.train_step`, run by the host; a context, or :meth:`close` it.
 
     When a step returns, its moments are on disk and count. A kill leaves those of the step before, those of this one, or both, and
     the one that belongs to the state of a restart is taken.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.train_step`; so are ``options``, but for ``donate`` and ``keep_grads``.
+      layout, loss_fn: as for :func:`jaxpar.train_step`; so are ``options``, but for ``donate`` and ``return_grads``.
       state: made by :func:`jaxpar.init` with ``jp.offload(tx, to="disk", path=...)``, or restored. At step 0, in a folder without a record,
         the moments are made; else those of its step are taken from there.
       ahead: how many groups are read before their turn; 0 reads, updates and writes one after the other.
@@ -102,7 +102,7 @@ class DiskStep:
     >>> loss_fn = lambda model, x: ((x @ model["w"]) ** 2).mean()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     state = jp.init(layout, make_model, jp.offload(optax.adam(1e-3), to="disk", path=folder, min_bytes=0))
-    ...     with DiskStep(layout, loss_fn, state) as step:
+    ...     with DiskOffloadedStep(layout, loss_fn, state) as step:
     ...         state, metrics = step(state, numpy.ones((8, 16), "float32"))
     ...         step.bytes_on_disk, int(state.step)
     (512, 1)
@@ -123,7 +123,7 @@ class DiskStep:
         self._groups = groups_of(layout, state)
         tx = disk_of(state)
         if tx is None or isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-            raise ConfigError(f"DiskStep: ahead is {ahead!r}, but a number of groups, 0 or more, is wanted.")
+            raise ConfigError(f"DiskOffloadedStep: ahead is {ahead!r}, but a number of groups, 0 or more, is wanted.")
         self._layout, self._tx, self._slots, self._donate, self._note = layout, tx.inner, ahead + 1, donate, note
         self._gradients: Any = gradient_step(layout, loss_fn, **options)
         self._weights = [to_spec(t.resolved) for t in place(layout, state) if t.role == "params"]
@@ -170,7 +170,7 @@ class DiskStep:
         if number != self._step:
             raise DiskError(
                 f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: go on with the state "
-                f"that the last step returned, or open a DiskStep with this one."
+                f"that the last step returned, or open a DiskOffloadedStep with this one."
             )
         sizes = [sum(self._parts[m.number][0] for m in self._groups[g].stored) for g, _ in self._pieces]
         staging = Staging(sizes, self._read, self._write, slots=self._slots, note=self._note)

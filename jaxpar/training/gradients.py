@@ -1,7 +1,7 @@
 """Loss and gradients of a batch: at once or in microbatches, reduced by the compiler or by each device's own sums.
 
 By default the compiler decides: gradients are reduced where they arise, and a loop over microbatches reduces in every round.
-``reduce="once"`` makes the axes of the batch manual instead: each device sums the gradients of its own rows over all microbatches, and
+``grad_reduction="per_step"`` makes the axes of the batch manual instead: each device sums the gradients of its own rows over all microbatches, and
 one reduction (a scatter, where the gradient is sharded) follows, in the dtype that :class:`jaxpar.Precision` says.
 """
 
@@ -20,7 +20,7 @@ from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, numbering, r
 from jaxpar.parallel.collectives.gather_reduce import asking, batch_axes, gather, parts_of
 from jaxpar.parallel.offload.host_weights import split, waiting
 from jaxpar.parallel.offload.placement import on_host
-from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding import messages
@@ -53,11 +53,11 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
         if how.pipeline is not None:
             return piped(layout, loss_fn, state, batch, how, how.pipeline)
         hosted = _hosted(state, how)
-        by_hand = how.reduce is None and how.accumulate > 1 and not hosted and not _sharded(layout, state)
-        once_a_step = how.reduce == "once" or how.own or by_hand
-        sharded = (lambda x: x) if once_a_step or how.accumulate > 1 else (lambda x: rows_apart(layout, x))
+        by_hand = how.grad_reduction is None and how.grad_accum_steps > 1 and not hosted and not _sharded(layout, state)
+        once_a_step = how.grad_reduction == "per_step" or how.own or by_hand
+        sharded = (lambda x: x) if once_a_step or how.grad_accum_steps > 1 else (lambda x: rows_apart(layout, x))
         batch = sharded(batch)
-        if isinstance(loss_fn, Staged) and loss_fn.keys:
+        if isinstance(loss_fn, PipelineLoss) and loss_fn.keys:
             # Cut with the batch, so that no row draws otherwise in another microbatch or on another device.
             batch, loss_fn = (batch, sharded(loss_fn.rows(batch, key_of(state)))), loss_fn.of_rows
         if once_a_step:
@@ -65,7 +65,10 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
             return once(layout, loss_fn, state, batch, how)
         _check_dtypes(how)
         _check_fusion(how)
-        crossing = [("gather", how.gather == "use" and _sharded(layout, state)), ("reduce", bool(batch_axes(layout)))]
+        crossing = [
+            ("gather", how.weight_gather == "per_use" and _sharded(layout, state)),
+            ("reduce", bool(batch_axes(layout))),
+        ]
         _check_handed(layout, loss_fn, state, batch, how, [name for name, does in crossing if does])
         return _by_compiler(layout, loss_fn, state, batch, how)
 
@@ -73,7 +76,7 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
 def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
     """Gradients reduced where they arise."""
     weights, compute, scale = state.params, how.precision.computing, scale_of(state, how.precision)
-    if how.gather == "step":
+    if how.weight_gather == "per_step":
         weights = each_parameter(state, lambda path, w: _whole(layout, state, path, w, how.precision))
         weights = jax.tree.map(compute, weights)
         compute = lambda w: w
@@ -82,20 +85,20 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         here = state if n is None else seen_by(state, rest, state.key, n)
         trained, whole = split(waiting(dict(state.static.dims), weights, layout))
         grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
-        rows = None if n is None else microbatch_rows(rows_of(batch), how.accumulate, n, ways=ways)
+        rows = None if n is None else microbatch_rows(rows_of(batch), how.grad_accum_steps, n, ways=ways)
         with batch_rows(rows):
             (loss, (metrics, rest)), grads = grad(trained)
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
-    axes = batch_axes(layout) if how.accumulate > 1 else ()
+    axes = batch_axes(layout) if how.grad_accum_steps > 1 else ()
     ways = math.prod(layout.sizes[axis] for axis in axes)
-    if how.accumulate == 1:
+    if how.grad_accum_steps == 1:
         (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
     else:
-        pieces = pieces_of(batch, how.accumulate, ways, 1)
+        pieces = pieces_of(batch, how.grad_accum_steps, ways, 1)
         pieces = jax.tree.map(lambda x: lay_out(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
-        sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.accumulate, place)
+        sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.grad_accum_steps, place)
         loss, metrics, grads = means_of(sums, weight)
     return Found(loss, metrics, rest, unscaled(state, grads, scale))
 
@@ -139,7 +142,10 @@ def _hosted(state: TrainState, how: How) -> bool:
     """Whether parameters wait in the host's memory, which is for the compiler's own way only."""
     if not any(map(on_host, jax.tree.leaves(state.params))):
         return False
-    asked = {"reduce='once'": how.reduce == "once", "gather='step'": how.gather == "step"}
+    asked = {
+        "grad_reduction='per_step'": how.grad_reduction == "per_step",
+        "weight_gather='per_step'": how.weight_gather == "per_step",
+    }
     for name in (name for name, true in asked.items() if true):
         raise ConfigError(
             f"offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {name} "
@@ -150,7 +156,7 @@ def _hosted(state: TrainState, how: How) -> bool:
 
 def _check_dtypes(how: How) -> None:
     """The compiler gathers what is computed with, and reduces what was computed: neither a wider weight nor a narrower gradient."""
-    precision, by_compiler = how.precision, {"reduce"} if how.gather == "step" else {"reduce", "gather"}
+    precision, by_compiler = how.precision, {"reduce"} if how.weight_gather == "per_step" else {"reduce", "gather"}
     computed = precision.compute or "float32"
     for name in sorted(by_compiler):
         value = getattr(precision, name)
@@ -159,7 +165,9 @@ def _check_dtypes(how: How) -> None:
         wider = jnp.promote_types(value, computed) == jnp.dtype(value)
         if wider is (name == "gather"):
             what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
-            ways = "reduce='once' (ZeRO stage 1)" + ("" if name == "reduce" else " or gather='step' (stages 1 and 2)")
+            ways = "grad_reduction='per_step' (ZeRO stage 1)" + (
+                "" if name == "reduce" else " or weight_gather='per_step' (stages 1 and 2)"
+            )
             kept = f"not {'wider' if wider else 'narrower'} than the dtype of the compute ({precision.compute or 'the model'})"
             raise ConfigError(
                 f"precision: {name} is {value}, but here the compiler {what}, {kept}. Remedy: {ways}, or leave precision.{name} out."
@@ -171,7 +179,7 @@ def _check_fusion(how: How) -> None:
         if isinstance(value, tuple):
             what = "gathers weights" if name == "gather" else "reduces gradients"
             raise ConfigError(
-                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: reduce='once' (ZeRO stage 1), a "
+                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: grad_reduction='per_step' (ZeRO stage 1), a "
                 f"size, or auto."
             )
 
@@ -179,7 +187,7 @@ def _check_fusion(how: How) -> None:
 def _check_handed(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, crossing: Sequence[str]
 ) -> None:
-    """A dtype to cross in is for what a model hands to ``project``; for one that hands it nothing, the key would be an empty word."""
+    """A dtype to cross in is for what a model hands to ``sharded_dot``; for one that hands it nothing, the key would be an empty word."""
     precision = how.precision
     keys = [(name, getattr(precision, name)) for name in crossing]
     keys = [(name, dtype) for name, dtype in keys if dtype not in (None, precision.compute)]
@@ -187,8 +195,8 @@ def _check_handed(
     if keys and f"name={PRODUCT}" not in str(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params)):
         name, dtype = keys[0]
         raise ConfigError(
-            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.project, so nothing would be. "
-            f"Remedy: project(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
+            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would be. "
+            f"Remedy: sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
         )
 
 

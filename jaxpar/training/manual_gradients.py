@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, rows_of
-from jaxpar.parallel.collectives.bucketing import Fusion, check_groups, in_groups
+from jaxpar.parallel.collectives.bucketing import CollectiveFusion, check_groups, in_groups
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, wide
 from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.names import LAYERS
@@ -42,22 +42,22 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
     wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
-    pieces_of(batch, how.accumulate, ways, 1)  # said of the whole batch, before it is cut
+    pieces_of(batch, how.grad_accum_steps, ways, 1)  # said of the whole batch, before it is cut
 
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
         weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))
-        first = _index(layout, axes) * how.accumulate
+        first = _index(layout, axes) * how.grad_accum_steps
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
             here = replace(seen_by(state, rest, key, first + n), step=step)
-            rows = microbatch_rows(rows_of(batch), how.accumulate, n, index=lambda: _index(layout, axes))
+            rows = microbatch_rows(rows_of(batch), how.grad_accum_steps, n, index=lambda: _index(layout, axes))
             with batch_rows(rows):
                 return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
 
-        pieces = pieces_of(batch, how.accumulate, 1, 0)
+        pieces = pieces_of(batch, how.grad_accum_steps, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
         own = _own_keys(rest, _index(layout, axes))
-        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.accumulate)
+        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.grad_accum_steps)
         rest = _first_keys(own, _index(layout, axes), axes)
         if how.own:
             grads = jax.tree.map(lambda g: wide(g)[None], grads)
@@ -84,7 +84,12 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
 
 
 def _cross(
-    state: TrainState, tree: Any, split: Any, fusion: Fusion, kinds: Sequence[str], cross: Callable[..., jax.Array]
+    state: TrainState,
+    tree: Any,
+    split: Any,
+    fusion: CollectiveFusion,
+    kinds: Sequence[str],
+    cross: Callable[..., jax.Array],
 ) -> Any:
     """``cross(x, parts)`` of every tensor, or of groups of layers as ``fusion`` asks, in the kinds for what is split and for what is not."""
     leaves, parts = jax.tree.leaves(tree), jax.tree.leaves(split)
@@ -172,6 +177,6 @@ def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -
     ]
     if changed:
         raise ModelError(
-            f"loss_fn changes {', '.join(changed)}, but with reduce='once' each device sees its own rows only, so the devices would "
-            f"part. Remedy: reduce='each' (jp.Zero: stage 2), which reduces in every microbatch."
+            f"loss_fn changes {', '.join(changed)}, but with grad_reduction='per_step' each device sees its own rows only, so the devices would "
+            f"part. Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every microbatch."
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import LayoutError, ModelError
-from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import wide
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
@@ -21,8 +21,8 @@ from jaxpar.training.loss import Metrics
 from jaxpar.training.model import show, to_path
 from jaxpar.training.state import TrainState
 
-Gather = Literal["use", "step"]
-Reduce = Literal["once", "each"]
+WeightGather = Literal["per_use", "per_step"]
+GradReduction = Literal["per_step", "per_microbatch"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class How:
     ``own``: the optimizer reduces gradients itself. They are then the devices' own, along a leading dim that the batch's axes split.
     """
 
-    accumulate: int = 1
-    gather: Gather = "use"
-    reduce: Reduce | None = None
+    grad_accum_steps: int = 1
+    weight_gather: WeightGather = "per_use"
+    grad_reduction: GradReduction | None = None
     precision: Precision = field(default_factory=Precision)
-    fusion: Fusion = field(default_factory=Fusion)
+    fusion: CollectiveFusion = field(default_factory=CollectiveFusion)
     own: bool = False
     pipeline: Pipeline | None = None
 
@@ -114,7 +114,7 @@ def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
 
     undivided = undivided_by(batch, ways * count)
     if undivided:
-        raise LayoutError(messages.uncut_rows(undivided, count, ways, "accumulate"))
+        raise LayoutError(messages.uncut_rows(undivided, count, ways, "grad_accum_steps"))
 
     def one(x: jax.Array) -> jax.Array:
         if dim == 0:
@@ -153,7 +153,7 @@ def sums_of(
             if jnp.shape(value):
                 raise ModelError(
                     f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars "
-                    f"are wanted. Remedy: return its mean, or set accumulate=1 and leave reduce out."
+                    f"are wanted. Remedy: return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
                 )
         weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
         return (weighted_sum((loss, metrics, grads), weight, metrics), weight), rest

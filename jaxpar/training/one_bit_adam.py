@@ -84,7 +84,7 @@ def one_bit_adam(
 ) -> Any:
     """Adam (AdamW with ``weight_decay``) that sends one bit a number after its warm-up; for :func:`jaxpar.init` and all that takes an optimizer.
 
-    Weights and moments are whole on every device of the batch (stage 0). Each makes its own gradient, as with ``reduce="once"``.
+    Weights and moments are whole on every device of the batch (stage 0). Each makes its own gradient, as with ``grad_reduction="per_step"``.
 
     Args:
       learning_rate, b1, b2, eps, weight_decay: as of ``optax.adamw``; the rate may be a schedule.
@@ -140,8 +140,8 @@ def refuse(asked: Iterable[tuple[str, Any, Any]]) -> None:
     """
     why = {
         "clip_norm": "the norm of the gradient of all devices is not known where each keeps its own",
-        "gather": "it holds weights whole",
-        "reduce": "it reduces gradients itself, once a step",
+        "weight_gather": "it holds weights whole",
+        "grad_reduction": "it reduces gradients itself, once a step",
         "precision: reduce": "it reduces in fp32 in its warm-up, and by signs after it",
     }
     for name, value, fits in asked:

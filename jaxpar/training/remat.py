@@ -1,4 +1,4 @@
-"""``Recompute``: what the backward pass keeps of a layer, what it computes again, and in which layers (also called remat).
+"""``RematPolicy``: what the backward pass keeps of a layer, what it computes again, and in which layers (also called remat).
 
 After Chen et al. 2016 (arXiv:1604.06174) and the selective form of Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -27,7 +27,7 @@ POLICIES = ("none", "full", "dots", "save_attention", "save_outputs", "save_name
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RematPolicy:
     """A policy, and the layers it is for.
 
     Attributes:
@@ -42,7 +42,7 @@ class Recompute:
     Raises:
       ConfigError: no such policy, names without ``save_names`` or the other way round, a name twice, a negative number.
 
-    >>> Recompute("full", layers=(2, 1)).segments(8)
+    >>> RematPolicy("full", layers=(2, 1)).segments(8)
     [(0, 2, True), (2, 4, False), (4, 5, True), (5, 8, False)]
     """
 
@@ -76,9 +76,9 @@ class Recompute:
             raise ConfigError(f"remat: layers is {list(self.layers)}, but numbers of layers, 0 or more, are wanted.")
 
     @classmethod
-    def of(cls, value: str | Recompute) -> Recompute:
+    def of(cls, value: str | RematPolicy) -> RematPolicy:
         """A policy by its name alone, or as it is."""
-        return value if isinstance(value, Recompute) else cls(value)
+        return value if isinstance(value, RematPolicy) else cls(value)
 
     def segments(self, layers: int) -> list[tuple[int, int, bool]]:
         """Runs of layers (first, one beyond the last) that recompute by the policy, or keep everything.

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
-from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import asking, wide
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
@@ -23,7 +23,7 @@ from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.training import one_bit_adam
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import Metrics, loss_of
-from jaxpar.training.microbatches import Found, Gather, How, Reduce
+from jaxpar.training.microbatches import Found, GradReduction, How, WeightGather
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import check_steps, check_update
@@ -35,16 +35,16 @@ def train_step(
     layout: Layout,
     loss_fn: Callable[..., Any],
     *,
-    accumulate: int = 1,
-    gather: Gather = "use",
-    reduce: Reduce | None = None,
+    grad_accum_steps: int = 1,
+    weight_gather: WeightGather = "per_use",
+    grad_reduction: GradReduction | None = None,
     precision: Asked = None,
-    fusion: Fusion | None = None,
+    fusion: CollectiveFusion | None = None,
     pipeline: Pipeline | Schedule | None = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
     donate: bool = True,
-    keep_grads: bool = False,
+    return_grads: bool = False,
 ) -> jax.stages.Wrapped:
     """A jitted ``step(state, batch) -> (state, metrics)``; ``.lower()`` and ``.trace()`` work as on any jitted function.
 
@@ -54,25 +54,25 @@ def train_step(
         What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
         It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
         values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
-        The rule of ``batch`` shards dim 0 of every array of ``batch``, its rows, also of an array that was not put (:func:`jaxpar.put`), as one of
+        The rule of ``batch`` shards dim 0 of every array of ``batch``, its rows, also of an array that was not put (:func:`jaxpar.shard_array`), as one of
         NumPy's. Scalars, and arrays of one row beside arrays of more, are replicated. On Explicit axes every array keeps its own sharding.
-      accumulate: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
+      grad_accum_steps: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
         or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over). One of weight 0 adds nothing, also
         where its loss is NaN.
-      gather: ``use`` gathers sharded weights where they are used, ``step`` once before (see :class:`jaxpar.Zero`).
-      reduce: ``once`` makes each device sum the gradients of its own rows, and reduces at the end: the loss is then the mean of
-        the devices' (weighted, as above), and a ``key`` differs from device to device. ``each`` leaves the reduction to the
-        compiler, which reduces every microbatch (under a pipeline it is ``Pipeline(reduce="each")``). If not given, ``once`` where microbatches are asked for and the batch's axes
+      weight_gather: ``per_use`` gathers sharded weights where they are used, ``per_step`` once before (see :class:`jaxpar.Zero`).
+      grad_reduction: ``per_step`` makes each device sum the gradients of its own rows, and reduces at the end: the loss is then the mean of
+        the devices' (weighted, as above), and a ``key`` differs from device to device. ``per_microbatch`` leaves the reduction to the
+        compiler, which reduces every microbatch (under a pipeline it is ``Pipeline(grad_reduction="per_microbatch")``). If not given, ``per_step`` where microbatches are asked for and the batch's axes
         split no parameter.
       precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
-      fusion: what goes in one collective; see :class:`jaxpar.Fusion`.
-      pipeline: give the layers of a :class:`jaxpar.Staged` ``loss_fn`` to the stages of the axis ``pipeline``, by this schedule; see
+      fusion: what goes in one collective; see :class:`jaxpar.CollectiveFusion`.
+      pipeline: give the layers of a :class:`jaxpar.PipelineLoss` ``loss_fn`` to the stages of the axis ``pipeline``, by this schedule; see
         :class:`jaxpar.Pipeline`.
       clip_norm: scale gradients down to this global norm.
       skip_nonfinite: leave parameters, optimizer state and carried variables as they are where the loss or a gradient is not
         finite; ``metrics["skipped"]`` says so. The step still counts, so the next one has another key.
       donate: give the old state's memory to the new one.
-      keep_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
+      return_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
 
     Returns:
       The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32; with :func:`jaxpar.one_bit_adam`
@@ -86,14 +86,14 @@ def train_step(
         shape or dtype of a parameter or of a carried array.
 
     Raises (at once):
-      ConfigError: ``accumulate``, ``gather``, ``reduce`` or ``precision`` is none of what is there, or ``fusion`` has a size that the
+      ConfigError: ``grad_accum_steps``, ``weight_gather``, ``grad_reduction`` or ``precision`` is none of what is there, or ``fusion`` has a size that the
         compiler for the layout's devices does not take. When traced with :func:`jaxpar.one_bit_adam`: an argument that does not go
         with it.
     """
-    how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
+    how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
-            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: jp.AsynchronousStep, or "
+            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: jp.PipedreamStep, or "
             f"jp.schedule('1f1b')."
         )
     how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
@@ -106,10 +106,10 @@ def train_step(
         with tracing_under(layout):
             found, grads, norm, finite = measure(layout, loss_fn, state, batch, replace(how, own=own), clip_norm)
             loss = found.loss
-            kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads} if keep_grads else {}
-            keeps = finite if skip_nonfinite else jnp.asarray(True)
+            kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads} if return_grads else {}
+            keep = finite if skip_nonfinite else jnp.asarray(True)
             value = value_of(layout, loss_fn, state, batch, replace(how, own=own))
-            params, opt_state = _update(layout, state, grads, loss, value, keeps)
+            params, opt_state = _update(layout, state, grads, loss, value, keep)
             new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
             check_same(state, new)
             if skip_nonfinite:
@@ -172,7 +172,7 @@ def updated(
     For verification: :func:`train_step` computes the gradients itself.
     """
     own = isinstance(state.static.tx, one_bit_adam.OneBit)
-    how = replace(how_of(1, "use", None, None, True, None), own=own)
+    how = replace(how_of(1, "per_use", None, None, True, None), own=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
         return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, how), jnp.asarray(True))
@@ -190,17 +190,22 @@ def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[
 
 
 def how_of(
-    accumulate: int,
-    gather: Gather,
-    reduce: Reduce | None,
+    grad_accum_steps: int,
+    weight_gather: WeightGather,
+    grad_reduction: GradReduction | None,
     precision: Asked,
     skip_nonfinite: bool,
-    fusion: Fusion | None,
+    fusion: CollectiveFusion | None,
 ) -> How:
     """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate is {accumulate!r}, but a number of microbatches, 1 or more, is wanted.")
-    for name, value, known in (("gather", gather, get_args(Gather)), ("reduce", reduce, (None, *get_args(Reduce)))):
+    if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
+        raise ConfigError(
+            f"grad_accum_steps is {grad_accum_steps!r}, but a number of microbatches, 1 or more, is wanted."
+        )
+    for name, value, known in (
+        ("weight_gather", weight_gather, get_args(WeightGather)),
+        ("grad_reduction", grad_reduction, (None, *get_args(GradReduction))),
+    ):
         if value not in known:
             wanted = " or ".join(repr(option) for option in known)
             raise ConfigError(f"{name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known[1:])}")
@@ -210,7 +215,7 @@ def how_of(
             "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
             "skip_nonfinite out."
         )
-    return How(accumulate, gather, reduce, found, fusion or Fusion())
+    return How(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
 
 def _refuse(how: How, clip_norm: float | None) -> None:
@@ -220,8 +225,8 @@ def _refuse(how: How, clip_norm: float | None) -> None:
     one_bit_adam.refuse(
         [
             ("clip_norm", clip_norm, None),
-            ("gather", how.gather, "use"),
-            ("reduce", "once" if how.reduce is None else how.reduce, "once"),
+            ("weight_gather", how.weight_gather, "per_use"),
+            ("grad_reduction", "per_step" if how.grad_reduction is None else how.grad_reduction, "per_step"),
             ("precision: reduce", how.precision.reduce, None),
             *groups,
         ]

@@ -40,13 +40,19 @@ STAGES = {"layout": str(CONFIGS / "layouts" / "pp.yaml"), "model": LLAMA_16}
 
 
 def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
-    job = job_of(parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "shard_group": 4}}, train={"accumulate": 2})
+    job = job_of(
+        parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "shard_group": 4}}, train={"grad_accum_steps": 2}
+    )
     layout = job.layout(16)
     assert (layout.sizes["replica"], layout.sizes["data"]) == (4, 4)
     state = jp.abstract_state(layout, job.make_model, job.tx)
     assert str(state.params["embedding"].sharding.spec) == "P('data', None)"
     options = job.step_options()
-    assert (options["accumulate"], options["gather"], options["reduce"]) == (2, "step", "once")
+    assert (options["grad_accum_steps"], options["weight_gather"], options["grad_reduction"]) == (
+        2,
+        "per_step",
+        "per_step",
+    )
 
 
 def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> None:
@@ -59,7 +65,7 @@ def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> N
     text = np.where(np.arange(1000) % 9 == 8, 0, 1)
     (first, *_) = eval_batches(text, batch=2, seq=64, max_batches=1, **job.reading(job.layout()))
     assert first["segment_ids"][0].tolist() == [i // 9 for i in range(64)]
-    order = jp.balanced_order(first["segment_ids"], 4, chunks=8)
+    order = jp.balanced_packing(first["segment_ids"], 4, chunks=8)
     np.testing.assert_array_equal(first["order"], [order, order])
     plain = job_of(data={"pack": True})
     assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
@@ -99,10 +105,10 @@ def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
 def test_collectives_and_the_hosts_memory_have_keys(job_of: Any) -> None:
     fusion = {"reduce": "1MiB", "scatter": [1, 2]}
     job = job_of(parallel={"fusion": fusion, "offload": {"optimizer": "host", "min_bytes": "1KiB"}, "regather": 4})
-    assert job.step_options()["fusion"] == jp.Fusion(reduce=1 << 20, scatter=(1, 2))
+    assert job.step_options()["fusion"] == jp.CollectiveFusion(reduce=1 << 20, scatter=(1, 2))
     assert job.tx.min_bytes == 1024
     assert job.model.regather == 4
-    assert job_of().step_options()["fusion"] == jp.Fusion()
+    assert job_of().step_options()["fusion"] == jp.CollectiveFusion()
 
 
 def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
@@ -120,12 +126,22 @@ def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
 
 def test_layers_go_over_stages(job_of: Any) -> None:
     keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
-    asked = {"schedule": "interleaved", "microbatches": 4, "chunks": 2, "keeps": "residuals", "offset": [1, 0, 0, -1]}
+    asked = {
+        "schedule": "interleaved",
+        "microbatches": 4,
+        "chunks": 2,
+        "activation_checkpointing": "none",
+        "offset": [1, 0, 0, -1],
+    }
     job = job_of(**keys, parallel={"pipeline": asked})
     options = job.step_options()
     pipeline = options["pipeline"]
-    assert (pipeline.schedule.name, pipeline.keeps, pipeline.layers) == ("interleaved", "residuals", (5, 4, 4, 3))
-    assert isinstance(job.loss_fn, jp.Staged) and options["precision"].gather == "float32"
+    assert (pipeline.schedule.name, pipeline.activation_checkpointing, pipeline.layers) == (
+        "interleaved",
+        "none",
+        (5, 4, 4, 3),
+    )
+    assert isinstance(job.loss_fn, jp.PipelineLoss) and options["precision"].gather == "float32"
     assert job.eval_options() == {name: options[name] for name in ("precision", "pipeline")}
     assert job.layout(8).spec(("embed", "vocab"), (128, 256)) == jax.sharding.PartitionSpec(None, "pipeline")
 
@@ -134,7 +150,7 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
     job = job_of(**keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "offset": [1, -1]}})
     pipeline = jp.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
-    assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.Staged)
+    assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.PipelineLoss)
     text = (
         "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no step is that of one device. "
         "Remedy: --set parallel.pipeline.schedule=1f1b."
@@ -143,10 +159,10 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
         verify(job, steps=1, bound=1e-5, console=Console())
     for asked, text in (
         ({"chunks": 2}, "parallel.pipeline: chunks is 2, but under 'pipedream' each stage has one piece of the model"),
-        ({"lowering": "divergent"}, "parallel.pipeline: lowering is 'divergent', but under 'pipedream' each stage"),
+        ({"executor": "independent"}, "parallel.pipeline: executor is 'independent', but under 'pipedream' each stage"),
         (
-            {"before": "each"},
-            "parallel.pipeline: before is 'each', but under 'pipedream' each stage has one piece of the model",
+            {"embedding": "per_microbatch"},
+            "parallel.pipeline: embedding is 'per_microbatch', but under 'pipedream' each stage has one piece of the model",
         ),
         (
             {"microbatches": 1},
@@ -244,11 +260,14 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
-            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "reduce": "chunk", "lowering": "divergent"}}},
+            {
+                **STAGES,
+                "parallel": {"pipeline": {"microbatches": 8, "grad_reduction": "per_chunk", "executor": "independent"}},
+            },
             ConfigError,
             (
-                "pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is 'chunk', which scatters "
-                "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
+                "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but grad_reduction is 'per_chunk', which scatters "
+                "gradients layer by layer. Remedy: grad_reduction='per_step', or executor='lockstep'."
             ),
         ),
         (
@@ -340,7 +359,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ConfigError,
             "optimizer: one_bit_adam has no option 'momentum'. Its options are: b1, b2, eps, weight_decay, warmup, block, min_bytes.",
         ),
-        ({"train": {"accumulate": 0}}, ConfigError, "train.accumulate is 0, but at least 1 is wanted."),
+        ({"train": {"grad_accum_steps": 0}}, ConfigError, "train.grad_accum_steps is 0, but at least 1 is wanted."),
     ],
 )
 def test_wrong_keys_are_named(keys: dict[str, Any], kind: type[JaxparError], text: str, job_of: Any) -> None:

@@ -31,7 +31,9 @@ def losses() -> list[float]:
     stream = batches(TOKENS, batch=8, seq=16, process_index=jax.process_index(), process_count=jax.process_count())
     found = []
     for _ in range(3):
-        batch = {name: jp.put(layout, x, "batch", "seq", path=f"batch/{name}") for name, x in next(stream).items()}
+        batch = {
+            name: jp.shard_array(layout, x, "batch", "seq", path=f"batch/{name}") for name, x in next(stream).items()
+        }
         assert batch["tokens"].shape == (8, 16)
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))

@@ -231,14 +231,14 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, mlp: Any) -> None:
 def test_a_state_on_disk_is_saved_with_its_files(tmp_path: Path, mlp: Any) -> None:
     layout, batch = mlp.one_device, mlp.batch()
     first = jp.init(layout, mlp.make, jp.offload(TX, to="disk", path=tmp_path / "d", min_bytes=0))
-    with jp.DiskStep(layout, mlp.loss, first, donate=False) as step:
+    with jp.DiskOffloadedStep(layout, mlp.loss, first, donate=False) as step:
         one, _ = step(first, batch)
         jp.save(tmp_path / "one", one, disk=step)
         two, _ = step(one, batch)
     assert problems_of(tmp_path / "one") == [] and any(n.startswith("disk/") for n in read(tmp_path / "one").files)
     tx = jp.offload(TX, to="disk", path=tmp_path / "e", min_bytes=0)
     again = jp.restore(tmp_path / "one", jp.abstract_state(layout, mlp.make, tx))
-    with jp.DiskStep(layout, mlp.loss, again, restore=tmp_path / "one" / "disk") as step:
+    with jp.DiskOffloadedStep(layout, mlp.loss, again, restore=tmp_path / "one" / "disk") as step:
         assert same(step(again, batch)[0].params, two.params)
 
 

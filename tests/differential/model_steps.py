@@ -111,8 +111,8 @@ def found(case: Any, differences: Differences) -> Found:
             start = jp.Precision.of(precision).scale
             assert start is not None
             state = replace(state, scale=jax.device_get(start.start()))
-        options = {"accumulate": case.microbatches, "precision": precision, **zero.step}
-        step = jp.train_step(layout, loss_fn(case), keep_grads=True, donate=False, **options)
+        options = {"grad_accum_steps": case.microbatches, "precision": precision, **zero.step}
+        step = jp.train_step(layout, loss_fn(case), return_grads=True, donate=False, **options)
         new, metrics = step(state, batch)
         if first and "attention" in case.body:
             step(state, batch)

@@ -192,7 +192,7 @@ def library_step(case: Any, tx: Any, params: Any) -> Callable[..., Any]:
         step = jp.train_step(
             layout,
             loss_of(case),
-            accumulate=case.microbatches,
+            grad_accum_steps=case.microbatches,
             clip_norm=case.clip_norm,
             precision=case.precision,
             donate=False,

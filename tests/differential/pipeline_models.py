@@ -131,7 +131,7 @@ def reference(case: Any) -> tuple[dict[str, Any], Any]:
     return jax.device_get(metrics), jax.device_get(gradients)
 
 
-def staged(case: Any) -> jp.Staged:
+def staged(case: Any) -> jp.PipelineLoss:
     """The same model in pieces."""
 
     def one(block: Any, x: Any, side: Any, keys: Any = None) -> Any:
@@ -154,12 +154,12 @@ def staged(case: Any) -> jp.Staged:
     if case.sequence_chunks > 1:
         dtype = np.dtype(case.dtype)
         zeros = lambda model, batch: {"x": jnp.zeros((*batch["tokens"].shape, case.width), dtype)}
-        options |= {"carried_layer": carried, "carry": zeros}
-    return jp.Staged(
+        options |= {"chunked_layer": carried, "carry": zeros}
+    return jp.PipelineLoss(
         layers="blocks",
-        before=before,
+        embed=before,
         layer=jax.checkpoint(one) if case.remat else one,
-        after=last,
+        head=last,
         keys=case.keys,
         dims=("batch", "seq", "embed"),
         **options,
@@ -176,7 +176,9 @@ def found(case: Any) -> tuple[dict[str, Any], Any]:
     make = lambda key: jax.tree_util.tree_map_with_path(tagged, params)
     with jax.default_matmul_precision("highest"), layout:
         shapes = jp.abstract_state(layout, make, optax.sgd(0.1))
-        step = jp.train_step(layout, staged(case), pipeline=_pipeline(case), keep_grads=True, donate=False, **zero.step)
+        step = jp.train_step(
+            layout, staged(case), pipeline=_pipeline(case), return_grads=True, donate=False, **zero.step
+        )
         metrics = dict(step(state_with(shapes, params, seed=case.seed), batch_of(case))[1])
     gradients = jax.device_get(metrics.pop("grads"))
     return jax.device_get(metrics), gradients
@@ -192,10 +194,10 @@ def _pipeline(case: Any) -> jp.Pipeline | None:
     uneven = case.layers if case.told and len(set(case.layers)) > 1 else ()
     return jp.Pipeline(
         schedule,
-        keeps=case.keeps,
+        activation_checkpointing=case.activation_checkpointing,
         layers=uneven,
-        reduce=case.reduce,
-        lowering=case.lowering,
+        grad_reduction=case.grad_reduction,
+        executor=case.executor,
         recompute=case.recompute,
-        before=case.before,
+        embedding=case.embedding,
     )

@@ -31,10 +31,10 @@ class Case:
     chunks: int | None = None
     sequence_chunks: int = 1
     fused: bool | None = None
-    keeps: str = "input"
-    reduce: str = "once"
-    lowering: str = "uniform"
-    before: str = "once"
+    activation_checkpointing: str = "full"
+    grad_reduction: str = "per_step"
+    executor: str = "lockstep"
+    embedding: str = "per_step"
     layers: tuple[int, ...] = (1, 1)
     told: bool = True
     recompute: tuple[int, ...] = ()
@@ -119,20 +119,25 @@ def _microbatches(dice: Dice, schedule: str, stages: int) -> dict[str, Any]:
 
 def _how(dice: Dice, so_far: dict[str, Any], least: int) -> dict[str, Any]:
     """What is kept, when gradients are reduced, and the ZeRO stage."""
-    values: dict[str, Any] = {"keeps": dice.one("input", "residuals"), "before": dice.one("once", "once", "each")}
+    values: dict[str, Any] = {
+        "activation_checkpointing": dice.one("full", "none"),
+        "embedding": dice.one("per_step", "per_step", "per_microbatch"),
+    }
     values["zero"] = dice.one(0, 0, 0, 1, 2, 3) if so_far["data"] > 1 else 0
     if so_far["schedule"] == "none":
         return {"zero": values["zero"]}
     if so_far["schedule"] in ("zb_h1", "zb_h2", "zb_v", "1f1b", "gpipe"):
         values["fused"] = dice.maybe(0.3, False)
         if so_far["model"] == 1 and dice.chance(0.3):
-            values["lowering"] = "divergent"
-    if "lowering" not in values and not values["zero"]:
+            values["executor"] = "independent"
+    if "executor" not in values and not values["zero"]:
         # Chunk by chunk where a stage stays with one; a v does not.
-        values["reduce"] = dice.one("once", "once", "each", *(["chunk"] if so_far["schedule"] in CHUNKED else []))
-    if values.get("lowering") == "divergent" and values["zero"] == 2:
+        values["grad_reduction"] = dice.one(
+            "per_step", "per_step", "per_microbatch", *(["per_chunk"] if so_far["schedule"] in CHUNKED else [])
+        )
+    if values.get("executor") == "independent" and values["zero"] == 2:
         values["zero"] = 1
-    if values["keeps"] == "residuals" and so_far["sequence_chunks"] == 1 and dice.chance(0.25):
+    if values["activation_checkpointing"] == "none" and so_far["sequence_chunks"] == 1 and dice.chance(0.25):
         values["recompute"] = tuple(dice.whole(0, min(2, least)) for _ in range(so_far["stages"]))
     return values
 

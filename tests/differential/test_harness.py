@@ -135,7 +135,7 @@ def test_a_planted_wrong_pipeline_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wrong(case: Any) -> Any:
         loss = right(case)
-        return replace(loss, after=lambda model, x, batch: loss.after(model, x, batch)[0])
+        return replace(loss, head=lambda model, x, batch: loss.after(model, x, batch)[0])
 
     monkeypatch.setattr(pipeline_models, "staged", wrong)
     assert pipelines.run(case).outcome.kind == "differs"

@@ -223,7 +223,7 @@ def test_what_is_drawn_from() -> None:
     every = []
     for layout in (jp.Layout(one_device(), RULES), split):
         with layout:
-            laid = jp.put(layout, np.asarray(other), "batch", "vocab")
+            laid = jp.shard_array(layout, np.asarray(other), "batch", "vocab")
             every.append(draw(jp.Sampling(1.0, 9, 0.8), laid, keys[:8], at[:8]).tolist())
     assert every[0] == every[1]
     ties = jnp.array([[0.0, 2, 2, 1, 2], [0, 0, jnp.nan, 1, 2]])

@@ -94,7 +94,7 @@ def test_fp64_has_gradients_of_all_its_arguments() -> None:
 
 WAYS = {
     "plain": ({}, {"data": 8}),
-    "ZeRO 1, 2 microbatches": (jp.Zero(1, min_bytes=0).step | {"accumulate": 2}, {"data": 8}),
+    "ZeRO 1, 2 microbatches": (jp.Zero(1, min_bytes=0).step | {"grad_accum_steps": 2}, {"data": 8}),
     "pipeline": ({"pipeline": jp.schedule("1f1b", stages=2, microbatches=2)}, {"pipeline": 2, "data": 4}),
 }
 
@@ -112,18 +112,18 @@ def test_a_loss_scale_of_2_to_the_16_stays(way: str) -> None:
         table, head = (jax.random.normal(k, (vocab, EMBED)) / 4 for k in keys[1:])
         return {"blocks": {"w": blocks}, "table": table, "head": head.T, "norm": jnp.ones(EMBED)}
 
-    loss = jp.Staged(
+    loss = jp.PipelineLoss(
         layers="blocks",
-        before=lambda model, batch: model["table"][batch["tokens"]],
+        embed=lambda model, batch: model["table"][batch["tokens"]],
         layer=lambda block, x, side: x + jnp.tanh(x @ block["w"]),
-        after=lambda model, x, batch: linear_cross_entropy(x * model["norm"], model["head"], batch["targets"]),
+        head=lambda model, x, batch: linear_cross_entropy(x * model["norm"], model["head"], batch["targets"]),
     )
     tokens, targets = rng.integers(0, vocab, (2, 32, 64))
     batch = {"tokens": tokens, "targets": targets}
 
     def one(precision: str | None) -> Any:
         state = jp.init(layout, make, optax.sgd(0.0), precision=precision)
-        return jp.train_step(layout, loss, precision=precision, keep_grads=True, **options)(state, batch)[1]
+        return jp.train_step(layout, loss, precision=precision, return_grads=True, **options)(state, batch)[1]
 
     expected, found = one(None), one("fp16")
     assert not found["skipped"]

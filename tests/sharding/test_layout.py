@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import Layout, MeshSpec, Rules, constrain, current_layout, hint, over, put
+from jaxpar import Layout, MeshSpec, Rules, constrain, current_layout, hint, over, shard_array
 from jaxpar.errors import ConfigError, JaxparError, LayoutError, MeshError, NoLayoutError
 from jaxpar.sharding.layout import observing, tracing_under
 
@@ -152,7 +152,7 @@ def test_hint_leaves_manual_axes_out_and_keeps_the_others(
 def test_constrain_refuses_a_manual_axis_and_accepts_the_others(axis_type: AxisType) -> None:
     def shard(verb: Any, dims: tuple[str, ...]) -> Any:
         f = jax.shard_map(lambda x: verb(x, *dims), in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-        return jax.jit(f)(put(layout(axis_type=axis_type), np.ones((8, 8)), "batch", "embed"))
+        return jax.jit(f)(shard_array(layout(axis_type=axis_type), np.ones((8, 8)), "batch", "embed"))
 
     with layout(axis_type=axis_type):
         assert shard(constrain, ("embed", "mlp")).sharding.spec == P("data", "model")
@@ -246,7 +246,7 @@ def test_errors_of_from_yaml_name_the_file(tmp_path: Path, text: str, error: typ
 def test_put_keeps_values_and_shards_them(axis_type: AxisType, dtype: Any) -> None:
     ours = layout(axis_type=axis_type)
     x = np.arange(64).reshape(8, 8).astype(dtype)
-    y = put(ours, x, "batch", "mlp")
+    y = shard_array(ours, x, "batch", "mlp")
     assert y.dtype == dtype
     assert y.sharding == ours.sharding(("batch", "mlp"))
     np.testing.assert_array_equal(y, x)

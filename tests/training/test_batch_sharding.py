@@ -31,7 +31,7 @@ def test_rows_that_were_not_put_are_computed_once(train: bool) -> None:
     step = jp.train_step(layout, loss, donate=False) if train else jp.eval_step(layout, loss)
     x = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
     flops, losses = [], []
-    for batch in (x, jp.put(layout, x, "batch", None)):
+    for batch in (x, jp.shard_array(layout, x, "batch", None)):
         program = step.lower(state, {"x": batch}).compile()
         flops.append(jp.audit(program).matmul_flops)
         found = program(state, {"x": batch})
@@ -100,11 +100,11 @@ def test_arrays_are_grouped_by_why_their_rows_do_not_divide() -> None:
 
 
 def test_a_keyed_loss_names_the_same_arrays() -> None:
-    staged = jp.Staged(
+    staged = jp.PipelineLoss(
         layers="blocks",
-        before=lambda model, batch: batch["x"],
+        embed=lambda model, batch: batch["x"],
         layer=lambda block, x, side, keys: x @ block["w"],
-        after=lambda model, x, batch: x.mean(),
+        head=lambda model, x, batch: x.mean(),
         keys=True,
     )
     layout = jp.Layout(jp.MeshSpec(data=8).build(), RULES.replace(layers=None))
@@ -173,13 +173,15 @@ def test_on_explicit_axes_an_array_keeps_its_own_sharding(rows: int) -> None:
         shardings.append(jax.typeof(batch["x"]).sharding.spec)
         return loss(params, batch)
 
-    for batch in [rows_of(rows)] + ([jp.put(layout, rows_of(rows), "batch", None)] if rows == 64 else []):
+    for batch in [rows_of(rows)] + ([jp.shard_array(layout, rows_of(rows), "batch", None)] if rows == 64 else []):
         jp.eval_step(layout, seen).lower(state, {"x": batch})
     assert shardings == [PartitionSpec(None, None), PartitionSpec("data", None)][: len(shardings)]
 
 
 @pytest.mark.parametrize(
-    "options", [{"reduce": "once"}, {"reduce": "once", "accumulate": 2}], ids=["at once", "in two"]
+    "options",
+    [{"grad_reduction": "per_step"}, {"grad_reduction": "per_step", "grad_accum_steps": 2}],
+    ids=["at once", "in two"],
 )
 def test_rows_that_cannot_be_cut_are_named_together(options: Any) -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).build(), RULES)
@@ -187,9 +189,9 @@ def test_rows_that_cannot_be_cut_are_named_together(options: Any) -> None:
     with pytest.raises(LayoutError) as error:
         jp.train_step(layout, loss, **options).lower(state, {"x": rows_of(62), "y": np.ones(30), "z": np.ones(64)})
     assert str(error.value) == (
-        "batch/x [62, 64], batch/y [30] cannot be cut into 2 microbatches (accumulate) over 8 devices: their first dims are no multiples of 16. "
-        "Remedy: a batch of a multiple of 16 rows, or another accumulate."
-        if "accumulate" in options
+        "batch/x [62, 64], batch/y [30] cannot be cut into 2 microbatches (grad_accum_steps) over 8 devices: their first dims are no multiples of 16. "
+        "Remedy: a batch of a multiple of 16 rows, or another grad_accum_steps."
+        if "grad_accum_steps" in options
         else "batch/x [62, 64], batch/y [30] cannot be cut into equal parts for 8 devices: their first dims are no multiples of 8. Remedy: pad the "
         "rows to a multiple of 8 and mask the padding out of the loss, or drop the remainder."
     )

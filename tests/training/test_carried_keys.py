@@ -34,7 +34,7 @@ def test_each_device_drops_out_its_own_and_the_key_is_carried_as_it_was() -> Non
     state = jp.init(layout, lambda key: Dropped(nnx.Rngs(key)), optax.sgd(0.1))
     bits = lambda state: jax.random.key_data(state.rest["drop"]["rngs"]["key"])
     before, step = np.asarray(bits(state)), jp.train_step(layout, loss, **zero.step)
-    batch = {"x": jp.put(layout, np.ones((16, 64), np.float32), "batch", None)}
+    batch = {"x": jp.shard_array(layout, np.ones((16, 64), np.float32), "batch", None)}
     numbers = []
     for calls in (1, 2):
         state, metrics = step(state, batch)

@@ -122,7 +122,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Pa
     there = replace(here, opt_state=away.init(here.params), static=replace(here.static, tx=away))
     there = jax.tree.map(jnp.copy, there)  # the step in memory is given the memory of its own
     plain, seen = jp.train_step(layout, loss, **options), []
-    with jp.DiskStep(layout, loss, there, note=lambda what, _: seen.append(what), **options) as step:
+    with jp.DiskOffloadedStep(layout, loss, there, note=lambda what, _: seen.append(what), **options) as step:
         before = step.traffic[1]
         for i in range(4):
             here, expected = plain(here, batch(i, bad=1))
@@ -158,7 +158,7 @@ from pathlib import Path
 from test_disk_step import batch, begin, loss
 from jaxpar.parallel.offload.disk_store import Store
 layout, state = begin(Path(sys.argv[1]))
-step = jp.DiskStep(layout, loss, state)
+step = jp.DiskOffloadedStep(layout, loss, state)
 write = Store.write
 def dying(self, number, row, buffer):
     if int(state.step) == 2 and row == 1:
@@ -172,9 +172,11 @@ for i in range(5):
 """
 
 
-def reopen(first: jp.DiskStep, layout: jp.Layout, state: jp.TrainState, **options: Any) -> jp.DiskStep:
+def reopen(
+    first: jp.DiskOffloadedStep, layout: jp.Layout, state: jp.TrainState, **options: Any
+) -> jp.DiskOffloadedStep:
     """Another step over the same folder, with the programs that are compiled already."""
-    step = jp.DiskStep(layout, loss, state, donate=False, **options)
+    step = jp.DiskOffloadedStep(layout, loss, state, donate=False, **options)
     step._gradients, step._updates, step._tail = first._gradients, first._updates, first._tail
     return step
 
@@ -185,7 +187,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
     with subprocess.Popen(run, stderr=subprocess.PIPE, text=True) as killed:
         layout, state = begin(tmp_path / "whole")
         states = [state]
-        with jp.DiskStep(layout, loss, state, donate=False) as first:
+        with jp.DiskOffloadedStep(layout, loss, state, donate=False) as first:
             for i in range(4):
                 states.append(first(states[-1], batch(i))[0])
             expected = result(first, states[4])
@@ -193,7 +195,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
                 first(states[3], batch(3))
             assert str(error.value) == (
                 f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on with the state that "
-                f"the last step returned, or open a DiskStep with this one."
+                f"the last step returned, or open a DiskOffloadedStep with this one."
             )
         # A state of one step before, as after a kill between two checkpoints.
         with reopen(first, layout, states[3]) as step:
@@ -203,7 +205,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
         with pytest.raises(
             DiskError, match="holds the optimizer's state of step 6 and step 5, but the training state is at step 0"
         ):
-            jp.DiskStep(layout, loss, states[0])
+            jp.DiskOffloadedStep(layout, loss, states[0])
         with reopen(first, layout, states[3], restore=tmp_path / "three") as step:
             full_disk(step, states[3])
             assert same(result(step, step(states[3], batch(3))[0]), expected)
@@ -222,7 +224,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
         assert same(result(step, resumed), expected)
 
 
-def full_disk(step: jp.DiskStep, state: jp.TrainState) -> None:
+def full_disk(step: jp.DiskOffloadedStep, state: jp.TrainState) -> None:
     """A step that finds the disk full in its middle; the state that went in is still there."""
 
     def full(*_: Any) -> int:
@@ -236,7 +238,7 @@ def full_disk(step: jp.DiskStep, state: jp.TrainState) -> None:
             step(state, batch(3))
 
 
-def result(step: jp.DiskStep, state: jp.TrainState) -> dict[str, np.ndarray]:
+def result(step: jp.DiskOffloadedStep, state: jp.TrainState) -> dict[str, np.ndarray]:
     paths = [f"opt_state/0/{moment}/{name}" for moment in ("mu", "nu") for name in ("up", "last")]
     found = {path: np.concatenate([x.ravel() for x in step.moments(path)]) for path in paths}
     return found | {name: np.asarray(x) for name, x in state.params.items()}
@@ -257,7 +259,7 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
 def test_optimizers_that_need_all_at_once_are_refused(tx: Any, said: str, tmp_path: Path) -> None:
     shapes = shape_state(layout_of(0), make, jp.offload(tx(), to="disk", path=tmp_path / "new", min_bytes=0))
     with pytest.raises(ConfigError) as error:
-        jp.DiskStep(layout_of(0), loss, shapes)
+        jp.DiskOffloadedStep(layout_of(0), loss, shapes)
     assert (
         str(error.value)
         == refusal(shapes)
@@ -281,27 +283,27 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
     adam = optax.adam(LR)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (
-            lambda: jp.DiskStep(layout, loss, shape_state(layout, make, jp.offload(longer, **away))),
+            lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, jp.offload(longer, **away))),
             (
                 "offload: opt_state/last [4, 5, 16] is no moment of a parameter's shape, so it cannot come from the disk piece by piece. "
                 "Remedy: optimizer: host (to='host'), or a larger min_bytes."
             ),
         ),
         (
-            lambda: jp.DiskStep(layout, loss, shape_state(layout, make, adam)),
+            lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, adam)),
             (
-                "DiskStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
+                "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
                 "jp.init too; or jp.train_step."
             ),
         ),
         (
-            lambda: jp.DiskStep(layout, loss, shape_state(layout, make, jp.offload(adam, **away)), ahead=-1),
-            "DiskStep: ahead is -1, but a number of groups, 0 or more, is wanted.",
+            lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, jp.offload(adam, **away)), ahead=-1),
+            "DiskOffloadedStep: ahead is -1, but a number of groups, 0 or more, is wanted.",
         ),
         (
             lambda: jp.train_step(layout, loss).trace(shape_state(layout, make, jp.offload(adam, **away)), batch(0)),
             (
-                "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskStep in the place of "
+                "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskOffloadedStep in the place of "
                 "jp.train_step, or to='host'."
             ),
         ),
@@ -319,7 +321,14 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
 def test_explain_counts_what_is_on_disk_for_no_device() -> None:
     x = jp.tag(jax.ShapeDtypeStruct((8, 16), "float32"), "batch", "embed")
     plain, found = (
-        jp.explain(layout_of(1), make, tx, batch=x, loss_fn=loss, step={"gather": "step", "reduce": "once"})
+        jp.explain(
+            layout_of(1),
+            make,
+            tx,
+            batch=x,
+            loss_fn=loss,
+            step={"weight_gather": "per_step", "grad_reduction": "per_step"},
+        )
         for tx in (optax.adam(LR), jp.offload(optax.adam(LR), to="disk", path="/fast", min_bytes=0))
     )
     row = found["opt_state/0/mu/up"]

@@ -18,10 +18,10 @@ from jaxpar.models.losses import next_token_loss
 
 RULES = jp.Rules(batch=("replica", "data"), embed=None, mlp=None)
 WAYS = {
-    "once": {"reduce": "once"},
-    "each": {"reduce": "each"},
-    "once, weights for a step": {"reduce": "once", "gather": "step"},
-    "each, weights for a step": {"reduce": "each", "gather": "step"},
+    "once": {"grad_reduction": "per_step"},
+    "each": {"grad_reduction": "per_microbatch"},
+    "once, weights for a step": {"grad_reduction": "per_step", "weight_gather": "per_step"},
+    "each, weights for a step": {"grad_reduction": "per_microbatch", "weight_gather": "per_step"},
 }
 BOTH = pytest.mark.parametrize("way", WAYS)
 
@@ -52,18 +52,18 @@ def found(loss_fn: Any, batch: Any, rules: jp.Rules = RULES, devices: int = 8, *
     layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), rules)
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make, optax.sgd(0.1))
-        _, metrics = jp.train_step(layout, loss_fn, keep_grads=True, **options)(state, batch)
+        _, metrics = jp.train_step(layout, loss_fn, return_grads=True, **options)(state, batch)
     return jax.device_get(metrics)
 
 
 @BOTH
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_microbatches_of_any_weight_sum_to_the_large_batch(way: str, accumulate: int) -> None:
+@pytest.mark.parametrize("grad_accum_steps", [1, 2, 4])
+def test_microbatches_of_any_weight_sum_to_the_large_batch(way: str, grad_accum_steps: int) -> None:
     batch = masked(32)
     sharded = RULES.replace(params={"embed": "data"})
     whole = found(mean_and_weight, batch, devices=1)
     rules = sharded if "step" in way else RULES
-    pieces = found(mean_and_weight, batch, rules, accumulate=accumulate, **WAYS[way])
+    pieces = found(mean_and_weight, batch, rules, grad_accum_steps=grad_accum_steps, **WAYS[way])
     assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert pieces["weight"] == whole["weight"]
     assert max(gradient_gaps(whole["grads"], pieces["grads"]).values()) < 1e-6
@@ -71,7 +71,7 @@ def test_microbatches_of_any_weight_sum_to_the_large_batch(way: str, accumulate:
 
 def test_a_single_device_has_microbatches_too() -> None:
     batch = masked(12)
-    whole, pieces = (found(mean_and_weight, batch, devices=1, accumulate=n) for n in (1, 3))
+    whole, pieces = (found(mean_and_weight, batch, devices=1, grad_accum_steps=n) for n in (1, 3))
     assert max(gradient_gaps(whole["grads"], pieces["grads"]).values()) < 1e-6
 
 
@@ -82,7 +82,7 @@ def of_llama(layout: jp.Layout, **options: Any) -> dict[str, Any]:
     batch = {"tokens": tokens[0], "targets": tokens[1]}
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make_llama(config), optax.sgd(0.1))
-        lowered = jp.train_step(layout, next_token_loss, keep_grads=True, **options).lower(state, batch)
+        lowered = jp.train_step(layout, next_token_loss, return_grads=True, **options).lower(state, batch)
         # It compiles in half the time.
         _, metrics = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(state, batch)
     return jax.device_get(metrics)
@@ -100,7 +100,7 @@ def test_stages_compose_with_tensor_parallelism(
     """Over data 4 × model 2 in two microbatches."""
     zero = jp.Zero(stage, min_bytes=64)
     place = jp.Layout(jp.MeshSpec(data=4, model=2).build(), zero.rules(layout_of(layout, 8).rules))
-    metrics = of_llama(place, accumulate=2, **zero.step)
+    metrics = of_llama(place, grad_accum_steps=2, **zero.step)
     assert metrics["loss"] == pytest.approx(llama_on_one_device["loss"], rel=1e-6)
     assert max(gradient_gaps(llama_on_one_device["grads"], metrics["grads"]).values()) < 1e-5
 
@@ -111,7 +111,7 @@ def test_kernels_take_the_shards_of_a_step_whose_axes_are_manual(topology: str, 
     config = LlamaConfig(vocab=256, embed=256, layers=1, heads=2, kv_heads=1, head_dim=128, mlp=256, dtype="bfloat16")
     state = jp.abstract_state(layout, make_llama(config), optax.adam(1e-3))
     tokens = jax.ShapeDtypeStruct((16, 256), jnp.int32)
-    step = jp.train_step(layout, next_token_loss, accumulate=2, **jp.Zero(1).step)
+    step = jp.train_step(layout, next_token_loss, grad_accum_steps=2, **jp.Zero(1).step)
     assert "pallas_call" in str(step.trace(state, {"tokens": tokens, "targets": tokens}).jaxpr)
 
 
@@ -128,8 +128,8 @@ def test_every_microbatch_and_device_has_a_key_of_its_own() -> None:
         return jnp.mean(batch @ model["up"]) + 0 * drawn, {"drawn": drawn, "squared": drawn**2}
 
     batch = np.ones((16, 16), np.float32)
-    for way in ("once", "each"):
-        metrics = found(noisy, batch, accumulate=2, reduce=way)
+    for way in ("per_step", "per_microbatch"):
+        metrics = found(noisy, batch, grad_accum_steps=2, reduce=way)
         assert metrics["squared"] - metrics["drawn"] ** 2 > 1e-4, "all drew the same"
 
 
@@ -148,7 +148,7 @@ def test_counters_are_carried_through_microbatches(reduce: str) -> None:
 
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
     state = jp.init(layout, lambda key: Counting(), optax.sgd(0.1))
-    step = jp.train_step(layout, lambda model, x: jnp.mean(model(x)), accumulate=4, reduce=reduce)
+    step = jp.train_step(layout, lambda model, x: jnp.mean(model(x)), grad_accum_steps=4, reduce=reduce)
     state, _ = step(state, np.ones((32, 16), np.float32))
     assert int(jax.tree.leaves(state.rest)[0]) == 4
 
@@ -168,10 +168,12 @@ def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
     state = jp.init(layout, lambda key: Normed(), optax.sgd(0.1))
     with pytest.raises(ModelError) as error:
-        jp.train_step(layout, lambda model, x: jnp.mean(model(x)), accumulate=2)(state, np.ones((16, 16), np.float32))
+        jp.train_step(layout, lambda model, x: jnp.mean(model(x)), grad_accum_steps=2)(
+            state, np.ones((16, 16), np.float32)
+        )
     assert str(error.value) == (
-        "loss_fn changes rest/mean, but with reduce='once' each device sees its own rows only, so the devices would part. "
-        "Remedy: reduce='each' (jp.Zero: stage 2), which reduces in every microbatch."
+        "loss_fn changes rest/mean, but with grad_reduction='per_step' each device sees its own rows only, so the devices would part. "
+        "Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every microbatch."
     )
 
 
@@ -210,7 +212,7 @@ def test_weights_and_gradients_cross_the_mesh_in_the_dtypes_asked_for(
 
 def test_bf16_is_close_to_fp32() -> None:
     batch = masked(32)
-    wide, narrow = (found(mean_and_weight, batch, precision=p, reduce="once") for p in ("fp32", "bf16"))
+    wide, narrow = (found(mean_and_weight, batch, precision=p, grad_reduction="per_step") for p in ("fp32", "bf16"))
     gaps = gradient_gaps(wide["grads"], narrow["grads"])
     assert 1e-5 < max(gaps.values()) < 2e-2
 
@@ -224,9 +226,9 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"accumulate": 0}, "accumulate is 0, but a number of microbatches, 1 or more, is wanted."),
-        ({"gather": "setp"}, "gather is 'setp', but 'use' or 'step' is wanted. Did you mean 'step'?"),
-        ({"reduce": "onec"}, "reduce is 'onec', but None or 'once' or 'each' is wanted. Did you mean 'once'?"),
+        ({"grad_accum_steps": 0}, "grad_accum_steps is 0, but a number of microbatches, 1 or more, is wanted."),
+        ({"weight_gather": "per_stpe"}, "weight_gather is 'per_stpe', but 'per_use' or 'per_step' is wanted. Did you mean 'per_step'?"),
+        ({"grad_reduction": "per_stpe"}, "grad_reduction is 'per_stpe', but None or 'per_step' or 'per_microbatch' is wanted. Did you mean 'per_step'?"),
         (
             {"precision": "bf61"},
             (
@@ -249,21 +251,21 @@ def test_what_is_no_option(options: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["once", "each"])
 def test_a_batch_that_cannot_be_cut(reduce: str) -> None:
-    step, state = step_of(accumulate=3, reduce=reduce)
+    step, state = step_of(grad_accum_steps=3, reduce=reduce)
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "batch [16, 16] cannot be cut into 3 microbatches (accumulate) over 8 devices: its first dim is no multiple of 24. "
-        "Remedy: a batch of a multiple of 24 rows, or another accumulate."
+        "batch [16, 16] cannot be cut into 3 microbatches (grad_accum_steps) over 8 devices: its first dim is no multiple of 24. "
+        "Remedy: a batch of a multiple of 24 rows, or another grad_accum_steps."
     )
 
 
 def test_rules_that_do_not_know_the_batch() -> None:
-    step, state = step_of(jp.Rules(embed=None, mlp=None), accumulate=2)
+    step, state = step_of(jp.Rules(embed=None, mlp=None), grad_accum_steps=2)
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "microbatches and reduce='once' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: add "
+        "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: add "
         "it, as batch='data'."
     )
 
@@ -272,7 +274,7 @@ def test_rules_that_do_not_know_the_batch() -> None:
 def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
     batch = masked(32)
     batch["mask"][:] = 0
-    metrics = found(mean_and_weight, batch, accumulate=2, **WAYS[way])
+    metrics = found(mean_and_weight, batch, grad_accum_steps=2, **WAYS[way])
     assert (metrics["loss"], metrics["weight"], metrics["skipped"]) == (0, 0, False)
     assert all(not leaf.any() for leaf in jax.tree.leaves(metrics["grads"]))
 
@@ -282,10 +284,10 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
     [
         (
             {"compute": "fp32", "reduce": "bf16"},
-            {"gather": "step", "reduce": "each"},
+            {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
             (
                 "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not narrower than the "
-                "dtype of the compute (float32). Remedy: reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+                "dtype of the compute (float32). Remedy: grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
             ),
         ),
         (
@@ -293,16 +295,16 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
             {},
             (
                 "precision: gather is float32, but here the compiler gathers weights where they are used, not wider than the dtype "
-                "of the compute (bfloat16). Remedy: reduce='once' (ZeRO stage 1) or gather='step' (stages 1 and 2), or leave "
+                "of the compute (bfloat16). Remedy: grad_reduction='per_step' (ZeRO stage 1) or weight_gather='per_step' (stages 1 and 2), or leave "
                 "precision.gather out."
             ),
         ),
         (
             {"compute": "bf16", "reduce": "fp32"},
-            {"gather": "step", "reduce": "each"},
+            {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
             (
-                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.project, so nothing would be. Remedy: "
-                "project(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
+                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would be. Remedy: "
+                "sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
             ),
         ),
     ],
@@ -316,10 +318,10 @@ def test_a_dtype_that_the_compiler_would_not_keep_to(precision: Any, options: di
 
 def test_metrics_that_cannot_be_averaged() -> None:
     loss = lambda model, x: (jnp.mean(x @ model["up"]), {"rows": x.sum(1)})
-    step, state = step_of(accumulate=2, loss=loss)
+    step, state = step_of(grad_accum_steps=2, loss=loss)
     with pytest.raises(ModelError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
         "loss_fn returned the metric 'rows' of shape (1,), but microbatches are averaged, so scalars are wanted. Remedy: "
-        "return its mean, or set accumulate=1 and leave reduce out."
+        "return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
     )

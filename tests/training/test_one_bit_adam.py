@@ -259,7 +259,7 @@ def test_microbatches_weigh_what_they_say_on_every_device() -> None:
         return found / jnp.sum(batch["weight"]), {"weight": jnp.sum(batch["weight"])}
 
     state = jp.init(layout, make, jp.one_bit_adam(RATE, warmup=3))
-    step = jp.train_step(layout, loss, accumulate=2, keep_grads=True)
+    step = jp.train_step(layout, loss, grad_accum_steps=2, return_grads=True)
     _, metrics = step(state, {**rows, "weight": weights})
     for name, x in rows.items():
         want = np.tensordot(weights, x, 1) / weights.sum()
@@ -381,12 +381,12 @@ STEP: dict[str, tuple[dict[str, Any], str]] = {
         ),
     ),
     "stage 1": (
-        {"gather": "step", "reduce": "once"},
-        "gather is 'step', but the optimizer is one_bit_adam: it holds weights whole. Remedy: leave gather out.",
+        {"weight_gather": "per_step", "grad_reduction": "per_step"},
+        "weight_gather is 'per_step', but the optimizer is one_bit_adam: it holds weights whole. Remedy: leave weight_gather out.",
     ),
     "each": (
-        {"reduce": "each"},
-        "reduce is 'each', but the optimizer is one_bit_adam: it reduces gradients itself, once a step. Remedy: leave reduce out.",
+        {"grad_reduction": "per_microbatch"},
+        "grad_reduction is 'per_microbatch', but the optimizer is one_bit_adam: it reduces gradients itself, once a step. Remedy: leave grad_reduction out.",
     ),
     "int8": (
         {"precision": {"reduce": "int8"}},
@@ -396,7 +396,7 @@ STEP: dict[str, tuple[dict[str, Any], str]] = {
         ),
     ),
     "groups": (
-        {"fusion": jp.Fusion(reduce=(1,))},
+        {"fusion": jp.CollectiveFusion(reduce=(1,))},
         (
             "fusion: reduce is [1], but the optimizer is one_bit_adam: its signs cross all at once, and all else by its own reductions. "
             "Remedy: leave fusion.reduce out."

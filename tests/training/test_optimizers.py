@@ -307,7 +307,7 @@ def test_lookahead_keeps_its_slow_parameters_in_its_state(mlp: Any) -> None:
             assert jax.tree.map(lambda x: x.sharding, state.opt_state.slow) == jax.tree.map(
                 lambda x: x.sharding, state.params
             )
-            step = jp.train_step(mlp.layout(), mlp.loss, keep_grads=True, donate=False)
+            step = jp.train_step(mlp.layout(), mlp.loss, return_grads=True, donate=False)
             first = jax.device_get(state.params)
             both, own = optax.LookaheadParams(first, first), tx.init(first)
             for i in range(3):

@@ -84,7 +84,7 @@ class Trainer:
     def __init__(self, layout: jp.Layout, task: Task) -> None:
         with jax.default_matmul_precision("highest"):
             self.state = jp.init(layout, task.make_model, TX)
-        self.step = jp.train_step(layout, task.loss_fn, keep_grads=True, donate=False)
+        self.step = jp.train_step(layout, task.loss_fn, return_grads=True, donate=False)
 
     def take(self, before: jp.TrainState, batch: dict[str, np.ndarray]) -> Step:
         """One step from a state on the host."""

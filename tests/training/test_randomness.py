@@ -62,7 +62,7 @@ def linear(model: Model, x: jax.Array, batch: Any) -> Any:
     return found, {"weight": jnp.sum(batch["count"]), "doubled": 2 * found}
 
 
-STAGED = jp.Staged("blocks", lambda model, batch: batch["x"], layer, linear)
+STAGED = jp.PipelineLoss("blocks", lambda model, batch: batch["x"], layer, linear)
 
 
 def keyed(model: Model, batch: Any, key: jax.Array) -> Any:
@@ -78,25 +78,25 @@ def curved(model: Model, x: jax.Array, batch: Any) -> Any:
     return jnp.log(loss), found
 
 
-before = lambda f: dataclasses.replace(STAGED, before=f)
+before = lambda f: dataclasses.replace(STAGED, embed=f)
 of_rows = dataclasses.replace(STAGED, layer=noisy, keys=True)
 # What the model carries, the loss, and of what kind the state's key is.
 KINDS: dict[str, tuple[str, Any, str]] = {
     "the argument `key`": ("", keyed, "threefry2x32"),
     "`nnx.Dropout(rate, rngs=rngs)`": ("keys", before(lambda model, batch: model.drop(batch["x"])), "threefry2x32"),
-    "`Staged(keys=True)`": ("", of_rows, "threefry2x32"),
-    "`Staged(keys=True)`, keys of kind `rbg`": ("", of_rows, "rbg"),
+    "`PipelineLoss(keys=True)`": ("", of_rows, "threefry2x32"),
+    "`PipelineLoss(keys=True)`, keys of kind `rbg`": ("", of_rows, "rbg"),
     "`nnx.BatchNorm`": ("statistics", before(lambda model, batch: model.norm(batch["x"])), "threefry2x32"),
     "a mean with its `weight`": ("", STAGED, "threefry2x32"),
-    "a mean without its `weight`": ("", dataclasses.replace(STAGED, after=unweighted), "threefry2x32"),
-    "a loss that is not linear in rows": ("", dataclasses.replace(STAGED, after=curved), "threefry2x32"),
+    "a mean without its `weight`": ("", dataclasses.replace(STAGED, head=unweighted), "threefry2x32"),
+    "a loss that is not linear in rows": ("", dataclasses.replace(STAGED, head=curved), "threefry2x32"),
 }
 PIPED = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
 # The columns of the table: mesh, stage of ZeRO, what the step is told.
 MODES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "compiler": ({"data": 4}, 3, {}),
-    "microbatches": ({"data": 2}, 0, {"accumulate": 2, "reduce": "each"}),
-    "own sums": ({"data": 2}, 1, {"accumulate": 2}),
+    "microbatches": ({"data": 2}, 0, {"grad_accum_steps": 2, "grad_reduction": "per_microbatch"}),
+    "own sums": ({"data": 2}, 1, {"grad_accum_steps": 2}),
     "pipeline": ({"pipeline": 2, "data": 2}, 0, {"pipeline": PIPED}),
 }
 
@@ -178,5 +178,5 @@ def test_the_key_of_an_evaluation_is_that_of_the_step() -> None:
             state = jp.init(where, lambda key: Model(nnx.Rngs(0)), optax.sgd(0.1))
             state = dataclasses.replace(state, key=jax.random.key(5))
             seen.append(float(step(state, batch_of())["loss"]))
-    want = float(one_device("`Staged(keys=True)`")[0])
+    want = float(one_device("`PipelineLoss(keys=True)`")[0])
     assert seen == pytest.approx([want, want], rel=1e-5)

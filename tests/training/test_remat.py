@@ -22,30 +22,30 @@ from jaxpar.models.llama import make_llama
 from jaxpar.models.llama.config import NAMES, LlamaConfig
 from jaxpar.models.losses import next_token_loss
 
-POLICIES: dict[str, str | jp.Recompute] = {
+POLICIES: dict[str, str | jp.RematPolicy] = {
     "none": "none",
     "full": "full",
     "dots": "dots",
     "save_attention": "save_attention",
     "save_outputs": "save_outputs",
-    "names": jp.Recompute("save_names", save_names=("qkv", "mlp_hidden")),
-    "some layers": jp.Recompute("full", layers=(2, 1)),
-    "no layer": jp.Recompute("full", layers=(0,)),
+    "names": jp.RematPolicy("save_names", save_names=("qkv", "mlp_hidden")),
+    "some layers": jp.RematPolicy("full", layers=(2, 1)),
+    "no layer": jp.RematPolicy("full", layers=(0,)),
 }
 
 
 TX = optax.sgd(0.1)
 
 
-def model_of(remat: str | jp.Recompute) -> Callable[[jax.Array], Any]:
+def model_of(remat: str | jp.RematPolicy) -> Callable[[jax.Array], Any]:
     return make_llama(LlamaConfig(layers=4, vocab=64, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, remat=remat))
 
 
-def step_of(remat: str | jp.Recompute, layout: jp.Layout) -> tuple[Any, Any, Any]:
+def step_of(remat: str | jp.RematPolicy, layout: jp.Layout) -> tuple[Any, Any, Any]:
     """The step, its state and its batch as shapes."""
     state = jp.abstract_state(layout, model_of(remat), TX)
     tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
-    step = jp.train_step(layout, next_token_loss, keep_grads=True)
+    step = jp.train_step(layout, next_token_loss, return_grads=True)
     return step, state, {"tokens": tokens, "targets": tokens}
 
 
@@ -85,13 +85,13 @@ def test_the_less_is_kept_the_more_is_computed(compiled: Callable[[str], Any]) -
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_segments_cover_every_layer_once_in_order(layers: list[int]) -> None:
     total = 5 * len(layers)
-    found = jp.Recompute("full", layers=tuple(layers)).segments(total)
+    found = jp.RematPolicy("full", layers=tuple(layers)).segments(total)
     assert [a for a, _, _ in found] + [total] == [0] + [b for _, b, _ in found]
     assert sum(b - a for a, b, again in found if again) == sum(layers)
     assert all(one[2] is not other[2] for one, other in itertools.pairwise(found))
 
 
-def kept_bytes(remat: str | jp.Recompute, layout: jp.Layout) -> int:
+def kept_bytes(remat: str | jp.RematPolicy, layout: jp.Layout) -> int:
     """Temporary bytes of a step over long rows, most of which layers keep."""
     model = LlamaConfig(layers=12, vocab=64, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, remat=remat)
     state = jp.abstract_state(layout, make_llama(model), TX)
@@ -106,11 +106,11 @@ def test_activations_kept_in_parts_take_less_and_change_no_gradient(
 ) -> None:
     plain = layout_of("tp")
     sliced = jp.Layout(plain.mesh, plain.rules.replace(saved_embed="model"))
-    remat = jp.Recompute("full", slice_activation=True)
+    remat = jp.RematPolicy("full", slice_activation=True)
     state = jp.init(sliced, model_of(remat), TX)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 16, 32)).astype(np.int32)
     with jax.default_matmul_precision("highest"):
-        step = jp.train_step(sliced, next_token_loss, keep_grads=True)
+        step = jp.train_step(sliced, next_token_loss, return_grads=True)
         found = jax.device_get(step(state, {"tokens": tokens[0], "targets": tokens[1]})[1]["grads"])
     assert max(gradient_gaps(gradients("none"), found).values()) < 1e-5
     # Each of twelve layers keeps [8, 512, 32] in fp32 on every device, or a share of it; one is gathered at a time.
@@ -122,13 +122,13 @@ def test_activations_kept_in_parts_take_less_and_change_no_gradient(
 def test_offloaded_tensors_go_to_the_hosts_memory_and_back(layout_of: Any) -> None:
     rules = layout_of("fsdp", 8).rules
     layout = jp.Layout(jp.MeshSpec(data=8).on("v5e:2x4"), rules)
-    step, state, batch = step_of(jp.Recompute("save_names", offload_names=("block_output",)), layout)
+    step, state, batch = step_of(jp.RematPolicy("save_names", offload_names=("block_output",)), layout)
     text = str(step.trace(state, batch).jaxpr)
     assert "pinned_host" in text or "<host>" in text, text[:2000]
 
 
 def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None:
-    step, state, batch = step_of(jp.Recompute("save_names", offload_names=("block_output",)), layout_of("fsdp"))
+    step, state, batch = step_of(jp.RematPolicy("save_names", offload_names=("block_output",)), layout_of("fsdp"))
     with pytest.warns(UserWarning, match="offload_names keeps nothing from a CPU's memory, which is the host's"):
         step.trace(state, batch)
 
@@ -173,7 +173,7 @@ def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None
 )
 def test_what_is_no_policy(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        jp.Recompute(**arguments)
+        jp.RematPolicy(**arguments)
     assert str(error.value) == text
 
 
@@ -192,12 +192,12 @@ def test_what_is_no_policy(arguments: dict[str, Any], text: str) -> None:
 )
 def test_layers_that_do_not_fit(layers: tuple[int, ...], text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        LlamaConfig(layers=4, remat=jp.Recompute("full", layers=layers))
+        LlamaConfig(layers=4, remat=jp.RematPolicy("full", layers=layers))
     assert str(error.value) == text
 
 
 def test_a_name_that_no_tensor_has(layout_of: Any) -> None:
-    step, state, batch = step_of(jp.Recompute("save_names", save_names=("qvk",)), layout_of("dp", 8))
+    step, state, batch = step_of(jp.RematPolicy("save_names", save_names=("qvk",)), layout_of("dp", 8))
     with pytest.raises(ConfigError) as error:
         step.trace(state, batch)
     assert str(error.value) == (

@@ -61,7 +61,7 @@ def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, new.params, state.params)
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce": "once"}, {"clip_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"grad_reduction": "per_step"}, {"clip_norm": 1.0}], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(options: Any, mlp: Any) -> None:
     """Every layout skips the same steps; the next ones go on as if it had not been."""
     poisoned = np.where(np.arange(8)[:, None] == 5, np.inf, mlp.batch())  # on one device of eight
@@ -124,7 +124,7 @@ def test_anything_but_a_dict_beside_the_loss_is_named_aux(state: Any, mlp: Any) 
 
 
 def test_kept_gradients_are_those_before_clipping(state: Any, mlp: Any, spec_of: Any) -> None:
-    step = jp.train_step(mlp.layout(), mlp.loss, clip_norm=0.1, keep_grads=True)
+    step = jp.train_step(mlp.layout(), mlp.loss, clip_norm=0.1, return_grads=True)
     _, metrics = step(state, mlp.batch())
     assert optax.tree.norm(metrics["grads"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
     assert spec_of(metrics["grads"]["square"]) == P("data", None)
@@ -133,7 +133,7 @@ def test_kept_gradients_are_those_before_clipping(state: Any, mlp: Any, spec_of:
 def test_gradients_lie_as_their_role_says(mlp: Any, spec_of: Any) -> None:
     rules = jp.Rules(batch="data", embed=None, mlp=None, gradients={"mlp": "data"})
     layout = mlp.layout(rules)
-    state, step = jp.init(layout, mlp.make, TX), jp.train_step(layout, mlp.loss, keep_grads=True)
+    state, step = jp.init(layout, mlp.make, TX), jp.train_step(layout, mlp.loss, return_grads=True)
     state, metrics = step(state, mlp.batch())
     trees = (metrics["grads"], state.params, state.opt_state[0].mu)
     assert [spec_of(tree["block"]["up"]) for tree in trees] == [P(None, "data"), P(None, None), P(None, None)]

@@ -54,7 +54,7 @@ def keyed(model: Any, batch: Any, key: jax.Array) -> Any:
     return ends(model["head"], layers_of(model, batch["x"] + noise), batch)
 
 
-STAGED = jp.Staged(
+STAGED = jp.PipelineLoss(
     "blocks",
     lambda model, batch: batch["x"],
     layer,
@@ -89,9 +89,11 @@ class Mode:
 PIPED = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
 MODES = {
     "plain": Mode(keyed, {"data": 2}, folds=False),
-    "accumulate": Mode(plain, {"data": 2}, {"accumulate": 2}, devices=2, microbatches=2),
-    "accumulate with a key": Mode(keyed, {"data": 2}, {"accumulate": 2}, devices=2, microbatches=2),
-    "accumulate, reduced each time": Mode(keyed, {"data": 2}, {"accumulate": 2, "reduce": "each"}, microbatches=2),
+    "grad_accum_steps": Mode(plain, {"data": 2}, {"grad_accum_steps": 2}, devices=2, microbatches=2),
+    "grad_accum_steps with a key": Mode(keyed, {"data": 2}, {"grad_accum_steps": 2}, devices=2, microbatches=2),
+    "grad_accum_steps, reduced each time": Mode(
+        keyed, {"data": 2}, {"grad_accum_steps": 2, "grad_reduction": "per_microbatch"}, microbatches=2
+    ),
     "ZeRO 1 with a key": Mode(keyed, {"data": 2}, zero=1, devices=2),
     "ZeRO 3": Mode(plain, {"data": 2}, zero=3),
     "bf16": Mode(keyed, {"data": 2}, {"precision": "bf16"}, folds=False, cast=jnp.bfloat16),
@@ -148,7 +150,7 @@ def one_step(mode: Mode, tx: Any, batches: list[Any]) -> tuple[Any, list[Any], A
     precision = mode.options.get("precision")
     with jax.default_matmul_precision("highest"), mode.layout:
         first = state = jp.init(mode.layout, make_model, tx, precision=precision)
-        step = jp.train_step(mode.layout, mode.loss, keep_grads=True, donate=False, **mode.step)
+        step = jp.train_step(mode.layout, mode.loss, return_grads=True, donate=False, **mode.step)
         compiled = step.lower(state, batches[0]).compile(compiler_options=QUICK)
         found = []
         for batch in batches:
@@ -186,7 +188,7 @@ SEARCHES: dict[str, Callable[[], Any]] = {
 
 
 PAIRS = [
-    ("accumulate with a key", "lbfgs"),
+    ("grad_accum_steps with a key", "lbfgs"),
     ("ZeRO 1 with a key", "backtracking"),
     ("pipeline", "backtracking"),
     ("ZeRO 1 with a key", "polyak"),

@@ -51,15 +51,17 @@ def after(model: Any, x: jax.Array, batch: Any) -> Any:
     return mean(errors, batch["mask"]), {"weight": jnp.sum(batch["mask"]), "wrong": wrong}
 
 
-LOSS = jp.Staged("blocks", lambda model, batch: batch["x"], layer, after, side=lambda model, batch: batch["mask"])
-BARE = jp.Staged(
+LOSS = jp.PipelineLoss(
+    "blocks", lambda model, batch: batch["x"], layer, after, layer_inputs=lambda model, batch: batch["mask"]
+)
+BARE = jp.PipelineLoss(
     "blocks",
     lambda model, batch: batch["x"],
     lambda block, x, side: layer(block, x, side)[0],
     after,
-    side=lambda model, batch: batch["mask"],
-    carried_layer=lambda block, x, side, carry, chunk: (x + jnp.tanh(x @ block), carry),
-    carry=lambda model, batch: {},
+    layer_inputs=lambda model, batch: batch["mask"],
+    chunked_layer=lambda block, x, side, carry, chunk: (x + jnp.tanh(x @ block), carry),
+    chunk_carry=lambda model, batch: {},
 )
 
 
@@ -71,25 +73,25 @@ def stepped(layout: jp.Layout, batch: Any, loss: Any = LOSS, **options: Any) -> 
     """Metrics and gradients of one step."""
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make_model, optax.sgd(0.1))
-        step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+        step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
         _, metrics = step.lower(state, batch).compile(compiler_options=QUICK)(state, batch)
     grads = jax.device_get(metrics.pop("grads"))
     return {name: float(value) for name, value in metrics.items()}, grads
 
 
 def piped(name: str, microbatches: int, **options: Any) -> dict[str, Any]:
-    kept = {key: options.pop(key) for key in ("keeps", "lowering") if key in options}
+    kept = {key: options.pop(key) for key in ("activation_checkpointing", "executor") if key in options}
     return {"pipeline": jp.Pipeline(jp.schedule(name, stages=2, microbatches=microbatches, **options), **kept)}
 
 
 ZERO = jp.Zero(1, min_bytes=0)
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ZeRO 1": ({"data": 4}, ZERO.step),
-    "ZeRO 1, microbatches": ({"data": 2}, {**ZERO.step, "accumulate": 2}),
-    "microbatches": ({"data": 2}, {"accumulate": 2}),
-    "microbatches, reduced each time": ({"data": 1}, {"accumulate": 4, "reduce": "each"}),
+    "ZeRO 1, microbatches": ({"data": 2}, {**ZERO.step, "grad_accum_steps": 2}),
+    "microbatches": ({"data": 2}, {"grad_accum_steps": 2}),
+    "microbatches, reduced each time": ({"data": 1}, {"grad_accum_steps": 4, "grad_reduction": "per_microbatch"}),
     "1f1b": ({"pipeline": 2, "data": 2}, piped("1f1b", 2)),
-    "zb_h1": ({"pipeline": 2}, piped("zb_h1", 4, keeps="residuals")),
+    "zb_h1": ({"pipeline": 2}, piped("zb_h1", 4, activation_checkpointing="none")),
 }
 
 
@@ -133,7 +135,7 @@ def test_a_batch_in_which_nothing_counts() -> None:
     """Cut, it is a loss and gradients of 0; whole, it is what the loss says, and the step is skipped."""
     batch = batch_of(0)
     batch["mask"][:] = 0
-    cut, grads = stepped(on({"data": 2}), batch, accumulate=2)
+    cut, grads = stepped(on({"data": 2}), batch, grad_accum_steps=2)
     assert (cut["loss"], cut["weight"], cut["grad_norm"], cut["skipped"]) == (0, 0, 0, 0)
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
     whole, _ = stepped(on({"data": 2}), batch)

@@ -46,7 +46,7 @@ def one(sizes: dict[str, int], loss: Any, config: LlamaConfig = CONFIG, rules: j
     """Loss and gradients of one step."""
     layout = layout_of(rules, sizes)
     state = jp.init(layout, make_llama(config), SGD)
-    step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+    step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
     _, metrics = step.lower(state, batch_of()).compile(compiler_options=QUICK)(state, batch_of())
     grads = jax.device_get(metrics["grads"])
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float64)}
@@ -70,18 +70,18 @@ def schedule(name: str, **options: Any) -> Any:
 
 PIPELINES: dict[str, Any] = {
     "seq1f1b": jp.Pipeline(schedule("seq1f1b", sequence_chunks=2)),
-    "seq1f1b residuals": jp.Pipeline(schedule("seq1f1b", sequence_chunks=2), keeps="residuals"),
+    "seq1f1b residuals": jp.Pipeline(schedule("seq1f1b", sequence_chunks=2), activation_checkpointing="none"),
     "gpipe": jp.Pipeline(schedule("gpipe")),
-    "1f1b": jp.Pipeline(schedule("1f1b"), keeps="residuals", recompute=(1, 0)),
-    "before each": jp.Pipeline(schedule("1f1b", fused=False), lowering="divergent", before="each"),
+    "1f1b": jp.Pipeline(schedule("1f1b"), activation_checkpointing="none", recompute=(1, 0)),
+    "before each": jp.Pipeline(schedule("1f1b", fused=False), executor="independent", embedding="per_microbatch"),
     "uneven": jp.Pipeline(schedule("1f1b"), layers=(3, 1)),
-    "interleaved": jp.Pipeline(schedule("interleaved", chunks=2), reduce="each"),
+    "interleaved": jp.Pipeline(schedule("interleaved", chunks=2), grad_reduction="per_microbatch"),
     "depth_first": jp.Pipeline(schedule("depth_first", chunks=2)),
-    "breadth_first": jp.Pipeline(schedule("breadth_first", chunks=2), reduce="chunk"),
+    "breadth_first": jp.Pipeline(schedule("breadth_first", chunks=2), grad_reduction="per_chunk"),
     "zb_uniform": jp.Pipeline(schedule("zb_uniform")),
-    "zb_h1": jp.Pipeline(schedule("zb_h1"), keeps="residuals", lowering="divergent"),
+    "zb_h1": jp.Pipeline(schedule("zb_h1"), activation_checkpointing="none", executor="independent"),
     "zb_h2": jp.Pipeline(schedule("zb_h2")),
-    "zb_v": jp.Pipeline(schedule("zb_v"), keeps="residuals"),
+    "zb_v": jp.Pipeline(schedule("zb_v"), activation_checkpointing="none"),
     "dualpipe_v": jp.Pipeline(schedule("dualpipe_v")),
 }
 SLOW = [pytest.param(name, marks=[] if name == "seq1f1b" else pytest.mark.slow) for name in PIPELINES]
@@ -90,7 +90,7 @@ SLOW = [pytest.param(name, marks=[] if name == "seq1f1b" else pytest.mark.slow) 
 @pytest.mark.parametrize("name", SLOW)
 def test_pipelines(name: str, want: Any) -> None:
     pipeline = PIPELINES[name]
-    sizes = {"pipeline": 2, "data": 2} if pipeline.lowering == "divergent" else {"pipeline": 2, "model": 2}
+    sizes = {"pipeline": 2, "data": 2} if pipeline.executor == "independent" else {"pipeline": 2, "model": 2}
     check(one(sizes, STAGED, pipeline=pipeline), want)
 
 
@@ -133,7 +133,7 @@ def test_attention(impl: Any, segments: bool) -> None:
 def test_zero(stage: int, want: Any) -> None:
     zero = jp.Zero(stage, min_bytes=0)
     rules = zero.rules(jp.Rules(**{dim: rule for dim, rule in RULES.to_dict().items() if dim != "params"}))
-    check(one({"data": 4}, next_token_loss, rules=rules, accumulate=2, **zero.step), want)
+    check(one({"data": 4}, next_token_loss, rules=rules, grad_accum_steps=2, **zero.step), want)
 
 
 @pytest.mark.slow

@@ -29,12 +29,12 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.analysis.compile.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
 from jaxpar.errors import CompileError, MeshError, need
-from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.asynchronous.step import AsynchronousStep
+from jaxpar.training.asynchronous.step import PipedreamStep
 from jaxpar.training.disk_step import gradient_step
 from jaxpar.training.model import MakeModel, Tagged
 from jaxpar.training.offload.disk_state import disk_of
@@ -98,7 +98,7 @@ def compile_for(
       layout: a layout on a mesh of as many devices, abstract or not. The step is traced under :func:`aim` of it, so the
         model can tell which accelerator it is compiled for.
       make_model, tx: as for :func:`jaxpar.init`.
-      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's, or of :class:`jaxpar.AsynchronousStep` where ``pipeline`` says so.
+      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's, or of :class:`jaxpar.PipedreamStep` where ``pipeline`` says so.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
       compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``. No
         flag of the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) reaches the compiler.
@@ -114,7 +114,7 @@ def compile_for(
     layout = aim(layout, parsed)
     step, state, inputs = step_for(layout, make_model, tx, loss_fn, batch, **options)
     donated = 0 if disk_of(state) is not None else len(jax.tree.leaves(state))
-    fusion = options.get("fusion") or Fusion()
+    fusion = options.get("fusion") or CollectiveFusion()
     compiler_options = fusion.compiler_options(layout) | dict(compiler_options or {})
     return compile_program(parsed, layout, step, (state, inputs), donated=donated, compiler_options=compiler_options)
 
@@ -131,7 +131,7 @@ def step_for(
     state = abstract_state(layout, make_model, tx, options.get("precision"))
     inputs = placed(layout, batch)
     if isinstance(options.get("pipeline"), Asynchronous):
-        going = AsynchronousStep(layout, loss_fn, **options)
+        going = PipedreamStep(layout, loss_fn, **options)
         return going, going.abstract(state, inputs), inputs
     return (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options), state, inputs
 

@@ -20,7 +20,7 @@ from jaxpar.analysis.units import device_bytes, show_bytes
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.select import Choice, choosing
 from jaxpar.parallel.offload.placement import no_layers
-from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.layout import Layout, observing, tracing_under
 from jaxpar.sharding.resolve import Resolved
@@ -90,7 +90,7 @@ def explain(
     if loss_fn is not None and batch is not None:
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
         extra = [*inputs, *activations]
-    if isinstance(loss_fn, Staged) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
+    if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
         used |= layout.resolve(
             loss_fn.dims
         ).used  # by which a pipeline lays out what goes between layers; the loss alone never says so

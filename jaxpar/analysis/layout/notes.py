@@ -19,13 +19,13 @@ def narrow(rows: Sequence[Row], paths: Sequence[str], packed: bool) -> tuple[str
     some = f"{len(paths)} parameters" if len(paths) > 1 else "one parameter"
     text = (
         f"16-bit sums: the gradients of {some} ({size}) are summed over devices in the 16 bits that the model computes in: {named}. "
-        f"Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sums all "
+        f"Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sums all "
         f"gradients in fp32."
     )
     if packed:
         text = (
             f"not in int8: {some} ({size}) and what is summed of their gradients cross in the dtype of the compute, as they do not go through "
-            f"jp.project: {named}. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
+            f"jp.sharded_dot: {named}. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
         )
     return (text,)
 

@@ -112,7 +112,7 @@ def estimate(
     try:
         # With the optimizer's state on disk, the program that makes the gradients is the larger one.
         step = train_step if disk_of(state) is None else gradient_step
-        options = options | ({"keep_grads": True} if step is train_step else {})
+        options = options | ({"return_grads": True} if step is train_step else {})
         traced = step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
     except (JaxparError, TypeError, ValueError, NotImplementedError) as error:
         reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"

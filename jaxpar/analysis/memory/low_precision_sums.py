@@ -1,7 +1,7 @@
 """Which gradients a traced step sums over devices in few bits: found by going back from each to where its parts are made.
 
 A sum over devices is an operation whose operands are divided by a mesh axis that does not divide its result. What a model hands to
-:func:`jaxpar.project`, the lookup and the loss is summed in fp32; what it multiplies by itself in 16 bits the compiler sums so.
+:func:`jaxpar.sharded_dot`, the lookup and the loss is summed in fp32; what it multiplies by itself in 16 bits the compiler sums so.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Saver:
         if self._manager is None:
             return
         began = time.perf_counter()
-        disk = runner if isinstance(runner, jp.DiskStep) else None
+        disk = runner if isinstance(runner, jp.DiskOffloadedStep) else None
         told = {**about, "config": _plain(self._job), "name": self._job.name}
         metric = _metric(self._job, about)
         self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, about=told, disk=disk)

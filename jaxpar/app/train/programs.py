@@ -25,14 +25,14 @@ class Engine:
 
     def __init__(self, job: Job, layout: jp.Layout):
         self._job, self._layout, self._opened = job, layout, ExitStack()
-        self._flight: jp.AsynchronousStep | None = None
+        self._flight: jp.PipedreamStep | None = None
         self._first: Any = None
         self.like: Any = None
         self.late = 0
         """After how many steps more a batch may still turn out to be bad, as it is on its way."""
         self.step: Callable[..., Any]
         if isinstance(job.pipeline, jp.Asynchronous):
-            self.late, self._flight = 1, jp.AsynchronousStep(layout, job.loss_fn, **job.step_options())
+            self.late, self._flight = 1, jp.PipedreamStep(layout, job.loss_fn, **job.step_options())
             self._first = self._initial()
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             self.like = jax.tree.map(abstract, self._first)
@@ -62,7 +62,7 @@ class Engine:
 
     def rewind(self, state: Any, disk: Path | None) -> None:
         """Be ready to go on with a state that was restored; arguments as of :meth:`compile`."""
-        if isinstance(self.step, jp.DiskStep) and disk is not None:
+        if isinstance(self.step, jp.DiskOffloadedStep) and disk is not None:
             self.step.rewind(state, disk)
 
     def _initial(self) -> Any:
@@ -81,7 +81,7 @@ class Engine:
 
 def put(layout: jp.Layout, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """A batch on the layout's devices."""
-    return {name: jp.put(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
+    return {name: jp.shard_array(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
 
 
 def _nothing(job: Job) -> dict[str, np.ndarray]:
@@ -97,13 +97,13 @@ def step_of(
     state: Any,
     batch: Any,
     *,
-    flight: jp.AsynchronousStep | None = None,
+    flight: jp.PipedreamStep | None = None,
     restore: Path | None = None,
 ) -> Iterator[Callable[..., Any]]:
     """The compiled step, which may hold a folder on disk for as long as the run lasts, restored from another one."""
     options = job.compiler_options(platform_of(layout.mesh))
     if job.config.parallel.offload.optimizer == "disk":
-        with jp.DiskStep(layout, job.loss_fn, state, restore=restore, **job.step_options()) as step:
+        with jp.DiskOffloadedStep(layout, job.loss_fn, state, restore=restore, **job.step_options()) as step:
             step.compile(state, batch, options)
             yield step
     elif flight is not None:

@@ -9,10 +9,10 @@ from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.parallel.attention.context import AUTO, Context
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.overlap.interleave import Cut, check_count
-from jaxpar.training.remat import OUTPUT, Recompute
+from jaxpar.training.remat import OUTPUT, RematPolicy
 
 NAMES = (SAVED, KEPT, OUTPUT, "qkv", "mlp_hidden")
-"""What tensors of a layer are called, for :class:`jaxpar.Recompute`."""
+"""What tensors of a layer are called, for :class:`jaxpar.RematPolicy`."""
 
 
 def halved(config: LlamaConfig) -> bool:
@@ -24,8 +24,8 @@ def halved(config: LlamaConfig) -> bool:
 class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
-    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.Recompute`; ``regather`` gathers sharded
-    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.in_copies`), or, with ``copies_dim="seq"``, of its tokens. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.RematPolicy`; ``regather`` gathers sharded
+    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.interleave_batches`), or, with ``copies_dim="seq"``, of its tokens. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
@@ -45,7 +45,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: str | Recompute = "none"
+    remat: str | RematPolicy = "none"
     regather: bool | int = True
     context: Context = AUTO
     copies: int = 1
@@ -61,7 +61,7 @@ class LlamaConfig:
             raise ConfigError(
                 f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
             )
-        Recompute.of(self.remat).segments(self.layers)
+        RematPolicy.of(self.remat).segments(self.layers)
         check_count(self.copies, self.copies_dim)
         if halved(self) and self.context.order is not None:
             raise ConfigError(

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import Int8, hint, project
+from jaxpar import Int8, hint, sharded_dot
 from jaxpar.errors import ConfigError
-from jaxpar.inference.cached_model import Cached, Stack
+from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.inference.kv_cache import cached_attention, empty, filled
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
@@ -37,7 +37,7 @@ SUMMED = {
 _INT8 = "int8"
 
 
-def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> Cached:
+def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> DecoderFns:
     """How a Llama of this configuration generates. Recomputation and copies are for training, and change nothing here.
 
     Args:
@@ -81,11 +81,11 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
     def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
         head_EV = model.embedding[...].T if config.tie_embeddings else model.head[...]
-        (z_BV,) = project(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
+        (z_BV,) = sharded_dot(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
         return hint(z_BV, "batch", "vocab")
 
     stack = Stack(("blocks",), embedded, prompts, token)
-    return Cached(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
+    return DecoderFns(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
 
 
 def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:

@@ -12,25 +12,25 @@ from jaxpar import attention
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.attention.context import Context, Laid
 from jaxpar.parallel.overlap.branches import Branch
-from jaxpar.parallel.overlap.interleave import Cut, in_copies, order_in_copies
+from jaxpar.parallel.overlap.interleave import Cut, interleave_batches, order_of_halves
 from jaxpar.training.remat import OUTPUT
 
 if TYPE_CHECKING:
     from jaxpar.models.llama.layers import Block, Rope
 
 HALVES = "halves"
-"""The order of tokens for copies that are halves of sequences; see :func:`jaxpar.parallel.overlap.interleave.order_in_copies`."""
+"""The order of tokens for copies that are halves of sequences; see :func:`jaxpar.parallel.overlap.interleave.order_of_halves`."""
 type Side = tuple[Rope, jax.Array | None]
 type Carry = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def laid_for_halves(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
     """The order's name, the tokens' positions [1, seq], and arrays [batch, seq] in it."""
-    at = order_in_copies(arrays_BS[0].shape[1])
+    at = order_of_halves(arrays_BS[0].shape[1])
     return HALVES, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
 
 
-def block_in_copies(
+def interleaved_block(
     count: int, dim: Cut, context: Context, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, Any], Any]:
     """A block on so many parts of each device's rows, or of its tokens.
@@ -77,7 +77,7 @@ def block_in_copies(
         second=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
         name=OUTPUT,
     )
-    run = in_copies((attention_branch, mlp_branch), count, dim=dim)
+    run = interleave_batches((attention_branch, mlp_branch), count, dim=dim)
     return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
 
 

@@ -15,7 +15,7 @@ from jaxpar import hint
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.nnx import axes
 from jaxpar.parallel.attention.context import Laid
-from jaxpar.parallel.zero.gather import project
+from jaxpar.parallel.zero.gather import sharded_dot
 from jaxpar.training.remat import OUTPUT
 
 type Rope = tuple[jax.Array, jax.Array]
@@ -74,19 +74,19 @@ class Attention(nnx.Module):
         """[batch, seq, embed]; or only the first ``half`` of the work, what each head makes of the tokens: [batch, seq, heads, head_dim]."""
         kv_dims = ("embed", "kv_heads", "head_dim")
         # One by one: gathered together they come too late to hide behind the matmul before.
-        (q,) = project(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
-        (k,) = project(x_BSE, (self.k[...], kv_dims), **self.how)
-        (v,) = project(x_BSE, (self.v[...], kv_dims), **self.how)
+        (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
+        (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.how)
+        (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.how)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
         if half:
             return o_BSHD
-        (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
         return y_BSE
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """The other half."""
-        (y_BSE,) = project(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
         return y_BSE
 
 
@@ -103,17 +103,17 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
         """[batch, seq, embed]; or only the first ``half`` of the work, the gated units: [batch, seq, mlp]."""
         dims = ("embed", "mlp")
-        gate, up = project(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
+        gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
         if half:
             return hidden
-        (y_BSE,) = project(hidden, (self.down[...], ("mlp", "embed")), **self.how)
+        (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.how)
         return y_BSE
 
     def output(self, hidden_BSF: jax.Array) -> jax.Array:
         """The other half."""
-        (y_BSE,) = project(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.how)
+        (y_BSE,) = sharded_dot(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.how)
         return y_BSE
 
 

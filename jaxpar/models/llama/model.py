@@ -20,7 +20,7 @@ from flax import nnx
 from jaxpar import hint
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
-from jaxpar.models.llama.interleaved import HALVES, block_in_copies, laid_for_halves
+from jaxpar.models.llama.interleaved import HALVES, interleaved_block, laid_for_halves
 from jaxpar.models.llama.layers import Block, RMSNorm, Rope, _kernel, layer_shapes, rope_table
 from jaxpar.nnx import stacked
 from jaxpar.parallel.attention.context import Laid
@@ -29,7 +29,7 @@ from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.overlap.interleave import cut as cut_rows
 from jaxpar.parallel.overlap.interleave import join as join_rows
 from jaxpar.parallel.zero.gather import gather_weight
-from jaxpar.training.remat import SAVED_EMBED, Recompute
+from jaxpar.training.remat import SAVED_EMBED, RematPolicy
 
 
 class Llama(nnx.Module):
@@ -89,10 +89,10 @@ class Llama(nnx.Module):
         rope = rope_table(positions_BS, config)
         x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
 
-        blocks, recompute = _cast(self.blocks, dtype), Recompute.of(config.remat)
+        blocks, recompute = _cast(self.blocks, dtype), RematPolicy.of(config.remat)
         x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
         for first, last, again in recompute.segments(config.layers):
-            layers = _stacked(recompute if again else Recompute("none"), config, rope, order, documents_BS)
+            layers = _stacked(recompute if again else RematPolicy("none"), config, rope, order, documents_BS)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
         x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
@@ -111,7 +111,7 @@ class Llama(nnx.Module):
 
 
 def _stacked(
-    recompute: Recompute, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
+    recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
     """A stack of layers, one after the other."""
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
@@ -122,7 +122,7 @@ def _stacked(
         x_BSE = laid(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
             how = config.copies, config.copies_dim, config.context
-            return block_in_copies(*how, rope, order, documents_BS)(block, x_BSE)
+            return interleaved_block(*how, rope, order, documents_BS)(block, x_BSE)
         return block(x_BSE, rope, order, documents_BS)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
@@ -134,7 +134,7 @@ def _stacked(
 
 
 def remat(
-    recompute: Recompute, regather: bool | int, but: Callable[[Any], Any] = lambda policy: policy
+    recompute: RematPolicy, regather: bool | int, but: Callable[[Any], Any] = lambda policy: policy
 ) -> Callable[[Any], Any]:
     """Recomputation of a layer by a policy, or by what ``but`` makes of it."""
     if jax.config.jax_disable_jit:

@@ -7,31 +7,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import Staged, hint
+from jaxpar import PipelineLoss, hint
 from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig, halved
-from jaxpar.models.llama.interleaved import block_in_copies, laid_for_halves
+from jaxpar.models.llama.interleaved import interleaved_block, laid_for_halves
 from jaxpar.models.llama.layers import Block, Rope, layer_shapes, rope_table
 from jaxpar.models.llama.model import Llama, remat
 from jaxpar.models.llama.sequence_chunks import Carry, carried_block, empty_carry
 from jaxpar.models.losses import linear_cross_entropy
 from jaxpar.parallel.attention.context import split_ways
 from jaxpar.parallel.attention.split.token_order import permutation
-from jaxpar.training.remat import Recompute
+from jaxpar.training.remat import RematPolicy
 
 type Batch = dict[str, jax.Array]
 
 
-def staged_next_token_loss(config: LlamaConfig) -> Staged:
-    """:func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.Staged`: batches of ``tokens`` and ``targets`` [batch, seq] int.
+def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
+    """:func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.PipelineLoss`: batches of ``tokens`` and ``targets`` [batch, seq] int.
 
     Every layer recomputes by ``config.remat``.
 
     Raises:
       ConfigError: ``config`` asks for what differs from layer to layer, or for weights to be kept, which a pipeline gathers once anyway.
     """
-    dtype, recompute = jnp.dtype(config.dtype), Recompute.of(config.remat)
+    dtype, recompute = jnp.dtype(config.dtype), RematPolicy.of(config.remat)
     _check(config, recompute)
 
     def before(model: Llama, batch: Batch) -> jax.Array:
@@ -48,12 +48,12 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         one = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
         if config.copies > 1:
             how = config.copies, config.copies_dim, config.context
-            one = block_in_copies(*how, rope, order, documents_BS)
+            one = interleaved_block(*how, rope, order, documents_BS)
         run = remat(recompute, config.regather)(one)
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE
 
-    def carried_layer(
+    def chunked_layer(
         block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None], carry: Carry, chunk: jax.Array
     ) -> tuple[jax.Array, Carry]:
         if config.copies > 1:
@@ -67,20 +67,20 @@ def staged_next_token_loss(config: LlamaConfig) -> Staged:
         h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
         return linear_cross_entropy(h_BSE, model.unembedding(), batch["targets"])
 
-    return Staged(
+    return PipelineLoss(
         layers="blocks",
-        before=before,
+        embed=before,
         layer=layer,
-        after=after,
+        head=after,
         prepare=lambda model, batch: _prepared(config, batch),
-        side=side,
+        layer_inputs=side,
         dims=("batch", "residual_seq", "embed"),
-        carried_layer=carried_layer,
-        carry=lambda model, batch: empty_carry(config, batch),
+        chunked_layer=chunked_layer,
+        chunk_carry=lambda model, batch: empty_carry(config, batch),
     )
 
 
-def _check(config: LlamaConfig, recompute: Recompute) -> None:
+def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
     asked = (
         ("remat.layers", list(recompute.layers) or None, "all layers are one program, which recomputes as one"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import Recompute, attention
+from jaxpar import RematPolicy, attention
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, Rope, layer_shapes
 from jaxpar.models.llama.model import remat
@@ -24,7 +24,7 @@ def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> Carry:
     return {"keys": kv, "values": kv, **({} if documents is None else {"documents": documents})}
 
 
-def carried_block(config: LlamaConfig, recompute: Recompute) -> Layer:
+def carried_block(config: LlamaConfig, recompute: RematPolicy) -> Layer:
     """A layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
     context = config.context
 
@@ -61,8 +61,8 @@ def carried_block(config: LlamaConfig, recompute: Recompute) -> Layer:
 def _but_carried(policy: Any) -> Any:
     """A checkpoint policy that keeps no copy of what is carried: it lies with the stage, once for all chunks."""
 
-    def keeps(primitive: Any, *args: Any, **parameters: Any) -> Any:
+    def saved(primitive: Any, *args: Any, **parameters: Any) -> Any:
         carried = primitive.name in ("dynamic_update_slice", "sharding_constraint")
         return False if carried else policy(primitive, *args, **parameters)
 
-    return None if policy is None else keeps
+    return None if policy is None else saved

@@ -20,7 +20,7 @@ from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.rules import Axes
 
 BALANCED = "balanced"
-"""The order of a ring whose devices have even work in packed documents: the batch brings it, as of :func:`jaxpar.balanced_order`."""
+"""The order of a ring whose devices have even work in packed documents: the batch brings it, as of :func:`jaxpar.balanced_packing`."""
 HEADS_AXIS = ("ulysses",)
 type Laid = str | jax.Array | None
 """How tokens lie: a name, the position of each [seq], or as they come."""
@@ -90,7 +90,7 @@ class Context:
         if order == BALANCED and order_BS is None:
             raise LayoutError(
                 f"context: order is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-                f"np.tile(jp.balanced_order(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
+                f"np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
             )
         at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
         name = order if order_BS is None else at

@@ -126,7 +126,7 @@ def balance(
         in all, a tile at a time.
       seq: tokens, of queries and of keys.
       ways: devices that the sequence is split over.
-      order: how the tokens lie on them; or the position of each token as they lie [seq], as of :func:`jaxpar.balanced_order`.
+      order: how the tokens lie on them; or the position of each token as they lie [seq], as of :func:`jaxpar.balanced_packing`.
       block: tokens of a tile's side, at most, as for :func:`jaxpar.attention`.
       segment_ids: [seq], in the order of positions; a token sees those of its own segment, padding is below 0.
       impl: ``ring`` waits in each hop for the slowest device, ``ring_self_attention`` too, and computes all scores of a hop; ``gather``
@@ -181,7 +181,7 @@ def places(order: Order | np.ndarray[Any, Any], seq: int, ways: int) -> Ints:
     if given.shape != (seq,) or not np.array_equal(np.sort(given), np.arange(seq)):
         raise LayoutError(
             f"balance: order is {given.dtype}{list(given.shape)}, but a permutation of {seq} positions is wanted. Remedy: "
-            f"jp.balanced_order(...), or a name: 'zigzag', 'striped', 'contiguous'."
+            f"jp.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
         )
     if seq % ways:
         raise LayoutError(f"balance: {seq} tokens cannot be split over {ways} devices. Remedy: a multiple of {ways}.")

@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
         are int32, above its least number; of a traced offset that is not checked.
       order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
         out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
-        what :func:`jaxpar.balanced_order` gives; it may be traced.
+        what :func:`jaxpar.balanced_packing` gives; it may be traced.
       travel: the dtype in which gradients of keys and values go from device to device.
       keep: for ``gather``: the keys and values of all devices stay from the forward to the backward pass, which then gathers nothing. Under
         a policy of recomputation they are among what attention makes (``save_attention``), by the name ``attention_keys``; where that is not

@@ -1,4 +1,4 @@
-"""``balanced_order``: packed documents laid on devices so that each has as much to compute.
+"""``balanced_packing``: packed documents laid on devices so that each has as much to compute.
 
 Zigzag evens out one triangle, not many of different sizes: where documents are packed, a device may get the ends of the long ones.
 """
@@ -19,7 +19,7 @@ TRIES = 4000
 """So many swaps are tried at most: some half a second for 64 pieces."""
 
 
-def balanced_order(
+def balanced_packing(
     segment_ids: Any,
     ways: int,
     *,
@@ -50,20 +50,20 @@ def balanced_order(
       ConfigError: ``chunks`` or ``impl`` is none.
       LayoutError: the sequence does not divide into so many pieces.
 
-    >>> balanced_order(np.repeat([0, 1], [4, 4]), 2, chunks=2).tolist()
+    >>> balanced_packing(np.repeat([0, 1], [4, 4]), 2, chunks=2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     ids = np.atleast_2d(np.asarray(segment_ids))
     seq = ids.shape[-1]
     if impl not in ("ring", "gather"):
-        raise ConfigError(f"balanced_order: impl is {impl!r}, but 'ring' or 'gather' is wanted.")
+        raise ConfigError(f"balanced_packing: impl is {impl!r}, but 'ring' or 'gather' is wanted.")
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2 or chunks % 2:
-        raise ConfigError(f"balanced_order: chunks is {chunks!r}, but an even number, 2 or more, is wanted.")
+        raise ConfigError(f"balanced_packing: chunks is {chunks!r}, but an even number, 2 or more, is wanted.")
     if seq % (chunks * ways):
         fits = [n for n in range(2, chunks, 2) if seq % (n * ways) == 0]
         other = f" or chunks={fits[-1]}" if fits else ""
         raise LayoutError(
-            f"balanced_order: {seq} tokens cannot be cut into {chunks} pieces for each of {ways} devices. Remedy: a multiple of "
+            f"balanced_packing: {seq} tokens cannot be cut into {chunks} pieces for each of {ways} devices. Remedy: a multiple of "
             f"{chunks * ways}{other}."
         )
     each = seq // (chunks * ways)

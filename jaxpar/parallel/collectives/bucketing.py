@@ -1,4 +1,4 @@
-"""``Fusion``: how many collectives the gradients and weights of a step take.
+"""``CollectiveFusion``: how many collectives the gradients and weights of a step take.
 
 A compiler puts small collectives together by thresholds of its own. A size sets that threshold; a list of layers makes the groups here, each
 one array and one collective, in an order that no compiler undoes.
@@ -38,7 +38,7 @@ type Asked = str | int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Fusion:
+class CollectiveFusion:
     """For all-reduces of gradients, gathers of weights and scatters of gradients each: what goes in one collective.
 
     ``"auto"`` leaves it to the compiler. A size, as ``"64MiB"`` or 0, is the compiler's threshold: collectives are put together up to so many
@@ -48,9 +48,9 @@ class Fusion:
     Raises:
       ConfigError: none of these, or layers that do not rise.
 
-    >>> Fusion(reduce="64MiB").groups("reduce", 12) is None
+    >>> CollectiveFusion(reduce="64MiB").groups("reduce", 12) is None
     True
-    >>> Fusion(reduce=(4, 8)).groups("reduce", 12)
+    >>> CollectiveFusion(reduce=(4, 8)).groups("reduce", 12)
     [(0, 4), (4, 8), (8, 12)]
     """
 

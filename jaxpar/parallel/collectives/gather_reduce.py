@@ -26,7 +26,7 @@ SMALL = 64 * 1024
 
 
 def asking(precision: Precision) -> AbstractContextManager[None]:
-    """While active, :func:`jaxpar.project` crosses the mesh as ``precision`` asks for."""
+    """While active, :func:`jaxpar.sharded_dot` crosses the mesh as ``precision`` asks for."""
     return step_precision(precision)
 
 
@@ -54,7 +54,7 @@ def batch_axes(layout: Layout) -> Axes:
     resolved = layout.resolve(("batch",))
     if resolved.problems:
         raise LayoutError(
-            "microbatches and reduce='once' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: "
+            "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: "
             "add it, as batch='data'."
         )
     return resolved.axes[0]

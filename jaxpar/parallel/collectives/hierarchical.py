@@ -1,4 +1,4 @@
-"""``exchange_local``, ``gather_local``, ``scatter_local``: collectives in rounds, where the TPU compiler does worse at once.
+"""``all_to_all_local``, ``gather_local``, ``scatter_local``: collectives in rounds, where the TPU compiler does worse at once.
 
 The TPU compiler routes an all-to-all hop by hop. Of up to 64 devices that takes it a second; of 256 half a minute for each
 one in the program, and more from there. Two rounds among 16 are routed at once, for twice the bytes. An all-gather
@@ -27,7 +27,7 @@ SCATTERED = {2: 16, 3: 16}
 """The same of a reduce-scatter."""
 
 
-def exchange_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, concat_dim: int) -> jax.Array:
+def all_to_all_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, concat_dim: int) -> jax.Array:
     """``jax.lax.all_to_all(..., tiled=True)`` inside a ``shard_map``, in rounds where many devices take part.
 
     Args:
@@ -42,7 +42,7 @@ def exchange_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, c
     >>> import jaxpar as jp
     >>> from jax.sharding import PartitionSpec as P
     >>> with jax.set_mesh(jp.MeshSpec(data=-1).build()):
-    ...     swap = lambda x: exchange_local(x, "data", split_dim=1, concat_dim=0)
+    ...     swap = lambda x: all_to_all_local(x, "data", split_dim=1, concat_dim=0)
     ...     y = jax.jit(jax.shard_map(swap, in_specs=P("data", None), out_specs=P(None, "data")))(jnp.eye(16))
     >>> bool((y == jnp.eye(16)).all()), y.sharding.spec
     (True, P(None, 'data'))
@@ -51,7 +51,7 @@ def exchange_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, c
     devices = math.prod(jax.lax.axis_size(name) for name in names)
     if x.shape[split_dim] % devices:
         raise LayoutError(
-            f"exchange_local(): dim {split_dim} of an array of shape {x.shape} cannot be cut into {devices} pieces, one for "
+            f"all_to_all_local(): dim {split_dim} of an array of shape {x.shape} cannot be cut into {devices} pieces, one for "
             f"each device over {', '.join(names)}. Remedy: pad it to a multiple of {devices}."
         )
     parts = rounds(devices, MOST)

@@ -132,7 +132,7 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
 
 def _sent(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
     """[ways, ...] of each: row i goes to device i, and row j comes from device j."""
-    send = lambda x: hierarchical.exchange_local(x, axes, split_dim=0, concat_dim=0) if axes else x
+    send = lambda x: hierarchical.all_to_all_local(x, axes, split_dim=0, concat_dim=0) if axes else x
     whole = _together(signs)
     return _apart(Signs(send(whole.bits), send(whole.scales)), signs)
 

@@ -80,7 +80,7 @@ def scatter_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int) -> jax.
     devices = math.prod(jax.lax.axis_size(name) for name in names)
     shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
     packed = jax.lax.optimization_barrier(pack(jnp.moveaxis(x.reshape(shape), dim, 0)))
-    send = functools.partial(hierarchical.exchange_local, axes=names, split_dim=0, concat_dim=0)
+    send = functools.partial(hierarchical.all_to_all_local, axes=names, split_dim=0, concat_dim=0)
     return jnp.sum(unpack(Packed(send(packed.values), send(packed.scales))), 0)
 
 

@@ -1,4 +1,4 @@
-"""``fetch``: a layer's weights brought from the host's memory when the layer runs, and their gradient left on the device.
+"""``to_device``: a layer's weights brought from the host's memory when the layer runs, and their gradient left on the device.
 
 After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A weight that waits is two arrays that go through the model together: what lies
 in the host's memory, and on the device a ghost of its shape, of which nothing but the gradient is ever made.
@@ -23,7 +23,7 @@ from jaxpar.sharding.names import Names
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["host", "ghost"], meta_fields=["names"])
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A weight in the host's memory, as a model sees it: :func:`fetch` brings it, and so does what jax computes with it.
+    """A weight in the host's memory, as a model sees it: :func:`to_device` brings it, and so does what jax computes with it.
 
     A scan over layers hands its body a layer of it, and so does an index.
 
@@ -55,19 +55,19 @@ class Waiting:
         if isinstance(key, int) or (isinstance(key, jax.Array) and not key.ndim):
             one = lambda x: jax.lax.dynamic_index_in_dim(x, key, 0, keepdims=False)
             return Waiting(one(self.host), one(self.ghost), self.names)
-        return fetch(self)[key]
+        return to_device(self)[key]
 
     def __jax_array__(self) -> jax.Array:
-        return fetch(self)
+        return to_device(self)
 
     def __matmul__(self, other: Any) -> Any:
-        return fetch(self) @ other
+        return to_device(self) @ other
 
     def __rmatmul__(self, other: Any) -> Any:
-        return other @ fetch(self)
+        return other @ to_device(self)
 
     def astype(self, dtype: Any) -> jax.Array:
-        return fetch(self).astype(dtype)
+        return to_device(self).astype(dtype)
 
 
 def is_waiting(x: Any) -> bool:
@@ -75,16 +75,16 @@ def is_waiting(x: Any) -> bool:
     return isinstance(x, Waiting)
 
 
-def fetch(w: Any) -> Any:
+def to_device(w: Any) -> Any:
     """A weight on the device: one that waits in the host's memory is brought, any other is handed back as it is.
 
     For the body of a scan over layers, inside of what it checkpoints (``jax.checkpoint``, ``nn.remat``): kept for the backward pass, the
-    weights of all layers would be on the device at once. :func:`jaxpar.gather_weight` and :func:`jaxpar.project` begin with it.
+    weights of all layers would be on the device at once. :func:`jaxpar.gather_weight` and :func:`jaxpar.sharded_dot` begin with it.
 
     Its gradient stays on the device, laid out by the rules of the role ``gradients``.
 
     >>> import jax.numpy as jnp
-    >>> fetch(jnp.ones(3)).shape
+    >>> to_device(jnp.ones(3)).shape
     (3,)
     """
     return _fetch(w.names[len(w.names) - w.ndim :], w.host, w.ghost) if isinstance(w, Waiting) else w

@@ -66,10 +66,10 @@ def offload(
 
     Args:
       tx: any optax transform; on disk or with ``parameters`` one that treats every number by itself, as Adam, Lion or SGD.
-      to: ``host`` for the host's memory; ``disk`` for files, which :class:`jaxpar.DiskStep` trains with.
+      to: ``host`` for the host's memory; ``disk`` for files, which :class:`jaxpar.DiskOffloadedStep` trains with.
       path: the files' folder.
       parameters: keep the weights of stacked layers there too (first logical dim ``layers``, three dims or more), and bring each layer's to the
-        device when it runs; see :func:`jaxpar.fetch`.
+        device when it runs; see :func:`jaxpar.to_device`.
       min_bytes: of the smallest array that goes there, over all devices.
 
     Raises:
@@ -109,7 +109,7 @@ def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise ConfigError(
-        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskStep in the place of "
+        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskOffloadedStep in the place of "
         "jp.train_step, or to='host'."
     )
 

@@ -1,4 +1,4 @@
-"""``in_copies``: a layer as chains, so that what one sends crosses the mesh beside what the other computes.
+"""``interleave_batches``: a layer as chains, so that what one sends crosses the mesh beside what the other computes.
 
 Each device's own rows, or its own tokens, are cut in halves (MindSpore's ``fine_grain_interleave``), so no byte moves for it. The axes of the batch and of the sequence
 are manual: weights are gathered once for both halves, and their gradients are summed over both before they are reduced.
@@ -29,7 +29,7 @@ from jaxpar.parallel.batch_rows import batch_rows, numbering, row_numbers, rows_
 from jaxpar.parallel.collectives import gather_reduce
 from jaxpar.parallel.collectives.gather_reduce import Parts
 from jaxpar.parallel.overlap.branches import Branch, woven
-from jaxpar.parallel.overlap.permute_collectives import gather_moved, scatter_moved
+from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
@@ -48,7 +48,9 @@ type Layer = Callable[[Any, jax.Array, Any], jax.Array]
 type Rows = jax.Array | tuple[jax.Array, ...]
 
 
-def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch") -> Callable[[Any, Any, Any], Any]:
+def interleave_batches(
+    layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch"
+) -> Callable[[Any, Any, Any], Any]:
     """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another, or of its tokens.
 
     Args:
@@ -57,7 +59,7 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "ba
         this returns: inside of ``layer`` it would not gather anew what all parts share.
       count: 1 or 2.
       dim: ``batch`` cuts rows; ``seq`` cuts sequences, for branches: a part waits for the ones before it alone, for what their branches carry. The
-        tokens are to lie as :func:`order_in_copies` says.
+        tokens are to lie as :func:`order_of_halves` says.
 
     ``block`` is an NNX module, whose weights are gathered here as their names say, or any pytree, whose leaves come whole. ``side`` is a pytree of arrays
     [rows or 1, seq or 1, ...], cut as ``x`` is, of scalars, and of keys, of which each part on each device gets one of its own. What
@@ -74,14 +76,14 @@ def in_copies(layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "ba
     >>> import jaxpar as jp
     >>> rules = jp.Rules(batch="data", seq="context", residual_seq="context", embed=None)
     >>> with jp.Layout(jp.MeshSpec(data=2, context=-1).build(), rules):
-    ...     run = in_copies(lambda block, x, side: x + jnp.tanh(x @ block["w"]))
+    ...     run = interleave_batches(lambda block, x, side: x + jnp.tanh(x @ block["w"]))
     ...     jax.jit(run)({"w": jnp.zeros((8, 8))}, jnp.ones((4, 16, 8)), None).shape
     (4, 16, 8)
     """
     check_count(count, dim)
     if dim == "seq" and callable(layer):
         raise ConfigError(
-            "in_copies(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: "
+            "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: "
             "its branches, with Branch(carried=...) where tokens see others, or dim='batch'."
         )
 
@@ -127,7 +129,7 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
     """An array [rows, seq, ...] as ``count`` of them, each with its part of each device's rows, or of its tokens.
 
     Raises:
-      ConfigError: as :func:`in_copies`.
+      ConfigError: as :func:`interleave_batches`.
     """
     check_count(count, dim)
     how = _How.of(current_layout(), dim, by_hand=dim == "seq")
@@ -146,17 +148,17 @@ def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
     return joined
 
 
-def order_in_copies(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:
+def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:
     """The position of each of ``seq`` tokens, as they lie under the ambient layout where sequences are cut in ``count`` parts.
 
-    Each device holds its share of the first part, then its share of the next: ``x[:, order_in_copies(seq)]`` puts tokens there.
+    Each device holds its share of the first part, then its share of the next: ``x[:, order_of_halves(seq)]`` puts tokens there.
 
     Raises:
-      ConfigError: as :func:`in_copies`.
+      ConfigError: as :func:`interleave_batches`.
 
     >>> import jaxpar as jp
     >>> with jp.Layout(jp.MeshSpec(model=2, data=-1).build(), jp.Rules(batch="data", seq=None, residual_seq="model")):
-    ...     order_in_copies(8).tolist()
+    ...     order_of_halves(8).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
     check_count(count, "seq")
@@ -296,11 +298,11 @@ class _How:
 
     def together(self, h: jax.Array) -> jax.Array:
         """From ``residual_seq`` to ``seq``."""
-        return gather_moved(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
+        return ppermute_all_gather(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
 
     def apart(self, y: jax.Array) -> jax.Array:
         """From ``seq`` to ``residual_seq``, summed."""
-        return scatter_moved(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
+        return ppermute_reduce_scatter(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
 
     def _rings(self) -> tuple[int, ...]:
         """How pieces go: straight between few devices, where a product hides them all at once; round rings where they would crowd the links."""
@@ -318,7 +320,7 @@ class _How:
         fits = s.shape[0] in (1, shape[0]) and (s.ndim == 1 or s.shape[1] in (1, shape[1]))
         if not fits:
             raise LayoutError(
-                f"in_copies(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of {shape[1]} tokens, so nothing says how to cut "
+                f"interleave_batches(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of {shape[1]} tokens, so nothing says how to cut "
                 f"it. Remedy: [{shape[0]} or 1, {shape[1]} or 1, ...]."
             )
         axes = (self.rows if s.shape[0] > 1 else (), self.seq if s.ndim > 1 and s.shape[1] > 1 else ())
@@ -374,7 +376,7 @@ class _How:
             w.shape,
             role=role,
             itemsize=w.dtype.itemsize,
-            path="a weight of in_copies()",
+            path="a weight of interleave_batches()",
         )
         if found.problems:
             raise LayoutError(found.problems)
@@ -421,7 +423,7 @@ def _weights(
     if jax.tree.leaves(rest):
         paths = ["/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
-            f"in_copies(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. Remedy: keep counters, keys and "
+            f"interleave_batches(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. Remedy: keep counters, keys and "
             f"statistics out of it, and hand keys over in side."
         )
     leaves, structure = jax.tree.flatten(params)

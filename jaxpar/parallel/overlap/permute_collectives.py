@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 
-def gather_moved(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence[int] = ()) -> jax.Array:
-    """``jax.lax.all_gather(x, axes, axis=dim, tiled=True)`` inside a ``shard_map``; its gradient is :func:`scatter_moved`.
+def ppermute_all_gather(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence[int] = ()) -> jax.Array:
+    """``jax.lax.all_gather(x, axes, axis=dim, tiled=True)`` inside a ``shard_map``; its gradient is :func:`ppermute_reduce_scatter`.
 
     Args:
       x: a device's piece.
@@ -31,7 +31,7 @@ def gather_moved(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence
     >>> import jaxpar as jp
     >>> from jax.sharding import PartitionSpec as P
     >>> with jax.set_mesh(jp.MeshSpec(data=-1).build()):
-    ...     gather = lambda x: gather_moved(x, ("data",), dim=0, rings=(4, 2))
+    ...     gather = lambda x: ppermute_all_gather(x, ("data",), dim=0, rings=(4, 2))
     ...     y = jax.jit(jax.shard_map(gather, in_specs=P("data"), out_specs=P(), check_vma=False))(jnp.arange(16))
     >>> bool((y == jnp.arange(16)).all())
     True
@@ -39,12 +39,12 @@ def gather_moved(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence
     return _gather(tuple(axes), tuple(rings), dim, x)
 
 
-def scatter_moved(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence[int] = ()) -> jax.Array:
-    """``jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)`` inside a ``shard_map``; its gradient is :func:`gather_moved`.
+def ppermute_reduce_scatter(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence[int] = ()) -> jax.Array:
+    """``jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)`` inside a ``shard_map``; its gradient is :func:`ppermute_all_gather`.
 
     Args:
       x: a device's share of the sum, whole.
-      axes, dim, rings: as of :func:`gather_moved`.
+      axes, dim, rings: as of :func:`ppermute_all_gather`.
     """
     return _scatter(tuple(axes), tuple(rings), dim, x)
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS, Window
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.parallel.pipeline.schedules.table import Keeps
+from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing
 
 
 @dataclass(frozen=True)
@@ -17,37 +17,37 @@ class Pipeline:
 
     Attributes:
       schedule: see :func:`jaxpar.schedule`.
-      keeps: ``input`` keeps what a stage is given and computes its layers again for the backward; ``residuals`` keeps what the layers'
+      activation_checkpointing: ``full`` keeps what a stage is given and computes its layers again for the backward; ``none`` keeps what the layers'
         own policies of recomputation keep, for every microbatch on its way.
-      reduce: ``once`` sums a device's own gradients over all microbatches and scatters the sums, which lie whole in fp32 till then; ``each``
+      grad_reduction: ``per_step`` sums a device's own gradients over all microbatches and scatters the sums, which lie whole in fp32 till then; ``per_microbatch``
         scatters a layer's gradients with every microbatch, which sends that many times as much, and its sums are split as the gradients are.
-        ``chunk`` sums those of a chunk while a stage stays with it, and scatters them when all stages have gone on to the next: of
+        ``per_chunk`` sums those of a chunk while a stage stays with it, and scatters them when all stages have gone on to the next: of
         ``interleaved`` once for each group of as many microbatches as there are stages, and two chunks' sums lie whole in the place of all.
-      lowering: ``uniform`` makes all stages do in a tick what any of them does, beside whatever other axes; ``divergent`` makes each do its own,
+      executor: ``lockstep`` makes all stages do in a tick what any of them does, beside whatever other axes; ``independent`` makes each do its own,
         for schedules whose stages do different things in a tick, on meshes that split nothing but batches beside stages.
       layers: how many layers each piece has, in the order of the model; empty for all alike.
       recompute: for each stage, how many of the first layers of each of its pieces keep their input alone and compute the rest again in the
         backward; the others keep their residuals. Buffers are as large as the stage with most needs. Empty: all keep theirs.
-      before: ``once`` does what comes before the layers for the whole batch, outside of the ticks, and back again: what the first layer is given, and
-        its cotangent, wait whole in one place, split over all devices. ``each`` does it for one microbatch at a time (of sequences in chunks: for
+      embedding: ``per_step`` does what comes before the layers for the whole batch, outside of the ticks, and back again: what the first layer is given, and
+        its cotangent, wait whole in one place, split over all devices. ``per_microbatch`` does it for one microbatch at a time (of sequences in chunks: for
         one chunk), on all stages at once, so nothing of the batch waits; its weights are gathered for all of the ticks, and their gradients are
         summed there, in fp32. Less memory where a batch's activations are more than these weights. It sees one device's rows of a microbatch then.
     """
 
     schedule: Schedule
-    keeps: Keeps = "input"
+    activation_checkpointing: ActivationCheckpointing = "full"
     layers: tuple[int, ...] = ()
-    reduce: Literal["once", "chunk", "each"] = "once"
-    lowering: Literal["uniform", "divergent"] = "uniform"
+    grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
+    executor: Literal["lockstep", "independent"] = "lockstep"
     recompute: tuple[int, ...] = ()
-    before: Literal["once", "each"] = "once"
+    embedding: Literal["per_step", "per_microbatch"] = "per_step"
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-            ("keeps", self.keeps, get_args(Keeps)),
-            ("reduce", self.reduce, ("once", "chunk", "each")),
-            ("lowering", self.lowering, ("uniform", "divergent")),
-            ("before", self.before, ("once", "each")),
+            ("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing)),
+            ("grad_reduction", self.grad_reduction, ("per_step", "per_chunk", "per_microbatch")),
+            ("executor", self.executor, ("lockstep", "independent")),
+            ("embedding", self.embedding, ("per_step", "per_microbatch")),
         )
         for name, value, known in checks:
             if value not in known:
@@ -55,10 +55,10 @@ class Pipeline:
                 raise ConfigError(
                     f"pipeline: {name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known)}"
                 )
-        if self.lowering == "divergent" and self.reduce != "once":
+        if self.executor == "independent" and self.grad_reduction != "per_step":
             raise ConfigError(
-                f"pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is {self.reduce!r}, which scatters "
-                "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
+                f"pipeline: executor is 'independent', in which a stage's layers can hold no collective, but grad_reduction is {self.grad_reduction!r}, which scatters "
+                "gradients layer by layer. Remedy: grad_reduction='per_step', or executor='lockstep'."
             )
         self._check_recompute()
 
@@ -66,9 +66,9 @@ class Pipeline:
         said, stages = f"pipeline: recompute is {list(self.recompute)}", self.schedule.stages
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.recompute):
             raise ConfigError(f"{said}, but numbers of layers, 0 or more, are wanted.")
-        if self.recompute and self.keeps == "input":
+        if self.recompute and self.activation_checkpointing == "full":
             raise ConfigError(
-                f"{said}, but keeps is 'input', with which every layer is computed again. Remedy: keeps='residuals', or leave recompute out."
+                f"{said}, but activation_checkpointing is 'full', with which every layer is computed again. Remedy: activation_checkpointing='none', or leave recompute out."
             )
         if self.recompute and len(self.recompute) != stages:
             raise ConfigError(
@@ -78,14 +78,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """How layers go through a pipeline that is never emptied between steps; for :class:`jaxpar.AsynchronousStep`.
+    """How layers go through a pipeline that is never emptied between steps; for :class:`jaxpar.PipedreamStep`.
 
     Attributes:
       name: ``pipedream_2bw``: an update a batch, with a gradient of the version before: W(t+1) = W(t) - optimizer(gradient of batch t - 1 at W(t - 1)).
         ``pipedream``: an update a microbatch and stage, stage s of S with a gradient that is 2 (S - 1 - s) updates late.
       stages: devices along ``pipeline``.
       microbatches: pieces of a batch, 2 (stages - 1) or more.
-      keeps, layers, reduce: as for :class:`Pipeline`.
+      activation_checkpointing, layers, grad_reduction: as for :class:`Pipeline`.
 
     Raises:
       ConfigError: no such name, or nothing that can be kept or reduced so.
@@ -95,15 +95,15 @@ class Asynchronous:
     name: str
     stages: int
     microbatches: int
-    keeps: Keeps = "input"
+    activation_checkpointing: ActivationCheckpointing = "full"
     layers: tuple[int, ...] = ()
-    reduce: Literal["once", "chunk", "each"] = "once"
+    grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ("name", self.name, ASYNCHRONOUS),
-            ("keeps", self.keeps, get_args(Keeps)),
-            ("reduce", self.reduce, ("once", "each")),
+            ("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing)),
+            ("grad_reduction", self.grad_reduction, ("per_step", "per_microbatch")),
         )
         for name, value, known in checks:
             if value not in known:
@@ -122,6 +122,6 @@ class Asynchronous:
         return Window(self.name, self.stages, self.microbatches, self.microbatches)
 
     @property
-    def lowering(self) -> Literal["uniform"]:
+    def executor(self) -> Literal["lockstep"]:
         """All stages do the same in every tick."""
-        return "uniform"
+        return "lockstep"

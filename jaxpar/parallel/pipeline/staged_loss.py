@@ -1,4 +1,4 @@
-"""``Staged``: a loss that names the model's stack of layers, and what comes before and after it."""
+"""``PipelineLoss``: a loss that names the model's stack of layers, and what comes before and after it."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ def _nothing(model: Any, batch: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Staged:
+class PipelineLoss:
     """A ``loss_fn`` in pieces, so that a pipeline can give the layers to its stages; called, it runs them one after the other.
 
     Attributes:
       layers: the path of the stack in the model, as ``blocks`` or ``decoder/blocks``: equal layers, their parameters stacked along a
         first dim with the logical name ``layers``.
-      before: ``before(model, batch) -> x``, what the first layer is given: [rows, ...], with the sequence second if there is one.
+      embed: ``embed(model, batch) -> x``, what the first layer is given: [rows, ...], with the sequence second if there is one.
       layer: ``layer(block, x, side) -> x`` of one layer; the same shape and dtype come out. A policy of recomputation is its own matter
         (``jax.checkpoint`` around what it does): what it keeps is what its backward pass is given. It may return ``(x, aux)``: a scalar is
         added to the loss, its weight already applied, and is the metric ``aux_loss``; of a dict of scalars ``loss`` is, and all others are
         metrics. They are summed over layers, and over microbatches averaged as the loss is.
-      after: ``after(model, x, batch) -> loss`` or ``(loss, aux)``, the mean over the rows that it is given. A metric ``weight`` in ``aux`` says how
+      head: ``head(model, x, batch) -> loss`` or ``(loss, aux)``, the mean over the rows that it is given. A metric ``weight`` in ``aux`` says how
         much these count, 1 without.
       prepare: ``prepare(model, batch) -> batch``, once for the whole batch: the order of tokens, positions. Arrays [rows, seq, ...]. What it computes of
         parameters, of the layers too, has no gradient.
-      side: ``side(model, batch) -> arrays`` that layers want to know of a batch beside ``x``. They may be computed from parameters, but have no gradient.
+      layer_inputs: ``layer_inputs(model, batch) -> arrays`` that layers want to know of a batch beside ``x``. They may be computed from parameters, but have no gradient.
       dims: the logical dims of ``x``.
       keys: layers draw random numbers: ``layer(block, x, side, keys)``, with a PRNG key for each row of ``x``, [rows]. A key is of the step, the
         row's place in the whole batch and the layer's in the model, so that microbatches, stages and devices change nothing of what is drawn
         (but where a sequence is split: then each part draws its own). It costs a hash a row and layer, and one a row. Keys of jax's kind
         ``rbg`` draw otherwise in another batch: with them results depend on microbatches and devices.
-      carried_layer: for schedules that cut sequences into chunks: ``carried_layer(block, x, side, carry, chunk) -> (x, carry)``, a layer of one chunk of
+      chunked_layer: for schedules that cut sequences into chunks: ``chunked_layer(block, x, side, carry, chunk) -> (x, carry)``, a layer of one chunk of
         a microbatch, whose number ``chunk`` is traced; ``x`` and ``side`` are of the chunk. ``carry`` is what its chunks so far have left, as keys and
         values: it returns it with its own part written, from ``chunk * x.shape[1]`` on. Neither its result nor any gradient may depend on what
         stands in the carry behind that part (that of another microbatch, or of later chunks), nor on what stood in it.
-      carry: ``carry(model, batch)``: the carry of a layer for all of a microbatch, arrays [rows, seq, ...] or their shapes. Integers have no
+      chunk_carry: ``chunk_carry(model, batch)``: the carry of a layer for all of a microbatch, arrays [rows, seq, ...] or their shapes. Integers have no
         gradient.
 
-    ``model`` is what ``make_model`` returned, for ``loss_fn``. Under a pipeline ``before``, ``side``, ``carry`` and ``after`` get it with shapes for the
+    ``model`` is what ``make_model`` returned, for ``loss_fn``. Under a pipeline ``embed``, ``layer_inputs``, ``chunk_carry`` and ``head`` get it with shapes for the
     parameters of its layers, and a :class:`jaxpar.errors.ModelError` says so if they read one. ``block`` is one layer: an NNX module
     (the stack's, with one layer's arrays) or the stack's subtree of one layer's arrays.
 
     >>> import jax, jax.numpy as jnp
-    >>> loss = Staged(
+    >>> loss = PipelineLoss(
     ...     layers="blocks",
-    ...     before=lambda model, batch: batch["x"],
+    ...     embed=lambda model, batch: batch["x"],
     ...     layer=lambda block, x, side: x + jnp.tanh(x @ block["w"]),
-    ...     after=lambda model, x, batch: jnp.mean((x - batch["y"]) ** 2),
+    ...     head=lambda model, x, batch: jnp.mean((x - batch["y"]) ** 2),
     ... )
     >>> ones = jnp.ones((2, 4))
     >>> float(loss({"blocks": {"w": jnp.zeros((3, 4, 4))}}, {"x": ones, "y": 2 * ones}))
@@ -73,22 +73,22 @@ class Staged:
     """
 
     layers: str
-    before: Callable[[Any, Any], jax.Array]
+    embed: Callable[[Any, Any], jax.Array]
     layer: Callable[..., Any]
-    after: Callable[[Any, jax.Array, Any], Any]
+    head: Callable[[Any, jax.Array, Any], Any]
     prepare: Callable[[Any, Any], Any] = _as_it_is
-    side: Callable[[Any, Any], Any] = _nothing
+    layer_inputs: Callable[[Any, Any], Any] = _nothing
     dims: tuple[str | None, ...] | None = None
     keys: bool = False
-    carried_layer: Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]] | None = None
-    carry: Callable[[Any, Any], Any] = _nothing
+    chunked_layer: Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]] | None = None
+    chunk_carry: Callable[[Any, Any], Any] = _nothing
 
     @property
     def path(self) -> tuple[str, ...]:
         return tuple(self.layers.split("/"))
 
     def __call__(self, model: Any, batch: Any, key: Any = None) -> Any:
-        """What ``after`` returns, with what layers add.
+        """What ``head`` returns, with what layers add.
 
         Raises:
           ModelError: layers draw random numbers, but there is no ``key``; or they return what cannot be.
@@ -101,7 +101,7 @@ class Staged:
             return None
         if key is None:
             raise ModelError(
-                "Staged(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
+                "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
             )
         count = max(
             x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)
@@ -112,7 +112,7 @@ class Staged:
         """As when called, of a batch and the keys of its rows, which may be a part of the whole."""
         batch, keys = given
         batch = _no_gradient(self.prepare(model, batch), but=batch)
-        side = _no_gradient(self.side(model, batch))
+        side = _no_gradient(self.layer_inputs(model, batch))
         leaves, block = stacked_part(model, self.path)
 
         def one(x: jax.Array, at: Any) -> tuple[jax.Array, Any]:
@@ -120,8 +120,8 @@ class Staged:
             return self.one(block(leaves), x, side, of_layer(keys, number))
 
         numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0])
-        x, extras = jax.lax.scan(one, self.before(model, batch), (numbers, leaves))
-        return with_extras(self.after(model, x, batch), jax.tree.map(lambda each: each.sum(0), extras))
+        x, extras = jax.lax.scan(one, self.embed(model, batch), (numbers, leaves))
+        return with_extras(self.head(model, x, batch), jax.tree.map(lambda each: each.sum(0), extras))
 
     def one(self, block: Any, x: jax.Array, side: Any, keys: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """One layer: ``x``, and the scalars beside it, in fp32 or wider."""
@@ -130,7 +130,7 @@ class Staged:
             return found, {}
         if len(found) != 2:
             raise ModelError(
-                f"Staged(layer=...) returned a tuple of {len(found)}, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. "
+                f"PipelineLoss(layer=...) returned a tuple of {len(found)}, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. "
                 f"Remedy: return one of these; a layer carries no variables."
             )
         x, aux = found
@@ -138,7 +138,7 @@ class Staged:
         for name, value in extras.items():
             if jnp.shape(value):
                 raise ModelError(
-                    f"Staged(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are summed and microbatches averaged, "
+                    f"PipelineLoss(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are summed and microbatches averaged, "
                     f"so scalars are wanted. Remedy: return its mean."
                 )
         return x, {name: wide(value) for name, value in extras.items()}
@@ -175,7 +175,7 @@ def joined(metrics: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, A
     both = sorted({*metrics, "weight"} & set(named))
     if both:
         raise ModelError(
-            f"Staged(layer=...) returned metrics named {listing(both)}, which after returns or weighs by. Remedy: rename them."
+            f"PipelineLoss(layer=...) returned metrics named {listing(both)}, which after returns or weighs by. Remedy: rename them."
         )
     return {**metrics, **named}
 
@@ -193,7 +193,7 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         if inner is None:
             have = sorted(tree) if isinstance(tree, dict) else sorted(vars(tree))
             raise ModelError(
-                f"Staged(layers={'/'.join(path)!r}): the model has no {'/'.join(path[: at + 1])!r}. Remedy: the path of its stack of layers; "
+                f"PipelineLoss(layers={'/'.join(path)!r}): the model has no {'/'.join(path[: at + 1])!r}. Remedy: the path of its stack of layers; "
                 f"there are {listing(name for name in have if not name.startswith('_'))}."
             )
         tree = inner
@@ -203,8 +203,8 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
     if jax.tree.leaves(rest):
         paths = ["/".join((*path, *map(str, keys))) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
-            f"Staged(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which no pipeline can: each stage sees its own microbatch. "
-            f"Remedy: keep counters and statistics out of the stack; for random numbers Staged(keys=True) in the place of keys."
+            f"PipelineLoss(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which no pipeline can: each stage sees its own microbatch. "
+            f"Remedy: keep counters and statistics out of the stack; for random numbers PipelineLoss(keys=True) in the place of keys."
         )
     structure = jax.tree.structure(params)
     return jax.tree.leaves(params), lambda leaves: nnx.merge(

@@ -23,7 +23,7 @@ from jaxpar.errors import ConfigError
 class Int8:
     """An array in int8: ``values * scales``. A pytree, so it can stand in parameters, caches and what scans go over.
 
-    :func:`jaxpar.project` and :func:`jaxpar.cached_attention` compute with it as it is; all else of jax takes it as the array that it stands for
+    :func:`jaxpar.sharded_dot` and :func:`jaxpar.cached_attention` compute with it as it is; all else of jax takes it as the array that it stands for
     (``x @ w``, ``w.astype(...)``), written out.
 
     Attributes:

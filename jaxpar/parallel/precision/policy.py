@@ -93,9 +93,9 @@ class Precision:
       reduce: dtype in which gradients are summed over devices; fp32 or wider if ``None``, also of a model that computes in 16 bits by its own
         word alone.
         Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.parallel.collectives.quantized`). Where weights are gathered, or gradients
-        reduced, by the compiler (ZeRO stages 2 and 3), all this is for what the model hands to :func:`jaxpar.project`.
+        reduced, by the compiler (ZeRO stages 2 and 3), all this is for what the model hands to :func:`jaxpar.sharded_dot`.
       scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
-      matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.project` in 8-bit floating point; ``fp8`` for ``compute``,
+      matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.sharded_dot` in 8-bit floating point; ``fp8`` for ``compute``,
         or alone, means this with ``compute`` in bf16.
 
     Raises:
@@ -183,7 +183,7 @@ class Precision:
         if self.compute is None and self.reduce is not None and jnp.dtype(self.reduce).itemsize < dtype.itemsize:
             raise ConfigError(
                 f"precision: reduce is {self.reduce}, but here the compiler reduces gradients where they arise, and the model computes them in "
-                f"{dtype.name}. Remedy: precision.compute: {self.reduce}, reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+                f"{dtype.name}. Remedy: precision.compute: {self.reduce}, grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
             )
         return None if wide == dtype else wide
 

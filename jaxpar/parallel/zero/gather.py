@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.collectives import hierarchical
 from jaxpar.parallel.collectives.gather_reduce import asked, summing
-from jaxpar.parallel.offload.host_weights import fetch
+from jaxpar.parallel.offload.host_weights import to_device
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, times, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
@@ -40,12 +40,12 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
     """
-    w = fetch(w)
+    w = to_device(w)
     w = w if dtype is None else w.astype(dtype)
     return checkpoint_name(_gather(dims, 0, (w.shape,), w), GATHERED)
 
 
-def project(
+def sharded_dot(
     x: jax.Array,
     *weights: tuple[jax.Array | Int8, _Dims],
     dtype: Any = None,
@@ -68,7 +68,7 @@ def project(
       dtype: of the weights in the compute; their own if not given.
       summed: how many dims are summed over, the last of ``x`` and the first of the weights.
       regather: a number makes neighbours in groups of so many devices keep a part of each weight for the backward pass, which then gathers
-        within groups. Otherwise the policy of :class:`jaxpar.Recompute` says what is kept.
+        within groups. Otherwise the policy of :class:`jaxpar.RematPolicy` says what is kept.
 
     Returns:
       For each weight an array [..., *weight.shape[summed:]].
@@ -80,7 +80,7 @@ def project(
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
     >>> with jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed=None, heads=None, kv_heads=None, head_dim=None)):
-    ...     q, k = project(
+    ...     q, k = sharded_dot(
     ...         jnp.ones((2, 8)),
     ...         (jnp.ones((8, 4, 3)), ("embed", "heads", "head_dim")),
     ...         (jnp.ones((8, 2, 3)), ("embed", "kv_heads", "head_dim")),
@@ -96,18 +96,18 @@ def project(
                 else f"{summed} dims are summed over, its first and the last"
             )
             raise LayoutError(
-                f"project(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
+                f"sharded_dot(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
                 f"Remedy: transpose the weight, or pass what it belongs to."
             )
     one_token = x.ndim > 2 and x.shape[1] == 1
     if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
         # A token a row, as in decoding: to be put side by side, weights would be read and written once more than for their product.
-        apart = [project(x, one, dtype=dtype, summed=summed, regather=regather) for one in weights]
+        apart = [sharded_dot(x, one, dtype=dtype, summed=summed, regather=regather) for one in weights]
         return tuple(y for (y,) in apart)
     first, dims = weights[0]
     if isinstance(first, Int8):
         return (_scaled(x, first, dims, summed),)
-    brought = [fetch(w) for w, _ in weights]
+    brought = [to_device(w) for w, _ in weights]
     ws = [w if dtype is None else w.astype(dtype) for w in brought]
     # A matrix alone lies well as it is stored.
     alone = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
@@ -148,7 +148,7 @@ def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
     """The product with a weight in 8-bit integers."""
     if w.summed != tuple(range(-w.ndim, summed - w.ndim)):
         raise LayoutError(
-            f"project(): the weight {dims} of shape {w.shape} has a scale for all of its dims {[dim % w.ndim for dim in w.summed]}, but its first "
+            f"sharded_dot(): the weight {dims} of shape {w.shape} has a scale for all of its dims {[dim % w.ndim for dim in w.summed]}, but its first "
             f"{summed} are summed over. Remedy: Int8.of(w, {list(range(summed))})."
         )
     layout = current_layout()
@@ -162,7 +162,7 @@ def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """A checkpoint policy that keeps everything but gathered and fetched weights, neither under their name nor before they have it."""
-    if primitive.name == "custom_vjp_call":  # a gather's does nothing but lay out, a fetch's brings
+    if primitive.name == "custom_vjp_call":  # a gather's does nothing but lay out, a to_device's brings
         return not {equation.primitive.name for equation in parameters["call_jaxpr"].eqns} <= _OF_GATHER
     return parameters.get("name") != GATHERED
 

@@ -63,9 +63,9 @@ def route(
         return None
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None  # gathered and reduced already, by those who made them manual
-    rows = layout.resolve(("batch",), x.shape[:1], path="the batch of project()")
+    rows = layout.resolve(("batch",), x.shape[:1], path="the batch of sharded_dot()")
     stored, used, grad = (
-        layout.resolve(dims, w.shape, role=role, dtype=w.dtype, path="a weight of project()")
+        layout.resolve(dims, w.shape, role=role, dtype=w.dtype, path="a weight of sharded_dot()")
         for role in ("params", "activations", "gradients")
     )
     problems = tuple(dict.fromkeys((*rows.problems, *used.problems)))

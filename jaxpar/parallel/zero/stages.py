@@ -113,4 +113,4 @@ class Zero:
         """What the stage asks of :func:`jaxpar.train_step`."""
         if self.stage in (0, 3):
             return {}
-        return {"gather": "step", "reduce": "once" if self.stage == 1 else "each"}
+        return {"weight_gather": "per_step", "grad_reduction": "per_step" if self.stage == 1 else "each"}

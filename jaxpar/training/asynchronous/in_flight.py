@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import batch_rows, numbering
 from jaxpar.parallel.collectives.gather_reduce import wide
-from jaxpar.parallel.pipeline.executor.async_runner import Endless, beside, numbered
+from jaxpar.parallel.pipeline.executor.async_runner import AsyncRunner, beside, numbered
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head, Program
 from jaxpar.parallel.pipeline.options import Asynchronous
@@ -29,7 +29,7 @@ from jaxpar.training.microbatches import Found, How, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
 from jaxpar.training.pipeline.stage_functions import before_of, check_rows, columns, given_of, program_of, side_weights
-from jaxpar.training.pipeline.transfer import Boarding, Split, row_axes
+from jaxpar.training.pipeline.transfer import Split, StageTransfer, row_axes
 from jaxpar.training.state import TrainState
 
 
@@ -44,7 +44,7 @@ class InFlight(TrainState):
 
     Attributes:
       flight: of ``pipedream_2bw`` a dict of ``pending`` (int32: whether a batch is on its way), ``batch``, ``previous`` (the weights that it is computed
-        with; ``params`` are newer), ``aboard`` (see :meth:`jaxpar.parallel.pipeline.executor.async_runner.Endless.aboard`) and ``layers``, whose one name says how many layers each
+        with; ``params`` are newer), ``aboard`` (see :meth:`jaxpar.parallel.pipeline.executor.async_runner.AsyncRunner.aboard`) and ``layers``, whose one name says how many layers each
         stage has: what is on its way lies by them. ``pipedream`` has ``versions`` in the place of
         ``previous``: those that microbatches on their way were forwarded with, [ring, ...]; ``late``, gradients of tied parameters that wait for the first
         stage's part, [stages, ...]; and its ``opt_state`` is a dict of ``before``, ``layers`` [stages, layers of the largest, ...] and ``after``.
@@ -101,8 +101,8 @@ class Call:
         return Split(self.state, self.loss_fn)
 
     @functools.cached_property
-    def board(self) -> Boarding:
-        return Boarding.of(self.layout, self.split, self.state, self.how.precision, self.asked)
+    def board(self) -> StageTransfer:
+        return StageTransfer.of(self.layout, self.split, self.state, self.how.precision, self.asked)
 
     @property
     def sizes(self) -> str:
@@ -121,7 +121,7 @@ class Call:
         found: tuple[jax.Array, Any] = jax.vjp(f, others)
         return found
 
-    def ticks(self, before: Any, batch: Any, x: jax.Array) -> tuple[Endless, jax.Array]:
+    def ticks(self, before: Any, batch: Any, x: jax.Array) -> tuple[AsyncRunner, jax.Array]:
         """The ticks, for prepared batches, and the own one's inputs as they want them."""
         split, count = self.split, self.window.batch
         new, (pieces, fed) = self.board.enter(self.state.params, given_of(batch), x, count)
@@ -133,7 +133,7 @@ class Call:
         numbered_pieces = {"batch": numbers, "of": beside(pieces_before, pieces, 1)}
         grows = fed.shape[-1] % self.window.stages == 0
         read = side_weights(self.loss_fn, split, self.board, after, pieces[0])
-        return Endless(program, weights, after, numbered_pieces, grows, read), fed
+        return AsyncRunner(program, weights, after, numbered_pieces, grows, read), fed
 
     def program(self, head: Head) -> Program:
         """What stages and head do; both chunks of a stage are its layers."""
@@ -145,7 +145,7 @@ class Call:
             self.board,
             schedule=self.window,
             head=head,
-            keeps=self.asked.keeps,
+            activation_checkpointing=self.asked.activation_checkpointing,
             reduce=self.board.of_one_layer if self.board.each else None,
             counts=None if counts is None else counts.repeat(2, axis=1),
             starts=None,

@@ -30,8 +30,8 @@ class Groups:
     """Parameters as those of the first stage's input, of stages' layers [stages, layers, ...], and of the last stage's output.
 
     Attributes:
-      first: paths of what ``Staged.before`` reads. All others that are not of the layers go with the last stage.
-      tied: those of them that ``Staged.after`` reads too. They are the first stage's: the last reads the version that the microbatch was given there,
+      first: paths of what ``PipelineLoss.embed`` reads. All others that are not of the layers go with the last stage.
+      tied: those of them that ``PipelineLoss.head`` reads too. They are the first stage's: the last reads the version that the microbatch was given there,
         and its part of their gradient waits for the first stage's.
     """
 
@@ -119,9 +119,9 @@ class Groups:
         }
 
 
-def _only(others: Any, keeps: Callable[[tuple[Any, ...]], bool]) -> Any:
+def _only(others: Any, wanted: Callable[[tuple[Any, ...]], bool]) -> Any:
     """The leaves at some paths, ``None`` at all others."""
-    return jax.tree_util.tree_map_with_path(lambda keys, w: w if keeps(to_path(keys)) else None, others)
+    return jax.tree_util.tree_map_with_path(lambda keys, w: w if wanted(to_path(keys)) else None, others)
 
 
 def _over(some: Any, others: Any) -> Any:
@@ -135,9 +135,9 @@ def evened(call: Call) -> Call:
     Raises:
       ConfigError: the layers do not lie with their stages, or gradients are to be scattered otherwise than once for each update.
     """
-    if call.asked.reduce == "each":
+    if call.asked.grad_reduction == "per_microbatch":
         raise ConfigError(
-            "asynchronous pipeline: reduce is 'each', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it out, "
+            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it out, "
             "or 'pipedream_2bw'."
         )
     board = call.board
@@ -183,5 +183,5 @@ def groups_of(call: Call, batch: Any) -> Groups:
         after_of(loss_fn, split, others, x, Given(piece))
 
     jax.eval_shape(read, others, piece)
-    first, last = split.read["before"], split.read["after"]
+    first, last = split.read["embed"], split.read["head"]
     return Groups(call, first, first & last)

@@ -1,4 +1,4 @@
-"""``AsynchronousStep``: train steps of a pipeline that is not emptied between them, so that no stage ever stands still.
+"""``PipedreamStep``: train steps of a pipeline that is not emptied between them, so that no stage ever stands still.
 
 PipeDream (Harlap et al. 2018, arXiv:1806.03377) and PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503).
 """
@@ -16,18 +16,18 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError
-from jaxpar.parallel.collectives.bucketing import Fusion
+from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import asking
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous
-from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import Asked
 from jaxpar.sharding.layout import Layout, tracing_under
 from jaxpar.training import one_bit_adam
 from jaxpar.training.asynchronous import in_flight, weight_stashing
 from jaxpar.training.asynchronous.in_flight import InFlight, two_versions
 from jaxpar.training.loss import Metrics
-from jaxpar.training.microbatches import Gather, How, Reduce
+from jaxpar.training.microbatches import GradReduction, How, WeightGather
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.disk_state import disk_of
 from jaxpar.training.pipeline.transfer import Split, row_axes
@@ -35,7 +35,7 @@ from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, how_of, place_state
 
 
-class AsynchronousStep:
+class PipedreamStep:
     """``step(state, batch) -> (state, metrics)`` of a pipeline that goes on from call to call, with no bubble.
 
     The state is one that :meth:`start` made: it holds what is on its way, as arrays, and can be saved between any two calls. A call forwards its batch and
@@ -46,28 +46,28 @@ class AsynchronousStep:
     before. The first call updates nothing, and counts for no optimizer. :meth:`flush` gives the last batch's gradients to it.
 
     ``pipedream``: stage s of S updates its layers with every microbatch m, W_s(m + 1) = W_s(m) - u(g_s), where g_s is the gradient of the microbatch's loss at
-    the weights W_r(m - 2 (S - 1 - r)) of all stages r, those of its forward (W_r(0) where m is less). What ``Staged.before`` reads goes with stage 0, what
-    ``Staged.after`` reads with stage S - 1, whose gradients are never late. What both read (tied embeddings) goes with stage 0: both uses see W_0(m - 2 (S - 1)), and
+    the weights W_r(m - 2 (S - 1 - r)) of all stages r, those of its forward (W_r(0) where m is less). What ``PipelineLoss.embed`` reads goes with stage 0, what
+    ``PipelineLoss.head`` reads with stage S - 1, whose gradients are never late. What both read (tied embeddings) goes with stage 0: both uses see W_0(m - 2 (S - 1)), and
     one update takes the gradients of both. Each stage, like before and after, has an optimizer's state of its own, so what an optimizer sums over all
     parameters, it sums over a stage's.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.train_step`; the loss is a :class:`jaxpar.Staged`.
+      layout, loss_fn: as for :func:`jaxpar.train_step`; the loss is a :class:`jaxpar.PipelineLoss`.
       pipeline: which kind, over how many stages, in how many microbatches.
-      accumulate, gather, reduce, precision, fusion, clip_norm: as there, as far as a pipeline takes them.
+      grad_accum_steps, gather, reduce, precision, fusion, clip_norm: as there, as far as a pipeline takes them.
       skip_nonfinite: leave out an update whose gradients are not finite; ``metrics["skipped"]`` says so.
       donate: give the old state's memory to the new one.
 
     Raises:
-      ConfigError: a loss scale, ``accumulate``, or ``clip_norm`` under ``pipedream``; and when traced, an optimizer whose state is on host or disk, or
+      ConfigError: a loss scale, ``grad_accum_steps``, or ``clip_norm`` under ``pipedream``; and when traced, an optimizer whose state is on host or disk, or
         which reduces gradients itself; layers that do not go over the stages; under ``pipedream``, layers that do not lie with them.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import jaxpar as jp
-    >>> loss = jp.Staged("blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2))
+    >>> loss = jp.PipelineLoss("blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2))
     >>> layout = jp.Layout(jp.MeshSpec(pipeline=1).build(jax.devices()[:1]), jp.Rules(batch=None, layers="pipeline", embed=None))
     >>> make_model = lambda key: {"blocks": jp.tag(jnp.ones((1, 1, 1)), "layers", "embed", "embed")}
-    >>> step = AsynchronousStep(layout, loss, jp.Asynchronous("pipedream_2bw", stages=1, microbatches=2))
+    >>> step = PipedreamStep(layout, loss, jp.Asynchronous("pipedream_2bw", stages=1, microbatches=2))
     >>> state = step.start(jp.init(layout, make_model, optax.sgd(0.25)), jnp.ones((2, 1)))
     >>> for _ in range(3):
     ...     state, metrics = step(state, jnp.ones((2, 1)))
@@ -83,16 +83,16 @@ class AsynchronousStep:
         loss_fn: Callable[..., Any],
         pipeline: Asynchronous,
         *,
-        accumulate: int = 1,
-        gather: Gather = "use",
-        reduce: Reduce | None = None,
+        grad_accum_steps: int = 1,
+        weight_gather: WeightGather = "per_use",
+        grad_reduction: GradReduction | None = None,
         precision: Asked = None,
-        fusion: Fusion | None = None,
+        fusion: CollectiveFusion | None = None,
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
         donate: bool = True,
     ):
-        how = how_of(accumulate, gather, reduce, precision, skip_nonfinite, fusion)
+        how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
         _check(pipeline, how, clip_norm)
         self.layout, self.loss_fn, self.pipeline, self.how = layout, loss_fn, pipeline, how
         self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
@@ -201,20 +201,20 @@ class AsynchronousStep:
     def _check_flight(self, state: InFlight) -> None:
         """What is on its way came there by a step like this one."""
         act, asked = state.flight["aboard"]["act"], self.pipeline
-        if not isinstance(self.loss_fn, Staged):
+        if not isinstance(self.loss_fn, PipelineLoss):
             return  # which is named where the pipeline begins
         ways = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
-        kept = "residuals" if "res" in state.flight["aboard"] else "input"
+        kept = "none" if "res" in state.flight["aboard"] else "full"
         layers = jax.tree.leaves(Split(state, self.loss_fn).stack(state.params))[0].shape[0]
         (have,) = state.flight["layers"]
         wants = "-".join(map(str, asked.layers or (layers // asked.stages,) * asked.stages))
         was = (kind, act.shape[0], have, act.shape[1], kept)
-        now = (asked.name, asked.stages, wants, ways, asked.keeps)
+        now = (asked.name, asked.stages, wants, ways, asked.activation_checkpointing)
         if was != now:
             told = [
-                f"{kind!r} over {n} stages of {each} layers and {m} devices of rows, keeps {keeps!r}"
-                for kind, n, each, m, keeps in (was, now)
+                f"{kind!r} over {n} stages of {each} layers and {m} devices of rows, activation_checkpointing {kept!r}"
+                for kind, n, each, m, kept in (was, now)
             ]
             raise ConfigError(
                 f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: flush(state) by the step it came from, "
@@ -224,7 +224,7 @@ class AsynchronousStep:
     def _check_batch(self, state: InFlight, batch: Any) -> None:
         """Batches are all alike: two of them are on their way at once."""
         loss_fn = self.loss_fn
-        if not isinstance(loss_fn, Staged):
+        if not isinstance(loss_fn, PipelineLoss):
             return  # which is named where the pipeline begins
         split = Split(state, loss_fn)
         with tracing_under(self.layout):
@@ -244,10 +244,10 @@ class AsynchronousStep:
 def _check(pipeline: Asynchronous, how: How, clip_norm: float | None) -> None:
     """What goes with no asynchronous pipeline, or not with this kind."""
     start, name = "asynchronous pipeline", pipeline.name
-    if how.accumulate != 1:
+    if how.grad_accum_steps != 1:
         raise ConfigError(
-            f"{start}: accumulate is {how.accumulate}, but the {pipeline.microbatches} microbatches of {name!r} are the accumulation. Remedy: leave it out, "
-            f"or microbatches={how.accumulate * pipeline.microbatches}."
+            f"{start}: grad_accum_steps is {how.grad_accum_steps}, but the {pipeline.microbatches} microbatches of {name!r} are the accumulation. Remedy: leave it out, "
+            f"or microbatches={how.grad_accum_steps * pipeline.microbatches}."
         )
     if how.precision.scale is not None:
         raise ConfigError(

@@ -132,13 +132,13 @@ class _Run:
 
     def check_side(self, pieces: Any) -> None:
         """Raises:
-        ConfigError: ``Staged.side`` reads parameters, of which a stage would want the version that a microbatch was forwarded with.
+        ConfigError: ``PipelineLoss.layer_inputs`` reads parameters, of which a stage would want the version that a microbatch was forwarded with.
         """
         call = self.call
         call.board.look_at(lambda piece: read_by_side(call.loss_fn, call.split, piece), pieces)
-        if read := call.split.read["side"]:
+        if read := call.split.read["layer_inputs"]:
             raise ConfigError(
-                f"asynchronous pipeline: Staged(side=...) reads {listed(read)}, of which the stages of 'pipedream' would want different versions. Remedy: "
+                f"asynchronous pipeline: PipelineLoss(layer_inputs=...) reads {listed(read)}, of which the stages of 'pipedream' would want different versions. Remedy: "
                 f"a side that reads no parameters, or the schedule 'pipedream_2bw' or '1f1b'."
             )
 

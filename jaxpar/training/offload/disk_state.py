@@ -147,7 +147,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[Group]:
     """
     if disk_of(state) is None:
         raise ConfigError(
-            "DiskStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
+            "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
             "jp.init too; or jp.train_step."
         )
     text = refusal(state)

@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run_forward import run_forward
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.pipeline.schedules.forward_only import forwards
-from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, key_of
@@ -29,7 +29,7 @@ from jaxpar.training.pipeline.stage_functions import (
     program_of,
     side_weights,
 )
-from jaxpar.training.pipeline.transfer import Boarding, Split
+from jaxpar.training.pipeline.transfer import Split, StageTransfer
 from jaxpar.training.state import TrainState
 
 
@@ -39,16 +39,23 @@ def evaluated(
 ) -> Metrics:
     """Loss and metrics of ``batch``, over microbatches averaged as in training."""
     schedule = forwards(asked.schedule)
-    asked = replace(asked, schedule=schedule, keeps="input", reduce="once", lowering="uniform", recompute=())
+    asked = replace(
+        asked,
+        schedule=schedule,
+        activation_checkpointing="full",
+        grad_reduction="per_step",
+        executor="lockstep",
+        recompute=(),
+    )
     check_pipeline(layout, loss_fn, state, asked)
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches)
-    in_ticks, x = asked.before == "each", None
+    in_ticks, x = asked.embedding == "per_microbatch", None
     if not in_ticks:
         others = jax.tree.map(precision.computing, split.others(state.params))
         x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
-    board = Boarding.of(layout, split, state, precision, asked)
+    board = StageTransfer.of(layout, split, state, precision, asked)
     given = given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
     head, before = _head(loss_fn, split), each_before(loss_fn, split) if in_ticks else None
@@ -61,7 +68,7 @@ def evaluated(
     return {"loss": loss, **metrics}
 
 
-def _head(loss_fn: Staged, split: Split) -> Head:
+def _head(loss_fn: PipelineLoss, split: Split) -> Head:
     """What comes after the layers, of one microbatch: its share of all sums."""
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:

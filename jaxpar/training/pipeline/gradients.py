@@ -1,6 +1,6 @@
 """Loss and gradients of a batch by a pipeline: the layers over its stages, what comes before and after them over all devices.
 
-The axes of the batch and of the sequence are manual, as for ``reduce="once"``: weights are gathered once a step, every device sums its own gradients over
+The axes of the batch and of the sequence are manual, as for ``grad_reduction="per_step"``: weights are gathered once a step, every device sums its own gradients over
 all microbatches, and one reduction follows. What comes before the layers runs once for the whole batch, outside of the ticks (or, asked so, as
 what comes after); what comes after them, for each microbatch on all stages at once, so that rules may split its weights over ``pipeline`` (``vocab: [pipeline, model]``).
 """
@@ -23,7 +23,7 @@ from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carry, check_chunks
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
-from jaxpar.parallel.pipeline.staged_loss import Staged, with_extras
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import check_names, key_of
 from jaxpar.training.microbatches import Found, How, counted, means_of, scale_of, unscaled, weighted_sum
@@ -39,15 +39,15 @@ from jaxpar.training.pipeline.stage_functions import (
     read_by,
     side_weights,
 )
-from jaxpar.training.pipeline.transfer import Boarding, Split, seq_axes
+from jaxpar.training.pipeline.transfer import Split, StageTransfer, seq_axes
 from jaxpar.training.state import TrainState
 
 
 def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Pipeline) -> Found:
     """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.training.gradients.gradients` gives them."""
     check_trained(layout, loss_fn, state, how, asked)
-    if how.reduce == "each" and asked.reduce == "once":  # as stage 2 of ZeRO asks
-        asked = replace(asked, reduce="each")
+    if how.grad_reduction == "per_microbatch" and asked.grad_reduction == "per_step":  # as stage 2 of ZeRO asks
+        asked = replace(asked, grad_reduction="per_microbatch")
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
     split = Split(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
@@ -56,11 +56,11 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
 
     others = jax.tree.map(precision.computing, split.others(state.params))
     before = lambda others: columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
-    in_ticks = asked.before == "each"
+    in_ticks = asked.embedding == "per_microbatch"
     x, pull = (jax.eval_shape(before, others), None) if in_ticks else jax.vjp(before, others)
     check_chunks(x, schedule)
 
-    board = Boarding.of(layout, split, state, precision, asked)
+    board = StageTransfer.of(layout, split, state, precision, asked)
     given = given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = board.enter(state.params, given, None if in_ticks else x, schedule.microbatches)
     program = program_of(
@@ -70,10 +70,10 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         board,
         schedule=schedule,
         head=head_of(loss_fn, split, scale),
-        keeps=asked.keeps,
-        divergent=asked.lowering == "divergent",
-        reduce=board.of_one_layer if asked.reduce == "each" else None,
-        turn=board.of_one_layer if asked.reduce == "chunk" else None,
+        activation_checkpointing=asked.activation_checkpointing,
+        divergent=asked.executor == "independent",
+        reduce=board.of_one_layer if asked.grad_reduction == "per_microbatch" else None,
+        turn=board.of_one_layer if asked.grad_reduction == "per_chunk" else None,
         join=join,
         kept=board.kept(asked),
         again=asked.recompute,
@@ -99,22 +99,22 @@ def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, ask
             f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: '1f1b'."
         )
     others = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))}
-    if asked.lowering == "divergent" and others:
+    if asked.executor == "independent" and others:
         said = ", ".join(f"{axis} {size}" for axis, size in others.items())
         raise ConfigError(
-            f"pipeline: lowering is 'divergent', in which each stage runs loops of its own length, but the mesh has {said}: collectives over it "
-            f"stand inside of layers, where some stages would wait for others for ever. Remedy: lowering='uniform', or a mesh of pipeline and "
+            f"pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has {said}: collectives over it "
+            f"stand inside of layers, where some stages would wait for others for ever. Remedy: executor='lockstep', or a mesh of pipeline and "
             f"the axes of the batch alone."
         )
-    if how.accumulate != 1:
+    if how.grad_accum_steps != 1:
         raise ConfigError(
-            f"pipeline: accumulate is {how.accumulate}, but the schedule's {asked.schedule.microbatches} microbatches are the accumulation. "
-            f"Remedy: leave accumulate out, or a schedule of {how.accumulate * asked.schedule.microbatches}."
+            f"pipeline: grad_accum_steps is {how.grad_accum_steps}, but the schedule's {asked.schedule.microbatches} microbatches are the accumulation. "
+            f"Remedy: leave grad_accum_steps out, or a schedule of {how.grad_accum_steps * asked.schedule.microbatches}."
         )
     groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
-    each = isinstance(asked, Asynchronous) and how.reduce == "each"
+    each = isinstance(asked, Asynchronous) and how.grad_reduction == "per_microbatch"
     if groups or each:
-        what = f"fusion: {groups[0]} names groups of layers" if groups else "reduce is 'each'"
+        what = f"fusion: {groups[0]} names groups of layers" if groups else "grad_reduction is 'per_microbatch'"
         raise ConfigError(
             f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out."
         )
@@ -126,10 +126,10 @@ def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, ask
 
 def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipeline | Asynchronous) -> None:
     """What no pipeline can do."""
-    if not isinstance(loss_fn, Staged):
+    if not isinstance(loss_fn, PipelineLoss):
         raise ConfigError(
             f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what the layers are. Remedy: "
-            f"jaxpar.Staged(layers=..., before=..., layer=..., after=...), which names the stack and what comes before and after it."
+            f"jaxpar.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the stack and what comes before and after it."
         )
     stages = layout.sizes.get(AXIS, 1)
     if asked.schedule.stages != stages:
@@ -161,15 +161,15 @@ def join(sums: Any, extras: Extras) -> Any:
     return (loss, metrics), *others
 
 
-def _check_chunks(layout: Layout, loss_fn: Staged, batch: Any, asked: Pipeline) -> None:
+def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, asked: Pipeline) -> None:
     """A sequence that goes in chunks is whole on its device, and divides; its layers can take it so."""
     schedule = asked.schedule
     if schedule.sequence_chunks == 1:
         return
     cuts = f"pipeline: the schedule {schedule.name!r} cuts each sequence into {schedule.sequence_chunks} chunks"
-    if loss_fn.carried_layer is None:
+    if loss_fn.chunked_layer is None:
         raise ConfigError(
-            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: Staged(carried_layer=..., carry=...), or "
+            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: PipelineLoss(chunked_layer=..., chunk_carry=...), or "
             f"sequence_chunks=1."
         )
     if loss_fn.keys:
@@ -179,7 +179,7 @@ def _check_chunks(layout: Layout, loss_fn: Staged, batch: Any, asked: Pipeline) 
         )
     if asked.recompute:
         raise ConfigError(
-            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. Remedy: keeps='input', or "
+            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. Remedy: activation_checkpointing='full', or "
             f"sequence_chunks=1."
         )
     if schedule.split:
@@ -200,18 +200,18 @@ def _check_chunks(layout: Layout, loss_fn: Staged, batch: Any, asked: Pipeline) 
             )
 
 
-def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
+def _carry(loss_fn: PipelineLoss, split: Split, chunks: int) -> Carry | None:
     """How layers take sequences in chunks."""
-    layer = loss_fn.carried_layer
+    layer = loss_fn.chunked_layer
     if chunks == 1 or layer is None:
         return None
 
     def empty(piece: Any) -> Any:
-        call = lambda model: loss_fn.carry(model, piece.batch)
+        call = lambda model: loss_fn.chunk_carry(model, piece.batch)
         others = jax.tree.map(
             lambda w: jnp.zeros(w.shape, w.dtype), split.others(split.shapes)
         )  # its shape alone is asked for
-        read_by(split, "carry", call, others)
+        read_by(split, "chunk_carry", call, others)
         return call(split.model_of(others))
 
     def carried(w: Any, x: jax.Array, side: Beside, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
@@ -225,7 +225,7 @@ def _carry(loss_fn: Staged, split: Split, chunks: int) -> Carry | None:
     )
 
 
-def head_of(loss_fn: Staged, split: Split, scale: Any) -> Head:
+def head_of(loss_fn: PipelineLoss, split: Split, scale: Any) -> Head:
     """What comes after the layers, of one microbatch: its share of all sums, and the cotangent of what it is given."""
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:

@@ -1,4 +1,4 @@
-"""The pieces of a :class:`jaxpar.Staged` loss as an executor calls them: of a model whose layers are elsewhere, on a microbatch's rows."""
+"""The pieces of a :class:`jaxpar.PipelineLoss` loss as an executor calls them: of a model whose layers are elsewhere, on a microbatch's rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxpar.parallel.pipeline.executor.layer_inputs import Beside
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Before, Program
 from jaxpar.parallel.pipeline.executor.stage import Layer
-from jaxpar.parallel.pipeline.staged_loss import Staged
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.sharding import messages
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, unpack
 from jaxpar.training.microbatches import undivided_by
 from jaxpar.training.model import show, to_path
 from jaxpar.training.model.parts import Path
-from jaxpar.training.pipeline.transfer import Boarding, Split, row_axes, seq_axes
+from jaxpar.training.pipeline.transfer import Split, StageTransfer, row_axes, seq_axes
 
 
 class Given(NamedTuple):
@@ -47,7 +47,7 @@ def given_of(batch: Any, keys: Any = None) -> Given:
     return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
 
 
-def program_of(layout: Layout, loss_fn: Staged, split: Split, board: Boarding, **others: Any) -> Program:
+def program_of(layout: Layout, loss_fn: PipelineLoss, split: Split, board: StageTransfer, **others: Any) -> Program:
     """What stages carry out: the loss's layers where ``board`` has them; ``others`` are a program's other fields, or other values of these."""
     layers = board.layers
     mine: dict[str, Any] = {
@@ -58,13 +58,13 @@ def program_of(layout: Layout, loss_fn: Staged, split: Split, board: Boarding, *
     return Program(**{**mine, "axes": board.axes, "counts": layers.counts, "starts": layers.starts, **others})
 
 
-def before_of(loss_fn: Staged, split: Split, others: Any, batch: Any) -> jax.Array:
+def before_of(loss_fn: PipelineLoss, split: Split, others: Any, batch: Any) -> jax.Array:
     """What the first layer is given."""
-    x: jax.Array = _called(split, "before", lambda model: loss_fn.before(model, batch), others)
+    x: jax.Array = _called(split, "embed", lambda model: loss_fn.embed(model, batch), others)
     return x
 
 
-def each_before(loss_fn: Staged, split: Split) -> Before:
+def each_before(loss_fn: PipelineLoss, split: Split) -> Before:
     """The same of one microbatch at a time, in the ticks."""
 
     def given(weights: Any, piece: Given) -> jax.Array:
@@ -80,7 +80,7 @@ def each_before(loss_fn: Staged, split: Split) -> Before:
     return Before(given, back)
 
 
-def layer_of(loss_fn: Staged, split: Split) -> Layer:
+def layer_of(loss_fn: PipelineLoss, split: Split) -> Layer:
     """One layer, of its weights."""
 
     def layer(weights: Any, x: jax.Array, side: Beside) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -90,7 +90,7 @@ def layer_of(loss_fn: Staged, split: Split) -> Layer:
     return layer
 
 
-def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any, Sequence[jax.Array]], Beside]:
+def side_of(layout: Layout, loss_fn: PipelineLoss, split: Split) -> Callable[[Any, Sequence[jax.Array]], Beside]:
     """What layers know of a microbatch, of it and of what :func:`side_weights` gave."""
 
     def side(piece: Given, weights: Sequence[jax.Array]) -> Beside:
@@ -100,7 +100,7 @@ def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any, Seq
         value = lambda keys, shape: next(values) if to_path(keys) in read else shape
         others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
         with batch_rows(numbers):
-            given = _called(split, "side", lambda model: loss_fn.side(model, batch), others)
+            given = _called(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), others)
         if keys is not None:
             for axis in seq_axes(layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
@@ -109,39 +109,41 @@ def side_of(layout: Layout, loss_fn: Staged, split: Split) -> Callable[[Any, Seq
     return side
 
 
-def read_by_side(loss_fn: Staged, split: Split, batch: Any) -> frozenset[Path]:
-    """The parameters that ``Staged.side`` reads, beside none of the layers, of a microbatch."""
-    return read_by(split, "side", lambda model: loss_fn.side(model, batch), split.others(split.shapes))
+def read_by_side(loss_fn: PipelineLoss, split: Split, batch: Any) -> frozenset[Path]:
+    """The parameters that ``PipelineLoss.layer_inputs`` reads, beside none of the layers, of a microbatch."""
+    return read_by(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), split.others(split.shapes))
 
 
-def side_weights(loss_fn: Staged, split: Split, board: Boarding, weights: Any, pieces: Any) -> list[jax.Array]:
-    """The parameters that ``Staged.side`` reads, replicated over the stages: each computes the side of its own microbatch.
+def side_weights(
+    loss_fn: PipelineLoss, split: Split, board: StageTransfer, weights: Any, pieces: Any
+) -> list[jax.Array]:
+    """The parameters that ``PipelineLoss.layer_inputs`` reads, replicated over the stages: each computes the side of its own microbatch.
 
     Args:
       weights: the parameters that are not of the layers, as ticks have them; or versions of them, [versions, ...].
       pieces: of the batch alone, [devices, microbatches, rows, ...].
     """
     board.look_at(lambda piece: read_by_side(loss_fn, split, piece), pieces)
-    read = split.read["side"]
+    read = split.read["layer_inputs"]
     leaves = [w for keys, w in jax.tree_util.tree_leaves_with_path(weights) if to_path(keys) in read]
     return board.on_all_stages(leaves) if leaves else []
 
 
 def after_of(
-    loss_fn: Staged, split: Split, after: Any, y: jax.Array, piece: Given
+    loss_fn: PipelineLoss, split: Split, after: Any, y: jax.Array, piece: Given
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
     with batch_rows(piece.numbers):
-        found = _called(split, "after", lambda model: loss_fn.after(model, y, piece.batch), after)
+        found = _called(split, "head", lambda model: loss_fn.head(model, y, piece.batch), after)
     loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(
-            "Staged(after=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
+            "PipelineLoss(head=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
         )
     for name, value in metrics.items():
         if jnp.shape(value):
             raise ModelError(
-                f"Staged(after=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars are "
+                f"PipelineLoss(head=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars are "
                 f"wanted. Remedy: return its mean."
             )
     return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
@@ -169,8 +171,8 @@ def read_by(split: Split, what: str, call: Callable[[Any], Any], others: Any) ->
         if of_layers := read[: sum(used[: len(stack)])]:
             where = "/".join(split.path)
             raise ModelError(
-                f"Staged({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
-                f"them in Staged(layer=...), or keep them outside of {where!r}."
+                f"PipelineLoss({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
+                f"them in PipelineLoss(layer=...), or keep them outside of {where!r}."
             )
         split.read[what] = frozenset(read)
     return split.read[what]
@@ -196,8 +198,8 @@ def _check_carried(what: str, split: Split, model: Any) -> None:
     changed = [show(("rest", *to_path(keys))) for (keys, new), old in pairs if new is not old]
     if changed:
         raise ModelError(
-            f"Staged({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a model that changes none; for random "
-            f"numbers of layers Staged(keys=True)."
+            f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a model that changes none; for random "
+            f"numbers of layers PipelineLoss(keys=True)."
         )
 
 

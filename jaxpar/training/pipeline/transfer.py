@@ -17,7 +17,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
-from jaxpar.parallel.pipeline.staged_loss import Staged, stacked_part
+from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout, hint
 from jaxpar.sharding.rules import Axes
@@ -28,7 +28,7 @@ from jaxpar.training.state import TrainState
 
 
 @dataclass(frozen=True)
-class Boarding:
+class StageTransfer:
     """What crosses before the first tick and after the last, each once a step.
 
     Attributes:
@@ -53,7 +53,7 @@ class Boarding:
     @classmethod
     def of(
         cls, layout: Layout, split: Split, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
-    ) -> Boarding:
+    ) -> StageTransfer:
         """That of a state.
 
         Raises:
@@ -61,13 +61,13 @@ class Boarding:
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
         stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
-        each = asked.reduce != "once"
+        each = asked.grad_reduction != "per_step"
         for lies in jax.tree.leaves(split.stack(wanted)):
             first = lies.parts(axes).dims[0]
             if each and first:
                 raise ConfigError(
-                    f"pipeline: reduce is {asked.reduce!r}, but gradients are split over {listing(first)} layer by layer, of which one alone cannot be. "
-                    f"Remedy: reduce='once', or rules that split another dim."
+                    f"pipeline: grad_reduction is {asked.grad_reduction!r}, but gradients are split over {listing(first)} layer by layer, of which one alone cannot be. "
+                    f"Remedy: grad_reduction='per_step', or rules that split another dim."
                 )
         chunks = asked.schedule.sequence_chunks
         return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks)
@@ -199,7 +199,7 @@ class Boarding:
 class Split:
     """A state's parameters as the stack of layers and all others."""
 
-    def __init__(self, state: TrainState, loss_fn: Staged):
+    def __init__(self, state: TrainState, loss_fn: PipelineLoss):
         self.kind, self.path, self.rest = state.static.kind, loss_fn.path, state.rest
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
         self.model = lambda params: self.kind.merge(params, self.rest)

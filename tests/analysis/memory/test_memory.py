@@ -233,7 +233,7 @@ def test_estimate_takes_the_step_s_options(mlp: Any) -> None:
     inputs, plain = _batch(mlp.layout(), batch)
     tensors = [*place(mlp.layout(), state), *inputs]
     plain_step = estimate(mlp.layout(), mlp.loss, state, plain, tensors)
-    kept = estimate(mlp.layout(), mlp.loss, state, plain, tensors, keep_grads=True)
+    kept = estimate(mlp.layout(), mlp.loss, state, plain, tensors, return_grads=True)
     assert (kept.total or 0) >= (plain_step.total or 0) > 0
 
 

@@ -108,7 +108,7 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
     # The run's own model would take half a minute to compile.
     small = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
     job = replace(job, make_model=small, loss_fn=lambda model, x: ((x @ model["w"]) ** 2).mean())
-    layout, x = job.layout(), jp.put(job.layout(), np.ones((8, 16), np.float32), "batch", "embed")
+    layout, x = job.layout(), jp.shard_array(job.layout(), np.ones((8, 16), np.float32), "batch", "embed")
     state = jp.init(layout, job.make_model, job.tx)
     with step_of(job, layout, state, x) as step:
         state, metrics = step(state, x)

@@ -39,7 +39,7 @@ RUN: dict[str, Any] = {
     "precision": {"compute": "bfloat16", "scale": {"initial": 65536, "interval": 2}},
     "data": {"source": "synthetic", "batch": 8, "seq": 16},
     "optimizer": {"learning_rate": 1e-2, "warmup": 2},
-    "train": {"steps": 6, "eval_every": 4, "eval_batches": 1, "accumulate": 2},
+    "train": {"steps": 6, "eval_every": 4, "eval_batches": 1, "grad_accum_steps": 2},
     "checkpoint": {"every": 2, "best": {"metric": "heldout_loss", "keep": 2}},
 }
 
@@ -230,7 +230,9 @@ def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: An
         step, losses, seen = jp.train_step(layout, mlp.loss), list[Any](), list[bytes]()
         for _ in range(steps):
             tokens = next(stream)["tokens"]
-            state, metrics = step(state, jp.put(layout, np.asarray(tokens, np.float32) / 64 - 1, "batch", "embed"))
+            state, metrics = step(
+                state, jp.shard_array(layout, np.asarray(tokens, np.float32) / 64 - 1, "batch", "embed")
+            )
             losses.append(metrics["loss"])
             seen.append(tokens.tobytes())
         return state, [float(loss) for loss in losses], seen

@@ -99,7 +99,7 @@ def spiky(job: Job) -> Job:
 def staged(name: Any, job: Job) -> Job:
     """The job with a model of two matrices, for a pipeline of two stages that is not emptied between steps."""
     make = lambda key: {"blocks": jp.tag(jax.random.normal(key, (2, 16, 16)) / 4, "layers", "embed", "embed_out")}
-    loss = jp.Staged(
+    loss = jp.PipelineLoss(
         "blocks",
         lambda model, batch: inputs(batch),
         lambda block, x, side: jnp.tanh(x @ block),

@@ -102,7 +102,7 @@ def test_on_a_gpu_each_device_runs_the_kernel_on_its_heads() -> None:
 
 def test_ulysses_exchanges_its_result_once() -> None:
     """Forward queries, keys, values and the result; for the gradient the first three again, its gradient, and theirs, but not the result."""
-    rule = jp.Recompute("save_attention").rule(["attention"])
+    rule = jp.RematPolicy("save_attention").rule(["attention"])
     with jp.Layout(jp.MeshSpec(context=4, data=2).on("v5e:2x4"), RULES):
         block = jax.checkpoint(lambda *x: attention(*x, impl="ulysses"), policy=rule)
         shapes = [jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)] * 3

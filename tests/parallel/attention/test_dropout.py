@@ -77,14 +77,14 @@ def carried(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Array) -
     return back(block, x, o), carry
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     "blocks",
     lambda model, batch: batch["x"],
     layer,
     lambda model, x, batch: jnp.mean((x * model["head"] - batch["y"]) ** 2),
     dims=("batch", "seq", "embed"),
-    carried_layer=carried,
-    carry=lambda model, batch: [jax.ShapeDtypeStruct((*batch["x"].shape[:2], GROUPS, DIM), jnp.float32)] * 2,
+    chunked_layer=carried,
+    chunk_carry=lambda model, batch: [jax.ShapeDtypeStruct((*batch["x"].shape[:2], GROUPS, DIM), jnp.float32)] * 2,
 )
 
 
@@ -96,7 +96,7 @@ def stepped(layout: jp.Layout, loss: Any = LOSS, tx: Any = None, **options: Any)
     """Loss and gradients of one step."""
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make_model, tx or optax.sgd(0.1))
-        step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+        step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
         _, metrics = step.lower(state, batch_of()).compile(compiler_options=QUICK)(state, batch_of())
     return float(metrics["loss"]), jax.device_get(metrics["grads"])
 
@@ -108,7 +108,7 @@ def one_device() -> tuple[float, Any]:
     return found
 
 
-def using(**options: Any) -> jp.Staged:
+def using(**options: Any) -> jp.PipelineLoss:
     return dataclasses.replace(LOSS, layer=functools.partial(layer, **options))
 
 
@@ -118,7 +118,7 @@ def zero(stage: int, sizes: dict[str, int], **options: Any) -> tuple[jp.Layout, 
 
 
 def piped(name: str, sizes: dict[str, int], microbatches: int = 2, **options: Any) -> tuple[jp.Layout, dict[str, Any]]:
-    kept = {key: options.pop(key) for key in ("keeps", "lowering", "before") if key in options}
+    kept = {key: options.pop(key) for key in ("activation_checkpointing", "executor", "embedding") if key in options}
     loss = {"loss": options.pop("loss")} if "loss" in options else {}
     schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, **options)
     return on(sizes), {"pipeline": jp.Pipeline(schedule, **kept), **loss}
@@ -131,27 +131,27 @@ def plain(sizes: dict[str, int], **options: Any) -> tuple[jp.Layout, dict[str, A
 CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
     "data 4": plain({"data": 4}),
     "replica 2, data 2, flash": plain({"replica": 2, "data": 2}, loss=using(impl="flash")),
-    "microbatches 2": plain({"data": 2}, accumulate=2),
-    "microbatches 4, reduced each time": plain({"data": 2}, accumulate=4, reduce="each"),
-    "microbatches 4, flash": plain({"data": 2}, accumulate=4, loss=using(impl="flash")),
+    "microbatches 2": plain({"data": 2}, grad_accum_steps=2),
+    "microbatches 4, reduced each time": plain({"data": 2}, grad_accum_steps=4, grad_reduction="per_microbatch"),
+    "microbatches 4, flash": plain({"data": 2}, grad_accum_steps=4, loss=using(impl="flash")),
     "ZeRO 1": zero(1, {"data": 4}),
-    "ZeRO 1, microbatches 2": zero(1, {"replica": 2, "data": 2}, accumulate=2),
+    "ZeRO 1, microbatches 2": zero(1, {"replica": 2, "data": 2}, grad_accum_steps=2),
     "ZeRO 2": zero(2, {"data": 4}),
-    "ZeRO 3, microbatches 2": zero(3, {"data": 4}, accumulate=2),
+    "ZeRO 3, microbatches 2": zero(3, {"data": 4}, grad_accum_steps=2),
     "model 2": plain({"model": 2, "data": 2}, loss=using(impl="flash")),
     "ZeRO 1, model 2": zero(1, {"data": 2, "model": 2}),
     "ring": plain({"context": 2, "data": 2}, loss=using(impl="ring")),
-    "ulysses, microbatches 2": plain({"ulysses": 2, "data": 2}, loss=using(impl="ulysses"), accumulate=2),
+    "ulysses, microbatches 2": plain({"ulysses": 2, "data": 2}, loss=using(impl="ulysses"), grad_accum_steps=2),
     "ZeRO 1, gather": zero(1, {"context": 2, "data": 2}, loss=using(impl="gather")),
     "1f1b": piped("1f1b", {"pipeline": 2, "data": 2}),
-    "1f1b, flash, before each": piped("1f1b", {"pipeline": 2, "data": 2}, before="each") ,
-    "gpipe, residuals, model 2": piped("gpipe", {"pipeline": 2, "model": 2}, 4, keeps="residuals"),
-    "zb_h1, divergent": piped("zb_h1", {"pipeline": 2, "data": 2}, keeps="residuals", lowering="divergent"),
+    "1f1b, flash, before each": piped("1f1b", {"pipeline": 2, "data": 2}, embedding="per_microbatch") ,
+    "gpipe, residuals, model 2": piped("gpipe", {"pipeline": 2, "model": 2}, 4, activation_checkpointing="none"),
+    "zb_h1, divergent": piped("zb_h1", {"pipeline": 2, "data": 2}, activation_checkpointing="none", executor="independent"),
     "chunks of sequences": piped("seq1f1b", {"pipeline": 2, "data": 2}, sequence_chunks=2),
     "1f1b, ring": piped("1f1b", {"pipeline": 2, "context": 2, "data": 2}, loss=using(impl="local")),
-    "two copies": plain({"data": 2, "context": 2}, loss=dataclasses.replace(LOSS, layer=jp.in_copies(using(impl="local").layer))),
+    "two copies": plain({"data": 2, "context": 2}, loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer))),
     "two copies, ZeRO 1": zero(
-        1, {"data": 2, "context": 2}, loss=dataclasses.replace(LOSS, layer=jp.in_copies(using(impl="local").layer))
+        1, {"data": 2, "context": 2}, loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer))
     ),
 }  # fmt: skip
 
@@ -168,7 +168,7 @@ def of_rows(block: Any, x: jax.Array, side: Any, keys: jax.Array) -> jax.Array:
     return layer(block, x, side, key=keys)
 
 
-KEYED = dataclasses.replace(LOSS, layer=of_rows, keys=True, carried_layer=None)
+KEYED = dataclasses.replace(LOSS, layer=of_rows, keys=True, chunked_layer=None)
 """A key for each row, step and layer."""
 
 
@@ -190,7 +190,7 @@ def test_an_asynchronous_pipeline_drops_the_same_weights(name: str, one_device: 
     layout = on({"pipeline": 2, "data": 2})
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make_model, optax.sgd(0.0))
-        step = jp.AsynchronousStep(layout, LOSS, jp.Asynchronous(name, stages=2, microbatches=2), donate=False)
+        step = jp.PipedreamStep(layout, LOSS, jp.Asynchronous(name, stages=2, microbatches=2), donate=False)
         state, _ = step(step.start(state, batch_of()), batch_of())
         _, metrics = step(state, batch_of())
     assert float(metrics["loss"]) == pytest.approx(one_device[0], rel=1e-5)
@@ -272,7 +272,7 @@ def test_woven_branches_drop_the_same_weights(sizes: dict[str, int]) -> None:
     with on({"data": 1}), jax.default_matmul_precision("highest"):
         want = np.asarray(jax.jit(lambda x: x + block.second(block.first(x, None)))(x))
     with on(sizes), jax.default_matmul_precision("highest"):
-        got = np.asarray(jax.jit(lambda x: jp.in_copies([branch])(block, x, None))(x))
+        got = np.asarray(jax.jit(lambda x: jp.interleave_batches([branch])(block, x, None))(x))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
@@ -295,9 +295,9 @@ def test_several_sequences_of_a_row_are_counted_with_it() -> None:
         o = jp.attention(*projected(block, cut), dropout=0.4, key=KEY)
         return x + jnp.einsum("bshd,hde->bse", o, block["out"]).reshape(x.shape)
 
-    loss = dataclasses.replace(LOSS, layer=windows, carried_layer=None)
+    loss = dataclasses.replace(LOSS, layer=windows, chunked_layer=None)
     want = stepped(on({"data": 1}), loss)
-    for layout, options in (zero(1, {"data": 2}, accumulate=2), piped("1f1b", {"pipeline": 2, "data": 2})):
+    for layout, options in (zero(1, {"data": 2}, grad_accum_steps=2), piped("1f1b", {"pipeline": 2, "data": 2})):
         got = stepped(layout, loss, **options)
         assert got[0] == pytest.approx(want[0], rel=1e-5)
         check_grads(got[1], want[1], 1e-5)
@@ -323,9 +323,9 @@ def test_sequences_that_are_not_the_rows_are_named() -> None:
         half = len(x) // 2
         return x.at[:half].set(layer(block, x[:half], side))
 
-    loss = dataclasses.replace(LOSS, layer=halved, carried_layer=None)
+    loss = dataclasses.replace(LOSS, layer=halved, chunked_layer=None)
     with pytest.raises(ConfigError) as error:
-        stepped(on({"data": 2}), loss, accumulate=2)
+        stepped(on({"data": 2}), loss, grad_accum_steps=2)
     assert str(error.value) == (
         "attention: dropout draws for each row of the batch, and 2 rows of it are here (a microbatch's, or a device's), but queries [1, 8, 4, 2] are 1 "
         "sequences, so nothing says which is whose. Remedy: as many sequences as rows, or a multiple, those of a row one behind the other; or a key for each "
@@ -340,16 +340,16 @@ def test_a_shard_map_within_one_that_cuts_microbatches_is_named() -> None:
         mapped = jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names={"context"}, check_vma=False)
         return back(block, x, mapped(*projected(block, x)))
 
-    loss, sizes = dataclasses.replace(LOSS, layer=inner, carried_layer=None), {"data": 2, "context": 2}
+    loss, sizes = dataclasses.replace(LOSS, layer=inner, chunked_layer=None), {"data": 2, "context": 2}
     want = stepped(on({"data": 1}), LOSS)
-    for layout, options in (zero(1, sizes), plain(sizes, accumulate=2, reduce="each")):
+    for layout, options in (zero(1, sizes), plain(sizes, grad_accum_steps=2, grad_reduction="per_microbatch")):
         assert stepped(layout, loss, **options)[0] == pytest.approx(want[0], rel=1e-5)
     with pytest.raises(ConfigError) as error:
-        stepped(on(sizes), loss, accumulate=2)
+        stepped(on(sizes), loss, grad_accum_steps=2)
     assert str(error.value) == (
         "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that makes axes manual and cuts the batch "
-        "into microbatches, nothing says which rows are here. Remedy: a key for each sequence, [batch], handed into the shard_map; or reduce='each' (ZeRO "
-        "stage 2 or 3), or accumulate=1."
+        "into microbatches, nothing says which rows are here. Remedy: a key for each sequence, [batch], handed into the shard_map; or grad_reduction='per_microbatch' (ZeRO "
+        "stage 2 or 3), or grad_accum_steps=1."
     )
 
 

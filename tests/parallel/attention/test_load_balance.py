@@ -155,7 +155,7 @@ def test_the_report() -> None:
             LayoutError,
             lambda: jp.balance(CAUSAL, 16, 2, np.arange(8)),
             (
-                "balance: order is int64[8], but a permutation of 16 positions is wanted. Remedy: jp.balanced_order(...), or a name: "
+                "balance: order is int64[8], but a permutation of 16 positions is wanted. Remedy: jp.balanced_packing(...), or a name: "
                 "'zigzag', 'striped', 'contiguous'."
             ),
         ),
@@ -179,18 +179,18 @@ def test_the_report() -> None:
         ),
         (
             LayoutError,
-            lambda: jp.balanced_order(np.zeros(32, int), 8),
-            "balanced_order: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of 64 or chunks=4.",
+            lambda: jp.balanced_packing(np.zeros(32, int), 8),
+            "balanced_packing: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of 64 or chunks=4.",
         ),
         (
             ConfigError,
-            lambda: jp.balanced_order(np.zeros(32, int), 4, chunks=3),
-            "balanced_order: chunks is 3, but an even number, 2 or more, is wanted.",
+            lambda: jp.balanced_packing(np.zeros(32, int), 4, chunks=3),
+            "balanced_packing: chunks is 3, but an even number, 2 or more, is wanted.",
         ),
         (
             ConfigError,
-            lambda: jp.balanced_order(np.zeros(64, int), 4, impl="ulysses"),
-            "balanced_order: impl is 'ulysses', but 'ring' or 'gather' is wanted.",
+            lambda: jp.balanced_packing(np.zeros(64, int), 4, impl="ulysses"),
+            "balanced_packing: impl is 'ulysses', but 'ring' or 'gather' is wanted.",
         ),
     ],
     ids=["impl", "order", "ways", "segments", "groups", "pieces", "chunks", "balancer's impl"],
@@ -205,7 +205,7 @@ def test_errors_say_what_is_wanted(error: type[Exception], call: Any, text: str)
 def test_a_balanced_order_is_one_and_no_worse_than_zigzag(data: st.DataObject) -> None:
     seq, ways, chunks = 64, data.draw(st.sampled_from([2, 4])), data.draw(st.sampled_from([2, 4, 8]))
     segments, impl = data.draw(packings(seq)), data.draw(st.sampled_from(["ring", "gather"]))
-    order = jp.balanced_order(segments, ways, chunks=chunks, impl=impl)
+    order = jp.balanced_packing(segments, ways, chunks=chunks, impl=impl)
     assert sorted(order.tolist()) == list(range(seq))
     starts = order.reshape(ways * chunks, -1)
     assert (np.diff(starts, axis=1) == 1).all() and (np.diff(order.reshape(ways, -1), axis=1) > 0).all()
@@ -217,7 +217,7 @@ def test_a_balanced_order_is_one_and_no_worse_than_zigzag(data: st.DataObject) -
 def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
     lengths = [2048, 100, 700, 30, 400, 12, 350, 220, 90, 146]
     segments = np.repeat(range(len(lengths)), lengths)
-    order = jp.balanced_order(segments, 8, chunks=16, impl=impl)
+    order = jp.balanced_packing(segments, 8, chunks=16, impl=impl)
     found, zigzag = (jp.balance(CAUSAL, 4096, 8, o, segment_ids=segments, impl=impl) for o in (order, "zigzag"))
     assert zigzag.ratio > 1.6 and found.ratio <= bound
     assert found.order == "given"
@@ -226,7 +226,7 @@ def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
 def test_attention_in_a_given_order_is_attention() -> None:
     """Under a traced order, as every row of a batch may bring another one."""
     segments = np.repeat([0, 1, 2, -1], [15, 4, 10, 3])
-    order = jp.balanced_order(segments, 2, chunks=4)
+    order = jp.balanced_packing(segments, 2, chunks=4)
     x = np.random.default_rng(0).normal(size=(3, 1, 32, 2, 4)).astype(np.float32)
     layout = jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), jp.Rules(seq="context", **dict.fromkeys(REST)))
 
@@ -252,7 +252,7 @@ def test_attention_in_a_given_order_is_attention() -> None:
             np.arange(8),
             (
                 "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: one for each token of all devices, as of "
-                "jp.balanced_order(...); and as many keys as queries."
+                "jp.balanced_packing(...); and as many keys as queries."
             ),
         ),
         (
@@ -272,7 +272,7 @@ def test_a_given_order_fits_the_sequence(impl: Any, order: Any, text: str) -> No
 
 def test_rows_that_lie_alike_are_balanced_together() -> None:
     rows = np.array([np.repeat([0, 1], [48, 16]), np.repeat([0, 1], [16, 48])])
-    order = jp.balanced_order(rows, 2, impl="gather")
+    order = jp.balanced_packing(rows, 2, impl="gather")
     work = [jp.balance(CAUSAL, 64, 2, order, segment_ids=row, impl="gather").visible.sum(1) for row in rows]
     assert sum(work).max() / sum(work).mean() <= 1.02
 

@@ -224,7 +224,7 @@ def test_work_of_ids_of_any_size_is_counted() -> None:
         found, want = (jp.balance(mask, 12, 2, block=4, segment_ids=each) for each in (ids, small))
         assert found.visible.tolist() == want.visible.tolist() and found.visited.tolist() == want.visited.tolist()
     kinds = [
-        jp.balanced_order(each, 2, chunks=2).tolist()
+        jp.balanced_packing(each, 2, chunks=2).tolist()
         for each in (ids, small, np.where(ids < 0, 0, ids).astype(np.uint64))
     ]
     assert kinds[0] == kinds[1] and sorted(kinds[2]) == list(range(12))

@@ -327,7 +327,7 @@ class Attending:
 def packed() -> dict[str, np.ndarray]:
     ids = np.repeat([[0, 1, 2], [0, 1, 2]], [11, 16, 5], axis=1).astype(np.int32)
     tokens = np.random.default_rng(0).integers(0, 16, (2, 32)).astype(np.int32)
-    order = np.tile(jp.balanced_order(ids, 2, chunks=4), (2, 1))
+    order = np.tile(jp.balanced_packing(ids, 2, chunks=4), (2, 1))
     return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": ids, "order": order}
 
 
@@ -368,7 +368,7 @@ def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch:
 def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
     text = (
         "context: order is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-        "np.tile(jp.balanced_order(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
+        "np.tile(jp.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
     )
     q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
     with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):

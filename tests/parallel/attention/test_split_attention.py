@@ -316,7 +316,7 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
     monkeypatch.setattr("jaxpar.parallel.attention.split.ring.UNROLLED", 4)
 
     def permutes(policy: str) -> int:
-        rule = jp.Recompute(policy).rule(["attention"])
+        rule = jp.RematPolicy(policy).rule(["attention"])
         block = jax.checkpoint(lambda *x: jp.attention(*x, impl="ring", order="zigzag"), policy=rule)
         with layout(context=4):
             grad = jax.jit(jax.grad(lambda *x: jnp.sum(block(*x) ** 2), argnums=(0, 1, 2)))

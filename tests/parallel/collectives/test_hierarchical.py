@@ -1,4 +1,4 @@
-"""``exchange_local`` and ``gather_local``: an all-to-all and an all-gather, whatever the rounds."""
+"""``all_to_all_local`` and ``gather_local``: an all-to-all and an all-gather, whatever the rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_exchange_in_rounds_is_an_all_to_all(
         result, pull = jax.vjp(mapped, x)
         return result, pull(jnp.arange(result.size, dtype=result.dtype).reshape(result.shape))[0]
 
-    in_rounds = run(lambda x: hierarchical.exchange_local(x, axes, split_dim=split, concat_dim=concat))
+    in_rounds = run(lambda x: hierarchical.all_to_all_local(x, axes, split_dim=split, concat_dim=concat))
     at_once = run(lambda x: jax.lax.all_to_all(x, axes, split, concat, tiled=True))
     jax.tree.map(np.testing.assert_array_equal, in_rounds, at_once)
 
@@ -125,7 +125,7 @@ def test_few_devices_exchange_at_once() -> None:
     mesh = jp.MeshSpec(data=8).build()
     spec = P("data")
     local = jax.shard_map(
-        lambda x: hierarchical.exchange_local(x, "data", split_dim=0, concat_dim=1),
+        lambda x: hierarchical.all_to_all_local(x, "data", split_dim=0, concat_dim=1),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
@@ -137,7 +137,7 @@ def test_few_devices_exchange_at_once() -> None:
 def test_pieces_that_do_not_come_out_even() -> None:
     mesh = jp.MeshSpec(data=4, model=2).build()
     swap = jax.shard_map(
-        lambda x: hierarchical.exchange_local(x, ("data", "model"), split_dim=1, concat_dim=0),
+        lambda x: hierarchical.all_to_all_local(x, ("data", "model"), split_dim=1, concat_dim=0),
         mesh=mesh,
         in_specs=P(("data", "model")),
         out_specs=P(("data", "model")),
@@ -145,6 +145,6 @@ def test_pieces_that_do_not_come_out_even() -> None:
     with pytest.raises(LayoutError) as error:
         jax.eval_shape(swap, jnp.zeros((8, 12)))
     assert str(error.value) == (
-        "exchange_local(): dim 1 of an array of shape (1, 12) cannot be cut into 8 pieces, one for each device over data, "
+        "all_to_all_local(): dim 1 of an array of shape (1, 12) cannot be cut into 8 pieces, one for each device over data, "
         "model. Remedy: pad it to a multiple of 8."
     )

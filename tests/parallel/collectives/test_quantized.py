@@ -101,8 +101,8 @@ def product_and_grads(mesh: jp.MeshSpec, devices: int = 8, regather: Any = True,
     def loss(x: jax.Array, q: jax.Array, k: jax.Array, o: jax.Array) -> jax.Array:
         with asking(jp.Precision.of(precision)):
             kv = ("embed", "kv_heads", "head_dim")
-            a, b = jp.project(x, (q, ("embed", "heads", "head_dim")), (k, kv), regather=regather)
-            (y,) = jp.project(jnp.sin(a) * b, (o, ("heads", "head_dim", "embed")), summed=2, regather=regather)
+            a, b = jp.sharded_dot(x, (q, ("embed", "heads", "head_dim")), (k, kv), regather=regather)
+            (y,) = jp.sharded_dot(jnp.sin(a) * b, (o, ("heads", "head_dim", "embed")), summed=2, regather=regather)
             return jnp.sum(y * jnp.cos(x))
 
     with jp.Layout(mesh.build(jax.devices()[:devices]), jp.Rules(**FSDP)), jax.default_matmul_precision("highest"):
@@ -153,7 +153,7 @@ def step_of(rules: jp.Rules, devices: int, precision: Any, **options: Any) -> tu
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make_llama(TINY), optax.sgd(0.1), precision=precision)
-        lowered = jp.train_step(layout, next_token_loss, precision=precision, keep_grads=True, **options).lower(
+        lowered = jp.train_step(layout, next_token_loss, precision=precision, return_grads=True, **options).lower(
             state, batch
         )
         step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
@@ -198,7 +198,7 @@ def test_an_fp8_product_has_one_scale_in_every_layout(mesh: str) -> None:
 
     def of(spec: jp.MeshSpec, devices: int) -> Any:
         with jp.Layout(spec.build(jax.devices()[:devices]), jp.Rules(**FSDP)), asking(jp.Precision(matmul="fp8")):
-            one = lambda x, w: jp.project(x, (w, ("embed", "heads", "head_dim")))[0]
+            one = lambda x, w: jp.sharded_dot(x, (w, ("embed", "heads", "head_dim")))[0]
             return jax.device_get(jax.jit(lambda x, w: jax.vjp(one, x, w)[1](c))(x, w))
 
     for a, b in zip(of(MESHES[mesh], 8), of(jp.MeshSpec(data=1), 1), strict=True):
@@ -241,8 +241,8 @@ def test_a_model_that_hands_nothing_over_is_told_so() -> None:
                 state, np.ones((8, 16), np.float32)
             )
         assert str(error.value) == (
-            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.project, so nothing would be. "
-            f"Remedy: project(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
+            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would be. "
+            f"Remedy: sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
         )
 
 

@@ -35,8 +35,8 @@ def loss(model: Any, tokens: jax.Array) -> jax.Array:
     """Rows of a table, a weight alone, two side by side, and a head."""
     dtype = model["one"].dtype
     x = lookup(model["table"], tokens, dtype)
-    (x,) = jp.project(x, (model["one"], NAMES))
-    left, right = jp.project(x, (model["left"], NAMES), (model["right"], NAMES))
+    (x,) = jp.sharded_dot(x, (model["one"], NAMES))
+    left, right = jp.sharded_dot(x, (model["left"], NAMES), (model["right"], NAMES))
     return linear_cross_entropy(left * jnp.tanh(right), jp.gather_weight(model["head"], *NAMES), tokens)
 
 
@@ -83,7 +83,7 @@ def test_a_model_in_bf16_by_its_own_word_alone_is_summed_in_fp32(stage: int) -> 
 def test_sums_cannot_be_asked_narrower_than_the_model_computes() -> None:
     text = (
         "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, and the model computes them in float32. Remedy: "
-        "precision.compute: bfloat16, reduce='once' (ZeRO stage 1), or leave precision.reduce out."
+        "precision.compute: bfloat16, grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         traced(ZEROS[3], {"reduce": "bf16"})
@@ -93,7 +93,7 @@ def of_its_own(model: Any, x: jax.Array) -> jax.Array:
     """A weight multiplied by hand in 16 bits, one in 32, and one that is handed over."""
     half = jnp.bfloat16
     x = jnp.sin(x.astype(half) @ jp.hint(model["one"].astype(half), *NAMES))
-    (x,) = jp.project(x, (model["left"], NAMES), dtype=half)
+    (x,) = jp.sharded_dot(x, (model["left"], NAMES), dtype=half)
     return jnp.mean((x.astype(jnp.float32) @ model["right"]) * jnp.sum(model["head"]) * jnp.sum(model["table"]))
 
 
@@ -106,12 +106,12 @@ def noted(zero: jp.Zero, **step: Any) -> tuple[str, ...]:
 def test_explain_names_what_is_summed_in_16_bits_all_the_same() -> None:
     said = (
         "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16 bits that the model computes in: params/one. "
-        "Remedy: jp.project(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {optimizer: {stage: 1}}), which sums all "
+        "Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {optimizer: {stage: 1}}), which sums all "
         "gradients in fp32."
     )
     for stage in (0, 2, 3):
         assert noted(ZEROS[stage]) == (said,)
-    assert noted(ZEROS[3], accumulate=4) == (said,)
+    assert noted(ZEROS[3], grad_accum_steps=4) == (said,)
     assert noted(jp.Zero(1, min_bytes=0)) == noted(ZEROS[3], precision={"compute": "bf16", "reduce": "bf16"}) == ()
 
 
@@ -125,7 +125,7 @@ def test_a_narrower_dtype_to_gather_in_is_that_of_the_gather_alone() -> None:
 def gradients(precision: Any, devices: int, zero: jp.Zero) -> Any:
     layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), zero.rules(RULES))
     state = jp.init(layout, make, optax.sgd(0.1))
-    step = jp.train_step(layout, loss, precision=precision, keep_grads=True, **zero.step)
+    step = jp.train_step(layout, loss, precision=precision, return_grads=True, **zero.step)
     tokens = np.random.default_rng(0).integers(0, 24, (64, 4)).astype(np.int32)
     return jax.device_get(step(state, tokens)[1]["grads"])
 
@@ -153,7 +153,7 @@ def test_explain_names_what_int8_is_not_for() -> None:
         notes = jp.explain(layout, make_llama(config), optax.sgd(0.1), **given, step=step).notes
         said = (
             f"not in int8: 2 parameters ({show_bytes(size)}) and what is summed of their gradients cross in the dtype of the compute, as they do not go "
-            f"through jp.project: params/embedding, params/head. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors "
+            f"through jp.sharded_dot: params/embedding, params/head. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors "
             f"cross in int8."
         )
         assert ([note for note in notes if "int8" in note] == [said]) is named, notes

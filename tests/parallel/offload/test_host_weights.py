@@ -62,7 +62,7 @@ def after(tx: Any, rules: str, bad: int | None = None, **options: Any) -> tuple[
     """The state after three steps, one of them on a batch that is not finite; gradients and what was skipped."""
     layout, seen = layout_of_rules(rules), []
     state = jp.init(layout, make, tx)
-    step = compiled(jp.train_step(layout, loss, keep_grads=True, **options), state, batch(0))
+    step = compiled(jp.train_step(layout, loss, return_grads=True, **options), state, batch(0))
     for i in range(3):
         state, metrics = step(state, batch(i) * (np.nan if i == bad else 1))
         seen.append((bool(metrics["skipped"]), jax.tree.map(np.asarray, metrics["grads"])))
@@ -84,7 +84,7 @@ def near(found: Any, expected: Any, rtol: float) -> None:
     ("rules", "name", "options"),
     [
         ("fsdp", "adamw", {}),
-        ("replicated", "lion", {"accumulate": 2}),
+        ("replicated", "lion", {"grad_accum_steps": 2}),
         ("tp", "sgd", {"clip_norm": 0.1, "precision": "bf16"}),
     ],
     ids=["fsdp", "replicated", "tp"],
@@ -112,7 +112,7 @@ def test_a_llama_holds_against_one_device(layout_of: Callable[..., jp.Layout]) -
     state = jp.init(parts, make_llama(config), jp.offload(optax.sgd(LR), parameters=True, min_bytes=0))
     plain = abstract_state(whole, make_llama(config), optax.sgd(LR))
     on_one = jax.tree.unflatten(jax.tree.structure(plain), [*map(_copied, jax.tree.leaves(state))])
-    steps = [jp.train_step(layout, next_token_loss, keep_grads=True, donate=False) for layout in (parts, whole)]
+    steps = [jp.train_step(layout, next_token_loss, return_grads=True, donate=False) for layout in (parts, whole)]
     (_, found), (_, expected) = (
         compiled(step, s, data)(s, data) for step, s in zip(steps, (state, on_one), strict=True)
     )
@@ -183,13 +183,13 @@ def test_a_weight_that_waits_is_used_like_an_array() -> None:
     def unrolled(model: dict[str, Any], x: jax.Array) -> jax.Array:
         assert (model["up"].ndim, model["up"].dtype) == (3, jnp.float32)
         for i in range(LAYERS):
-            up, down = model["up"][i], jp.fetch(model["down"][i])
+            up, down = model["up"][i], jp.to_device(model["down"][i])
             assert up.shape == (16, 24)
             x = x + jnp.tanh((up.astype(jnp.float32).T @ x.T).T) @ down * model["scale"][i]
             x += 0 * (jnp.ones((1, 16)) @ up[:, :1]) + 0 * (up @ jnp.ones((24, 1))).sum()
         return jnp.mean((x @ model["last"]) ** 2)
 
-    _, metrics = jp.train_step(layout, unrolled, keep_grads=True, donate=False)(state, batch(0))
+    _, metrics = jp.train_step(layout, unrolled, return_grads=True, donate=False)(state, batch(0))
     expected = jax.jit(jax.grad(loss))({name: np.asarray(w) for name, w in state.params.items()}, batch(0))
     near(metrics["grads"], expected, 1e-5)
     assert not any(map(on_host, jax.tree.leaves(metrics["grads"])))
@@ -238,8 +238,8 @@ TANGLED = (
 @pytest.mark.parametrize(
     ("options", "tx", "text"),
     [
-        ({"reduce": "once"}, optax.adam, STAGES.format("reduce='once'")),
-        ({"gather": "step"}, optax.adam, STAGES.format("gather='step'")),
+        ({"grad_reduction": "per_step"}, optax.adam, STAGES.format("grad_reduction='per_step'")),
+        ({"weight_gather": "per_step"}, optax.adam, STAGES.format("weight_gather='per_step'")),
         ({}, lambda lr: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr)), TANGLED),
     ],
     ids=["once", "step", "clipped"],
@@ -284,7 +284,7 @@ def test_what_is_fetched_is_fetched_again_where_all_else_is_kept(layout_of: Call
 
 def test_a_part_of_a_stack_is_not_taken_out_of_the_hosts_memory(layout_of: Callable[..., jp.Layout]) -> None:
     config = preset("tiny", layers=2, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64)
-    config = type(config)(**{**vars(config), "remat": jp.Recompute("full", layers=(1,))})
+    config = type(config)(**{**vars(config), "remat": jp.RematPolicy("full", layers=(1,))})
     layout, tx = layout_of("fsdp"), jp.offload(optax.adam(LR), parameters=True, min_bytes=0)
     data = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 16), "int32"))
     with pytest.raises(ConfigError) as error:

@@ -20,7 +20,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss
 from jaxpar.models.losses import next_token_loss
-from jaxpar.parallel.overlap.interleave import cut, join, order_in_copies
+from jaxpar.parallel.overlap.interleave import cut, join, order_of_halves
 from jaxpar.utils.yaml_config import build
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -156,9 +156,9 @@ def test_a_layer_of_ones_own() -> None:
         w = jax.random.normal(jax.random.key(0), (8, 8)) / 3
         x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, 8))
         side = {"at": jax.random.normal(jax.random.key(2), (ROWS, SEQ, 1)), "scale": jnp.ones(())}
-        in_two = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, jp.in_copies(layer)), argnums=(0, 1)))
-        compiled = in_two.lower(w, jp.put(layout, x, "batch", "seq", None)).compile(compiler_options=QUICK)
-        got = compiled(w, jp.put(layout, x, "batch", "seq", None))
+        in_two = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, jp.interleave_batches(layer)), argnums=(0, 1)))
+        compiled = in_two.lower(w, jp.shard_array(layout, x, "batch", "seq", None)).compile(compiler_options=QUICK)
+        got = compiled(w, jp.shard_array(layout, x, "batch", "seq", None))
     with jax.enable_x64(True):
         want = jax.value_and_grad(lambda w, x: loss(w, x, layer), argnums=(0, 1))(w, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -171,7 +171,7 @@ def test_a_layer_of_ones_own() -> None:
 def test_cutting_moves_no_byte() -> None:
     layout = layout_of(RULES, {"data": 2, "context": 2, "model": 2})
     with layout:
-        x = jp.put(layout, jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ), "batch", "seq")
+        x = jp.shard_array(layout, jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ), "batch", "seq")
         halves = jax.jit(cut).lower(x).compile()
         again = jax.jit(lambda x: join(cut(x))).lower(x).compile()
         assert [half.tolist()[0][0] // SEQ for half in halves(x)] == [0, 2]  # each device's own
@@ -185,16 +185,16 @@ def test_each_copy_on_each_device_draws_its_own() -> None:
 
     layout = layout_of(RULES, {"data": 2, "context": 2})
     with layout:
-        x = jp.put(layout, jnp.zeros((ROWS, SEQ, 4)), "batch", "seq", None)
-        drawn = np.asarray(jax.jit(jp.in_copies(noisy))(None, x, jax.random.key(0)))
+        x = jp.shard_array(layout, jnp.zeros((ROWS, SEQ, 4)), "batch", "seq", None)
+        drawn = np.asarray(jax.jit(jp.interleave_batches(noisy))(None, x, jax.random.key(0)))
     assert len(np.unique(drawn)) == drawn.size
 
 
 def test_what_copies_cannot_do() -> None:
     x, block = jnp.ones((ROWS, SEQ, 8)), {"w": jnp.ones((8, 8))}
-    run = jp.in_copies(layer)
+    run = jp.interleave_batches(layer)
     with pytest.raises(ConfigError, match=re.escape("interleave_copies is 3, but 1 or 2 is wanted")):
-        jp.in_copies(layer, 3)
+        jp.interleave_batches(layer, 3)
     plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
     with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         run(block, x, None)
@@ -215,32 +215,32 @@ def test_what_copies_cannot_do() -> None:
         ):
             run(block, x, {"at": jnp.ones((5, SEQ))})
         with pytest.raises(
-            ModelError, match=re.escape("in_copies(): the layer carries 'mean', 'var', which would part")
+            ModelError, match=re.escape("interleave_batches(): the layer carries 'mean', 'var', which would part")
         ):
-            jp.in_copies(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
+            jp.interleave_batches(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
 
 
 def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
-        jp.in_copies(layer, dim="seq")
+        jp.interleave_batches(layer, dim="seq")
     assert str(said.value) == (
-        "in_copies(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: its "
+        "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: its "
         "branches, with Branch(carried=...) where tokens see others, or dim='batch'."
     )
     with pytest.raises(ConfigError) as said:
-        jp.in_copies(layer, dim="sequence")  # type: ignore[arg-type]
+        jp.interleave_batches(layer, dim="sequence")  # type: ignore[arg-type]
     assert str(said.value) == (
         "interleave_dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
     )
     with layout_of(RULES, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
-        order_in_copies(30)
+        order_of_halves(30)
     assert str(said.value) == (
         "interleave_copies is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
         "of 4 tokens, or interleave_copies: 1."
     )
     remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or interleave_dim: batch."
     with layout_of(RULES, {"context": 2, "model": 2}), pytest.raises(ConfigError) as said:
-        order_in_copies(32)
+        order_of_halves(32)
     assert str(said.value) == (
         "interleave_copies is 2 and interleave_dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "
         + remedy

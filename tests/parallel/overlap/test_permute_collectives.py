@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.parallel.overlap.permute_collectives import gather_moved, scatter_moved
+from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
 
 AXES = ("outer", "inner")
 
@@ -34,7 +34,7 @@ def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tup
     split = P(None, AXES)
 
     def ours(x: jax.Array) -> jax.Array:
-        return gather_moved(x, AXES, dim=1, rings=rings)
+        return ppermute_all_gather(x, AXES, dim=1, rings=rings)
 
     def theirs(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, AXES, axis=1, tiled=True)
@@ -58,7 +58,7 @@ def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tup
 @pytest.mark.parametrize(("rings", "hops"), [((8,), {1: 42, -1: 42}), ((4, 2), {1: 12, 2: 36, -2: 36})])
 def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[int, ...], hops: dict[int, int]) -> None:
     """How many rows go from device 0 to which other, of pieces of 6: as many in all as a gather and a scatter send."""
-    both = lambda x: scatter_moved(gather_moved(x, AXES, dim=0, rings=rings), AXES, dim=0, rings=rings)
+    both = lambda x: ppermute_reduce_scatter(ppermute_all_gather(x, AXES, dim=0, rings=rings), AXES, dim=0, rings=rings)
     text = over(1, 8, both, P(AXES), P(AXES)).lower(jnp.zeros((48, 2))).as_text()
     sent: dict[int, int] = {}
     for to, rows in re.findall(r"source_target_pairs = dense<\[\[0, (\d)\].*?: \(tensor<(\d+)x2xf32>\) ->", text):
@@ -70,5 +70,5 @@ def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[i
 def test_sums_are_made_in_fp32() -> None:
     """In bf16 1 + 2^-8 is 1; both small shares together are seen."""
     x = jnp.repeat(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 3)
-    got = over(1, 3, lambda x: scatter_moved(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
+    got = over(1, 3, lambda x: ppermute_reduce_scatter(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
     assert got.dtype == jnp.bfloat16 and got.tolist() == [1 + 2**-7] * 3

@@ -57,8 +57,8 @@ def test_a_product_with_the_integers_is_one_with_the_array() -> None:
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 3, 6), (6, 4, 5)]))
     kept, names = jp.Int8.of(w, [0]), ("embed", "heads", "head_dim")
     with jp.Layout(jp.MeshSpec(data=4, model=2).build(), RULES.replace(params={"embed": None})):
-        (y,) = jp.project(x, (kept, names))
-        both = jp.project(x, (kept, names), (w, names))
+        (y,) = jp.sharded_dot(x, (kept, names))
+        both = jp.sharded_dot(x, (kept, names), (w, names))
     want = np.tensordot(x, kept.astype(jnp.float32), 1)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(both[0], want, rtol=1e-5, atol=1e-5)
@@ -148,7 +148,7 @@ def test_a_cache_of_shapes() -> None:
 
 def _project(kept: jp.Int8) -> Any:
     with jp.Layout(one_device(), RULES):
-        return jp.project(jnp.ones((2, 6)), (kept, ("embed", "mlp")))
+        return jp.sharded_dot(jnp.ones((2, 6)), (kept, ("embed", "mlp")))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def _project(kept: jp.Int8) -> Any:
         (
             lambda: _project(jp.Int8.of(jnp.ones((6, 4)), [1])),
             LayoutError,
-            "project(): the weight ('embed', 'mlp') of shape (6, 4) has a scale for all of its dims [1], but its first 1 are summed over. Remedy: "
+            "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) has a scale for all of its dims [1], but its first 1 are summed over. Remedy: "
             + "Int8.of(w, [0]).",
         ),
     ],

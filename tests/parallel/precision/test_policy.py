@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, jp.Zero, dict[str, Any]]] = {
     "one device": (1, jp.Zero(0), {}),
     "data parallel": (8, jp.Zero(0), {}),
     "stage 1": (8, jp.Zero(1, min_bytes=0), {}),
-    "stage 1, microbatches": (8, jp.Zero(1, min_bytes=0), {"accumulate": 2}),
+    "stage 1, microbatches": (8, jp.Zero(1, min_bytes=0), {"grad_accum_steps": 2}),
     "stage 2": (8, jp.Zero(2, min_bytes=0), {}),
     "stage 3": (8, jp.Zero(3, min_bytes=0), {}),
 }
@@ -95,12 +95,12 @@ def test_a_scale_keeps_small_gradients_that_would_vanish() -> None:
         ("scaled", jp.Precision("fp16", scale=LossScale(initial=2.0**24))),
     ):
         state = jp.init(layout, make, TX, precision=precision)
-        step = jp.train_step(layout, tiny, precision=precision, keep_grads=True)
+        step = jp.train_step(layout, tiny, precision=precision, return_grads=True)
         grads[name] = jax.device_get(step(state, batch)[1]["grads"]["w"])
     with pytest.warns(UserWarning, match="compute is float16 without a loss scale, so small gradients vanish"):
         bare = jp.Precision("fp16")
     state = jp.init(layout, make, TX, precision=bare)
-    vanished = jp.train_step(layout, tiny, precision=bare, keep_grads=True)(state, batch)[1]["grads"]["w"]
+    vanished = jp.train_step(layout, tiny, precision=bare, return_grads=True)(state, batch)[1]["grads"]["w"]
     np.testing.assert_allclose(grads["scaled"], grads["fp32"], rtol=1e-2, atol=1e-10)
     assert np.abs(np.asarray(vanished)).max() < 0.1 * np.abs(grads["fp32"]).max()
 

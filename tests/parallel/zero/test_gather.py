@@ -1,4 +1,4 @@
-"""``project`` and the embedding lookup: the same numbers as one device, with weights gathered in whole heads."""
+"""``sharded_dot`` and the embedding lookup: the same numbers as one device, with weights gathered in whole heads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def inputs(kv_heads: int) -> tuple[np.ndarray, list[np.ndarray]]:
 def traced(name: str, kv_heads: int, **options: Any) -> str:
     x, ws = inputs(kv_heads)
     with jp.Layout(MESH.build(), RULES[name]):
-        return str(jax.make_jaxpr(lambda x, *ws: jp.project(x, *zip(ws, (Q, KV, KV), strict=True), **options))(x, *ws))
+        return str(
+            jax.make_jaxpr(lambda x, *ws: jp.sharded_dot(x, *zip(ws, (Q, KV, KV), strict=True), **options))(x, *ws)
+        )
 
 
 CASES = [(name, 2 if name == "key heads that do not divide" else 4) for name in RULES]
@@ -68,7 +70,7 @@ def test_projections_and_their_gradients_equal_plain_products(
     x, ws = inputs(kv_heads)
 
     def weighted(x: jax.Array, *ws: jax.Array) -> tuple[jax.Array, Any]:
-        ys = jp.project(x, *zip(ws, (Q, KV, KV), strict=True))
+        ys = jp.sharded_dot(x, *zip(ws, (Q, KV, KV), strict=True))
         return sum(jnp.sum(jnp.sin(y) * (i + 1)) for i, y in enumerate(ys)), ys
 
     def plain(x: jax.Array, *ws: jax.Array) -> jax.Array:
@@ -107,7 +109,7 @@ def test_each_gradient_lies_as_its_rules_say() -> None:
     x, ws = inputs(4)
 
     def total(*ws: jax.Array) -> jax.Array:
-        return sum(y.sum() for y in jp.project(x, *zip(ws, (Q, KV, KV), strict=True)))
+        return sum(y.sum() for y in jp.sharded_dot(x, *zip(ws, (Q, KV, KV), strict=True)))
 
     with jp.Layout(MESH.build(), RULES["all alike"]):
         grads = jax.grad(total, argnums=(0, 1, 2))(*ws)
@@ -120,8 +122,8 @@ def test_weights_of_different_dtypes_meet_in_the_compute_dtype() -> None:
     x, (q, k, v) = inputs(4)
     pairs = ((q, Q), (jnp.asarray(k, jnp.bfloat16), KV), (v, KV))
     with jp.Layout(MESH.build(), RULES["all alike"]):
-        ys = jp.project(jnp.asarray(x, jnp.bfloat16), *pairs, dtype=jnp.bfloat16)
-        own = jp.project(x, *pairs)
+        ys = jp.sharded_dot(jnp.asarray(x, jnp.bfloat16), *pairs, dtype=jnp.bfloat16)
+        own = jp.sharded_dot(x, *pairs)
     assert [y.dtype for y in ys] == [jnp.bfloat16] * 3
     np.testing.assert_allclose(own[0], np.einsum("BSE,EHD->BSHD", x, q), rtol=1e-5, atol=1e-5)
 
@@ -130,7 +132,7 @@ def test_heads_that_do_not_divide_are_refused_as_the_weight_alone_would_be() -> 
     x, w = np.ones((2, 6), np.float32), jnp.ones((6, 3, 4))  # 3 heads over 4 devices, though the matrix has 12 columns
     with jp.Layout(MESH.build(), RULES["all alike"]):
         with pytest.raises(LayoutError) as projected:
-            jp.project(x, (w, Q))
+            jp.sharded_dot(x, (w, Q))
         with pytest.raises(LayoutError) as alone:
             jp.gather_weight(w, *Q)
     problem = str(projected.value).partition(": ")[2]  # behind the line of the call
@@ -139,9 +141,9 @@ def test_heads_that_do_not_divide_are_refused_as_the_weight_alone_would_be() -> 
 
 def test_a_weight_of_another_width_is_refused() -> None:
     with jp.Layout(MESH.build(), RULES["all alike"]), pytest.raises(LayoutError) as caught:
-        jp.project(jnp.ones((2, 5, 6)), (jnp.ones((8, 4, 4)), Q))
+        jp.sharded_dot(jnp.ones((2, 5, 6)), (jnp.ones((8, 4, 4)), Q))
     assert str(caught.value) == (
-        "project(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, 5, 6): its first "
+        "sharded_dot(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, 5, 6): its first "
         "dim has to be as large as the last of x. Remedy: transpose the weight, or pass what it belongs to."
     )
 

@@ -54,7 +54,7 @@ def sharded(zero: jp.Zero, mlp: Any, devices: int = 8) -> jp.Layout:
 def run(layout: jp.Layout, mlp: Any, name: str, **options: Any) -> tuple[list[float], list[Any]]:
     with jax.enable_x64(True):
         state = jp.init(layout, mlp.make, OPTIMIZERS[name]())
-        lowered = jp.train_step(layout, mlp.loss, keep_grads=True, **options).lower(state, mlp.batch())
+        lowered = jp.train_step(layout, mlp.loss, return_grads=True, **options).lower(state, mlp.batch())
         step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # compiles in half the time
         losses, grads = [], []
         for i in range(STEPS):
@@ -120,7 +120,7 @@ def routed(zero: jp.Zero, rules: jp.Rules, devices: int) -> tuple[list[float], A
     layout = jp.Layout(mesh.build(jax.devices()[:devices]), zero.rules(rules))
     with jax.enable_x64(True):
         state = jp.init(layout, experts, optax.adamw(LR))
-        step = jp.train_step(layout, mixture, keep_grads=True, **zero.step)
+        step = jp.train_step(layout, mixture, return_grads=True, **zero.step)
         losses = []
         for i in range(3):
             state, metrics = step(state, np.random.default_rng(i).normal(size=(32, 16)).astype(np.float32))
@@ -156,7 +156,7 @@ def squares(model: Any, batch: jax.Array) -> jax.Array:
 def compiled(zero: jp.Zero, batch: int = 64, **options: Any) -> tuple[Any, jp.Layout]:
     layout = jp.Layout(zero.mesh(jp.MeshSpec(data=-1), 8).build(), zero.rules(RULES))
     state = jp.init(layout, square, optax.adam(LR))
-    data = jp.put(layout, np.ones((batch, 64), np.float32), "batch", None)
+    data = jp.shard_array(layout, np.ones((batch, 64), np.float32), "batch", None)
     return jp.train_step(layout, squares, **{**zero.step, **options}).lower(state, data).compile(), layout
 
 
@@ -207,8 +207,8 @@ def test_microbatches_do_not_reduce_once_more(stage: int) -> None:
     once = PARAMETERS * 4 * 7 / 8 * (1 if stage else 2)
     scalars = 256  # loss, norm, and what of them is summed in every round
     assert reduced() == pytest.approx(once, abs=scalars)
-    assert reduced(accumulate=8) == pytest.approx(once, abs=scalars)
-    assert reduced(accumulate=8, reduce="each") >= 8 * once
+    assert reduced(grad_accum_steps=8) == pytest.approx(once, abs=scalars)
+    assert reduced(grad_accum_steps=8, grad_reduction="per_microbatch") >= 8 * once
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def train_attention(layout: jp.Layout, impl: Any, **options: Any) -> tuple[list[
     x = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
     with jax.enable_x64(True):
         state = jp.init(layout, attending, optax.sgd(0.1, momentum=0.9))
-        lowered = jp.train_step(layout, loss, keep_grads=True, **options).lower(state, x)
+        lowered = jp.train_step(layout, loss, return_grads=True, **options).lower(state, x)
         step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
         losses, trees = [], []
         for _ in range(2):

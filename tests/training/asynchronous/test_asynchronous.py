@@ -60,18 +60,19 @@ def loss_of(head: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, j
     return jnp.mean(jnp.sum((x @ head - batch["targets"]) ** 2, -1)), {"first": x[0, 0, 0]}
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: model["words"][batch["tokens"]],
+    embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
-    after=lambda model, x, batch: loss_of(model["head"], x, batch),
-    side=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4,
+    head=lambda model, x, batch: loss_of(model["head"], x, batch),
+    layer_inputs=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4,
     dims=("batch", "seq", "embed"),
 )
-TIED = replace(LOSS, after=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
+TIED = replace(LOSS, head=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
 """The embedding is used again after the layers."""
 READS = replace(
-    LOSS, side=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4 + model["words"][batch["tokens"]].sum(-1)
+    LOSS,
+    layer_inputs=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4 + model["words"][batch["tokens"]].sum(-1),
 )
 """What layers know is computed from the embedding's own version, without a gradient."""
 
@@ -108,7 +109,7 @@ def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
 
 
 @functools.cache
-def gradient(loss: jp.Staged = LOSS) -> Callable[[Any, Any], Any]:
+def gradient(loss: jp.PipelineLoss = LOSS) -> Callable[[Any, Any], Any]:
     """Loss and gradient of one microbatch, on one device, by jax alone."""
     one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
 
@@ -130,7 +131,7 @@ def updating() -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     return tx, jax.jit(update)
 
 
-def two_versions(params: Any, loss: jp.Staged, count: int, ways: int) -> list[Any]:
+def two_versions(params: Any, loss: jp.PipelineLoss, count: int, ways: int) -> list[Any]:
     """W after every call, and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
     (tx, update), mean = updating(), lambda *grads: sum(grads) / count
     state, found, late = tx.init(params), [params], None
@@ -145,7 +146,7 @@ def two_versions(params: Any, loss: jp.Staged, count: int, ways: int) -> list[An
     return found[1:]
 
 
-def every_microbatch(params: Any, loss: jp.Staged, count: int, ways: int, layers: tuple[int, ...]) -> list[Any]:
+def every_microbatch(params: Any, loss: jp.PipelineLoss, count: int, ways: int, layers: tuple[int, ...]) -> list[Any]:
     """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r))).
 
     Words are the first stage's, also where they are used again after the layers: one version, one gradient of both uses, one update.
@@ -203,15 +204,20 @@ def restored(numbers: Any, like: Any) -> Any:
     return jax.tree.map(one, numbers, like)
 
 
-CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.Staged, bool]] = [
+CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.PipelineLoss, bool]] = [
     ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), LOSS, True),
     (
         {"pipeline": 2, "data": 2, "model": 2},
-        jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2, keeps="residuals", layers=(4, 2)),
+        jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2, activation_checkpointing="none", layers=(4, 2)),
         TIED,
         False,
     ),
-    ({"pipeline": 3, "data": 2}, jp.Asynchronous("pipedream", stages=3, microbatches=4, keeps="residuals"), LOSS, True),
+    (
+        {"pipeline": 3, "data": 2},
+        jp.Asynchronous("pipedream", stages=3, microbatches=4, activation_checkpointing="none"),
+        LOSS,
+        True,
+    ),
     (
         {"pipeline": 3, "model": 2},
         jp.Asynchronous("pipedream", stages=3, microbatches=4, layers=(3, 1, 2)),
@@ -223,10 +229,10 @@ CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.Staged, bool]] = [
 """A mesh, what is asked for, the loss, and whether it is flushed at the end."""
 
 
-def step_of(case: int) -> tuple[jp.Layout, jp.AsynchronousStep]:
+def step_of(case: int) -> tuple[jp.Layout, jp.PipedreamStep]:
     sizes, pipeline, loss, _ = CASES[case]
     layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    return layout, jp.AsynchronousStep(layout, loss, pipeline, donate=False)
+    return layout, jp.PipedreamStep(layout, loss, pipeline, donate=False)
 
 
 @functools.cache
@@ -298,7 +304,7 @@ def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
 def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
     """As ``jaxpar check --topology`` compiles it: every leaf's shape, dtype and place."""
     layout, step = step_of(case)
-    batch = jax.tree.map(lambda x: jp.put(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
+    batch = jax.tree.map(lambda x: jp.shard_array(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
     told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
     leaves = zip(jax.tree_util.tree_leaves_with_path(told), jax.tree_util.tree_leaves_with_path(made), strict=True)
     for (keys, one), (path, other) in leaves:
@@ -311,10 +317,10 @@ EACH = {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2)}
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "accumulate": (
-        {**TWO, "accumulate": 2},
+    "grad_accum_steps": (
+        {**TWO, "grad_accum_steps": 2},
         ConfigError,
-        "asynchronous pipeline: accumulate is 2, but the 2 microbatches of 'pipedream_2bw' are the accumulation. Remedy: leave it out, or microbatches=4.",
+        "asynchronous pipeline: grad_accum_steps is 2, but the 2 microbatches of 'pipedream_2bw' are the accumulation. Remedy: leave it out, or microbatches=4.",
     ),
     "scale": (
         {**TWO, "precision": {"compute": "fp16", "scale": {}}},
@@ -356,10 +362,10 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "reduce": (
-        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, reduce="each")},
+        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, grad_reduction="per_microbatch")},
         ConfigError,
         (
-            "asynchronous pipeline: reduce is 'each', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it "
+            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it "
             "out, or 'pipedream_2bw'."
         ),
     ),
@@ -390,14 +396,14 @@ def test_what_cannot_be_is_named(case: str) -> None:
         options = dict(asked)
         rules, tx = options.pop("rules", RULES), options.pop("tx", stepping())
         layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
-        step = jp.AsynchronousStep(layout, LOSS, **options)
+        step = jp.PipedreamStep(layout, LOSS, **options)
         jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
 
 
 def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ran = done(0)
     layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)
-    step = jp.AsynchronousStep(layout, LOSS, CASES[0][1])
+    step = jp.PipedreamStep(layout, LOSS, CASES[0][1])
     text = (
         "batch/targets is float64[4, 2, 12], but the batch on its way has float64[8, 2, 12]. Remedy: batches of one shape; or flush(state), and "
         "start(state.landed, batch)."
@@ -423,7 +429,7 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
             f"from, then start(state.landed, batch)."
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
-            jp.AsynchronousStep(step_of(case)[0], CASES[case][2], asked).lower(done(case).state, batch_of(0))
+            jp.PipedreamStep(step_of(case)[0], CASES[case][2], asked).lower(done(case).state, batch_of(0))
     text = "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = step.start(state, batch)."
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         step.lower(ran.state.landed, batch_of(0))
@@ -454,14 +460,14 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             ScheduleError,
             (
                 "schedule 'pipedream' is asynchronous: what it begins in a step it ends in the next, so it is no schedule of one. Remedy: "
-                "jp.AsynchronousStep(..., pipeline=jp.Asynchronous('pipedream', stages=2, microbatches=4))."
+                "jp.PipedreamStep(..., pipeline=jp.Asynchronous('pipedream', stages=2, microbatches=4))."
             ),
         ),
         (
             lambda: jp.train_step(jp.Layout(jp.MeshSpec().abstract(1), RULES), LOSS, **TWO),
             ConfigError,
             (
-                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: jp.AsynchronousStep, or "
+                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: jp.PipedreamStep, or "
                 "jp.schedule('1f1b')."
             ),
         ),

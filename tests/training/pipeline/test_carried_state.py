@@ -65,7 +65,7 @@ ORDER = (
 )
 INSIDE = (
     "which no pipeline can: each stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for random numbers "
-    "Staged(keys=True) in the place of keys."
+    "PipelineLoss(keys=True) in the place of keys."
 )
 CARRIED: dict[str, tuple[Any, str]] = {
     "linen, layers": (
@@ -86,13 +86,13 @@ CARRIED: dict[str, tuple[Any, str]] = {
     ),
     "nnx, keys of layers": (
         of_modules(inside="keys"),
-        f"Staged(layers='blocks'): the layers carry 'blocks/drop/rngs/count', 'blocks/drop/rngs/key', {INSIDE}",
+        f"PipelineLoss(layers='blocks'): the layers carry 'blocks/drop/rngs/count', 'blocks/drop/rngs/key', {INSIDE}",
     ),
     "nnx, keys of the head": (
         of_modules(outside="keys"),
         (
-            "Staged(before=...) changed rest/drop/rngs/count, but a pipeline carries no variables. Remedy: a model that changes none; for random "
-            "numbers of layers Staged(keys=True)."
+            "PipelineLoss(embed=...) changed rest/drop/rngs/count, but a pipeline carries no variables. Remedy: a model that changes none; for random "
+            "numbers of layers PipelineLoss(keys=True)."
         ),
     ),
 }
@@ -101,11 +101,11 @@ CARRIED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", CARRIED)
 def test_state_that_is_carried_is_named(case: str) -> None:
     make, text = CARRIED[case]
-    loss = jp.Staged(
+    loss = jp.PipelineLoss(
         layers="blocks",
-        before=lambda model, batch: model.drop(batch["x"]) if getattr(model, "drop", None) else batch["x"],
+        embed=lambda model, batch: model.drop(batch["x"]) if getattr(model, "drop", None) else batch["x"],
         layer=lambda block, x, side: x + jnp.tanh(x @ block.w),
-        after=lambda model, x, batch: jnp.mean(x @ model.head),
+        head=lambda model, x, batch: jnp.mean(x @ model.head),
     )
     layout = jp.Layout(jp.MeshSpec(pipeline=2).abstract(), RULES)
     state = jp.abstract_state(layout, make, optax.sgd(0.1))

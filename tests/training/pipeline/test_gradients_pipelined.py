@@ -57,12 +57,12 @@ def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, ja
     }
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: model["words"][batch["tokens"]],
+    embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
-    after=after,
-    side=lambda model, batch: jnp.sin(batch["tokens"].astype(jnp.float32)),
+    head=after,
+    layer_inputs=lambda model, batch: jnp.sin(batch["tokens"].astype(jnp.float32)),
     dims=("batch", "seq", "embed"),
 )
 
@@ -95,25 +95,30 @@ def one_device() -> tuple[dict[str, float], Any]:
 
 # name, mesh, microbatches, chunks, what is kept, layers of each piece
 CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
-    ("gpipe", {"pipeline": 4, "data": 2}, 8, 1, "residuals", ()),
-    ("1f1b", {"pipeline": 4}, 2, 1, "input", ()),
-    ("1f1b", {"pipeline": 2, "data": 2, "model": 2}, 8, 1, "residuals", (5, 3)),
-    ("1f1b", {"pipeline": 1, "data": 2}, 2, 1, "input", ()),
-    ("interleaved", {"pipeline": 2, "data": 2, "model": 2}, 4, 2, "input", (3, 2, 1, 2)),
-    ("breadth_first", {"pipeline": 4, "data": 2}, 4, 2, "residuals", ()),
-    ("zb_uniform", {"pipeline": 4, "data": 2}, 4, 1, "input", ()),
-    ("zb_h1", {"pipeline": 2, "model": 2}, 4, 1, "residuals", ()),
-    ("zb_v", {"pipeline": 2, "data": 2}, 8, 2, "input", ()),
-    ("dualpipe_v", {"pipeline": 2, "data": 2}, 4, 2, "residuals", (1, 2, 3, 2)),
+    ("gpipe", {"pipeline": 4, "data": 2}, 8, 1, "none", ()),
+    ("1f1b", {"pipeline": 4}, 2, 1, "full", ()),
+    ("1f1b", {"pipeline": 2, "data": 2, "model": 2}, 8, 1, "none", (5, 3)),
+    ("1f1b", {"pipeline": 1, "data": 2}, 2, 1, "full", ()),
+    ("interleaved", {"pipeline": 2, "data": 2, "model": 2}, 4, 2, "full", (3, 2, 1, 2)),
+    ("breadth_first", {"pipeline": 4, "data": 2}, 4, 2, "none", ()),
+    ("zb_uniform", {"pipeline": 4, "data": 2}, 4, 1, "full", ()),
+    ("zb_h1", {"pipeline": 2, "model": 2}, 4, 1, "none", ()),
+    ("zb_v", {"pipeline": 2, "data": 2}, 8, 2, "full", ()),
+    ("dualpipe_v", {"pipeline": 2, "data": 2}, 4, 2, "none", (1, 2, 3, 2)),
 ]
 
 
 # Uneven layers beside other axes, one stage, a v, gradients of weights later.
 @pytest.mark.parametrize("case", [CASES[i] for i in (2, 3, 8, 9)], ids=str)
 def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
-    name, sizes, microbatches, chunks, keeps, layers = case
+    name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
-    got = run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers, before="each"))
+    got = run(
+        sizes,
+        jp.Pipeline(
+            schedule, activation_checkpointing=activation_checkpointing, layers=layers, embedding="per_microbatch"
+        ),
+    )
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
@@ -121,9 +126,11 @@ def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one
 def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_ticks() -> None:
     """A microbatch is ROWS x SEQ x WIDTH x 4 bytes, and half of it on each stage; beside it tokens and targets, 4 bytes each."""
 
-    def temporary(microbatches: int, before: Any) -> int:
+    def temporary(microbatches: int, embedding: Any) -> int:
         layout = layout_of(RULES, {"pipeline": 2})
-        pipeline = jp.Pipeline(jp.schedule("1f1b", 2, microbatches), keeps="residuals", before=before)
+        pipeline = jp.Pipeline(
+            jp.schedule("1f1b", 2, microbatches), activation_checkpointing="none", embedding=embedding
+        )
         batch = {name: jnp.concatenate([x] * microbatches) for name, x in batch_of().items()}
         with layout:
             state = jp.abstract_state(layout, make_model, SGD)
@@ -131,30 +138,39 @@ def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_t
         found: Any = step.compile(compiler_options=QUICK).memory_analysis()
         return found.temp_size_in_bytes
 
-    more = {before: temporary(40, before) - temporary(8, before) for before in ("once", "each")}
-    assert more["once"] > 32 * ROWS * SEQ * WIDTH * 4 / 2
-    assert more["each"] < more["once"] / 2
+    more = {
+        embedding: temporary(40, embedding) - temporary(8, embedding) for embedding in ("per_step", "per_microbatch")
+    }
+    assert more["per_step"] > 32 * ROWS * SEQ * WIDTH * 4 / 2
+    assert more["per_microbatch"] < more["per_step"] / 2
 
 
 @pytest.mark.parametrize(
-    ("name", "keeps", "before"),
+    ("name", "activation_checkpointing", "embedding"),
     [
-        ("zb_h1", "input", "once"),
-        ("zb_v", "residuals", "once"),
-        ("zb_v", "input", "each"),
-        ("1f1b", "residuals", "each"),
+        ("zb_h1", "full", "per_step"),
+        ("zb_v", "none", "per_step"),
+        ("zb_v", "full", "per_microbatch"),
+        ("1f1b", "none", "per_microbatch"),
     ],
 )
-def test_stages_that_do_their_own_alone_give_the_same(name: str, keeps: Any, before: Any, one_device: Any) -> None:
+def test_stages_that_do_their_own_alone_give_the_same(
+    name: str, activation_checkpointing: Any, embedding: Any, one_device: Any
+) -> None:
     schedule = jp.schedule(name, stages=2, microbatches=8, chunks=2 if name == "zb_v" else None, fused=False)
-    got = run({"pipeline": 2, "data": 2}, jp.Pipeline(schedule, keeps=keeps, lowering="divergent", before=before))
+    got = run(
+        {"pipeline": 2, "data": 2},
+        jp.Pipeline(
+            schedule, activation_checkpointing=activation_checkpointing, executor="independent", embedding=embedding
+        ),
+    )
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
 
 def test_no_collective_stands_where_stages_part() -> None:
     layout = layout_of(RULES, {"pipeline": 2, "data": 2})
-    pipeline = jp.Pipeline(jp.schedule("zb_h1", stages=2, microbatches=4), lowering="divergent")
+    pipeline = jp.Pipeline(jp.schedule("zb_h1", stages=2, microbatches=4), executor="independent")
     with layout:
         state = jp.abstract_state(layout, make_model, SGD)
         step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch_of())
@@ -164,7 +180,7 @@ def test_no_collective_stands_where_stages_part() -> None:
     assert not [c for c in report.collectives if "own_layers/" in c.op_name]
 
 
-@pytest.mark.parametrize(("reduce", "layers"), [("each", ()), ("chunk", (3, 2, 1, 2))])
+@pytest.mark.parametrize(("reduce", "layers"), [("per_microbatch", ()), ("chunk", (3, 2, 1, 2))])
 def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
     reduce: Any, layers: tuple[int, ...], one_device: Any
 ) -> None:
@@ -189,9 +205,9 @@ def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_devi
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
-    name, sizes, microbatches, chunks, keeps, layers = case
+    name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
-    got = run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers))
+    got = run(sizes, jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers=layers))
     # The part of right words is of all rows: a mean of microbatches by their weights is another number.
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
@@ -199,9 +215,9 @@ def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any
 
 def test_a_staged_loss_is_the_loss_by_itself(one_device: Any) -> None:
     def plain(model: Any, batch: Any) -> Any:
-        x = LOSS.before(model, batch)
+        x = LOSS.embed(model, batch)
         for i in range(LAYERS):
-            x = layer(jax.tree.map(lambda w, i=i: w[i], model["blocks"]), x, LOSS.side(model, batch))
+            x = layer(jax.tree.map(lambda w, i=i: w[i], model["blocks"]), x, LOSS.layer_inputs(model, batch))
         return after(model, x, batch)
 
     check_same(run({"data": 1}, None, plain), one_device)
@@ -281,7 +297,7 @@ def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "each", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
+    ("chunks", "per_microbatch", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
 )
 def test_as_many_chunks_as_stages_are_exchanged_at_once(chunks: int, each: tuple[int, ...], kind: str) -> None:
     layers = Layers(32, Pieces(4, chunks, "loop"), each)
@@ -307,8 +323,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"loss": next_token_loss},
         ConfigError,
         (
-            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: jaxpar.Staged(layers=..., before=..., "
-            "layer=..., after=...), which names the stack and what comes before and after it."
+            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: jaxpar.PipelineLoss(layers=..., embed=..., "
+            "layer=..., head=...), which names the stack and what comes before and after it."
         ),
     ),
     "stages": (
@@ -321,25 +337,25 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ConfigError,
         "pipeline: the schedule 'circular' has no backwards, so nothing can be trained. Remedy: '1f1b'.",
     ),
-    "accumulate": (
-        {"accumulate": 2},
+    "grad_accum_steps": (
+        {"grad_accum_steps": 2},
         ConfigError,
-        "pipeline: accumulate is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave accumulate out, or a schedule of 8.",
+        "pipeline: grad_accum_steps is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave grad_accum_steps out, or a schedule of 8.",
     ),
     "reduce": (
-        {"reduce": "each", "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},
+        {"grad_reduction": "per_microbatch", "pipeline": jp.Pipeline(ONE_F_ONE_B, executor="independent")},
         ConfigError,
         (
-            "pipeline: lowering is 'divergent', in which a stage's layers can hold no collective, but reduce is 'each', which scatters "
-            "gradients layer by layer. Remedy: reduce='once', or lowering='uniform'."
+            "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but grad_reduction is 'per_microbatch', which scatters "
+            "gradients layer by layer. Remedy: grad_reduction='per_step', or executor='lockstep'."
         ),
     ),
     "axes inside of layers": (
-        {"sizes": {"pipeline": 2, "model": 2}, "pipeline": jp.Pipeline(ONE_F_ONE_B, lowering="divergent")},
+        {"sizes": {"pipeline": 2, "model": 2}, "pipeline": jp.Pipeline(ONE_F_ONE_B, executor="independent")},
         ConfigError,
         (
-            "pipeline: lowering is 'divergent', in which each stage runs loops of its own length, but the mesh has model 2: collectives over it "
-            "stand inside of layers, where some stages would wait for others for ever. Remedy: lowering='uniform', or a mesh of pipeline and "
+            "pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has model 2: collectives over it "
+            "stand inside of layers, where some stages would wait for others for ever. Remedy: executor='lockstep', or a mesh of pipeline and "
             "the axes of the batch alone."
         ),
     ),
@@ -370,7 +386,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "path": (
         {"loss": replace(LOSS, layers="decoder")},
         ModelError,
-        "Staged(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; there are 'blocks', 'head', 'words'.",
+        "PipelineLoss(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; there are 'blocks', 'head', 'words'.",
     ),
     "sequence": (
         {"sizes": {"pipeline": 2, "context": 4}},
@@ -385,15 +401,15 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ModelError,
         (
             "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what goes from layer to layer "
-            "keeps shape and dtype. Remedy: a Staged(layer=...) that returns what it was given, cast as it was, or a before that gives "
+            "keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as it was, or a before that gives "
             "bfloat16[4, 6, 8]."
         ),
     ),
     "vector metric": (
-        {"loss": replace(LOSS, after=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
+        {"loss": replace(LOSS, head=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
         ModelError,
         (
-            "Staged(after=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so scalars are wanted. Remedy: return its "
+            "PipelineLoss(head=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so scalars are wanted. Remedy: return its "
             "mean."
         ),
     ),
@@ -421,18 +437,22 @@ def test_carried_state_is_named() -> None:
 
 
 def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline: reduce is 'never', but 'once', 'chunk' or 'each' is wanted\.$"):
+    with pytest.raises(ConfigError, match=r"^pipeline: grad_reduction is 'never', but 'per_step', 'per_chunk' or 'per_microbatch' is wanted\.$"):
         jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
 
 
 def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline: before is 'never', but 'once' or 'each' is wanted\.$"):
-        jp.Pipeline(ONE_F_ONE_B, before="never")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"^pipeline: embedding is 'never', but 'per_step' or 'per_microbatch' is wanted\.$"
+    ):
+        jp.Pipeline(ONE_F_ONE_B, embedding="never")  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_one_of_two_things() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline: keeps is 'all', but 'input' or 'residuals' is wanted\.$"):
-        jp.Pipeline(ONE_F_ONE_B, keeps="all")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"^pipeline: activation_checkpointing is 'all', but 'input' or 'residuals' is wanted\.$"
+    ):
+        jp.Pipeline(ONE_F_ONE_B, activation_checkpointing="all")  # type: ignore[arg-type]
 
 
 def test_layers_that_stages_do_not_divide_are_one_problem() -> None:

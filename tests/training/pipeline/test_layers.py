@@ -60,7 +60,7 @@ def after(model: Any, x: jax.Array, batch: Any) -> Any:
     return jnp.sum(errors * batch["counts"]) / weight, {"weight": weight}
 
 
-LOSS = jp.Staged(layers="blocks", before=lambda model, batch: batch["x"], layer=layer, after=after, keys=True)
+LOSS = jp.PipelineLoss(layers="blocks", embed=lambda model, batch: batch["x"], layer=layer, head=after, keys=True)
 
 
 def batch_of() -> dict[str, jax.Array]:
@@ -78,28 +78,34 @@ def run(
 
 @pytest.fixture(scope="module")
 def one_device() -> tuple[dict[str, float], Any]:
-    found = run({"data": 1}, accumulate=PIECES)
+    found = run({"data": 1}, grad_accum_steps=PIECES)
     assert found[0]["aux_loss"] > 0.1 and found[0]["entropy"] > 0.1
     return found
 
 
 # name, mesh, chunks, what is kept, layers of each piece, lowering
 CASES: list[tuple[str, dict[str, int], int, str, tuple[int, ...], str]] = [
-    ("gpipe", {"pipeline": 2}, 1, "input", (), "uniform"),
-    ("1f1b", {"pipeline": 2, "data": 2}, 1, "residuals", (4, 2), "uniform"),
-    ("interleaved", {"pipeline": 2}, 2, "residuals", (2, 1, 2, 1), "uniform"),
-    ("zb_h1", {"pipeline": 2, "data": 2}, 1, "residuals", (), "divergent"),
-    ("zb_v", {"pipeline": 2}, 2, "input", (1, 2, 1, 2), "uniform"),
+    ("gpipe", {"pipeline": 2}, 1, "full", (), "lockstep"),
+    ("1f1b", {"pipeline": 2, "data": 2}, 1, "none", (4, 2), "lockstep"),
+    ("interleaved", {"pipeline": 2}, 2, "none", (2, 1, 2, 1), "lockstep"),
+    ("zb_h1", {"pipeline": 2, "data": 2}, 1, "none", (), "independent"),
+    ("zb_v", {"pipeline": 2}, 2, "full", (1, 2, 1, 2), "lockstep"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_device: Any) -> None:
     """A device's rows of a microbatch are one of the microbatches of one device."""
-    name, sizes, chunks, keeps, layers, lowering = case
+    name, sizes, chunks, activation_checkpointing, layers, executor = case
     microbatches = PIECES // sizes.get("data", 1)
     schedule = jp.schedule(name, stages=2, microbatches=microbatches, chunks=chunks)
-    check_same(run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers, lowering=lowering)), one_device)
+    check_same(
+        run(
+            sizes,
+            jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers=layers, executor=executor),
+        ),
+        one_device,
+    )
 
 
 def test_keys_are_not_kept() -> None:
@@ -131,10 +137,10 @@ def evaluate(sizes: dict[str, int], pipeline: Any, loss: Any, batch: Any) -> tup
         return {name: float(value) for name, value in step(state, batch).items()}, step
 
 
-@pytest.mark.parametrize("before", ["once", "each"])
-def test_an_evaluation_goes_through_the_stages(before: Any, one_device: Any) -> None:
+@pytest.mark.parametrize("embedding", ["per_step", "per_microbatch"])
+def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) -> None:
     sizes, schedule = {"pipeline": 2, "data": 2}, jp.schedule("1f1b", stages=2, microbatches=PIECES // 2)
-    got, compiled = evaluate(sizes, jp.Pipeline(schedule, layers=(4, 2), before=before), LOSS, batch_of())
+    got, compiled = evaluate(sizes, jp.Pipeline(schedule, layers=(4, 2), embedding=embedding), LOSS, batch_of())
     assert got == {
         name: pytest.approx(one_device[0][name], rel=1e-6) for name in ("loss", "weight", "entropy", "aux_loss")
     }
@@ -143,7 +149,7 @@ def test_an_evaluation_goes_through_the_stages(before: Any, one_device: Any) -> 
     assert {c.count for c in report.select("collective-permute") if "from_neighbour" in c.source} == {ticks}
     # What is gathered over stages is what is fed to the first, a microbatch at a time; never the layers.
     gathered = report.select("all-gather", axis="pipeline")
-    assert bool(gathered) == (before == "once") and all("._fed " in c.source for c in gathered)
+    assert bool(gathered) == (embedding == "per_step") and all("._fed " in c.source for c in gathered)
 
 
 def test_draws_are_those_of_one_device_to_the_bit() -> None:
@@ -153,14 +159,17 @@ def test_draws_are_those_of_one_device_to_the_bit() -> None:
         return x + jax.vmap(lambda key: jax.random.randint(key, x.shape[1:], 0, 8).astype(x.dtype))(keys)
 
     after = lambda model, x, batch: jnp.mean(jnp.sum(x * batch["code"], (1, 2)))
-    loss = jp.Staged("blocks", lambda model, batch: jnp.zeros_like(batch["code"]), layer, after, keys=True)
+    loss = jp.PipelineLoss("blocks", lambda model, batch: jnp.zeros_like(batch["code"]), layer, after, keys=True)
     schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
     pipeline = jp.Pipeline(schedule, layers=(2, 1, 2, 1))
     want = evaluate({"data": 1}, None, loss, batch_of())[0]
     assert want["loss"] % 2**-4 == 0 and want["loss"] > 1e3
     assert evaluate({"pipeline": 2, "data": 2}, pipeline, loss, batch_of())[0] == want
-    for ways in ({"reduce": "once"}, {"reduce": "each"}):  # without a pipeline: microbatches of each device, and of all
-        assert run({"data": 2}, loss=loss, accumulate=2, **ways)[0]["loss"] == want["loss"]
+    for ways in (
+        {"grad_reduction": "per_step"},
+        {"grad_reduction": "per_microbatch"},
+    ):  # without a pipeline: microbatches of each device, and of all
+        assert run({"data": 2}, loss=loss, grad_accum_steps=2, **ways)[0]["loss"] == want["loss"]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES.keys() - {"circular"}))
@@ -179,20 +188,20 @@ WRONG: dict[str, tuple[Any, str]] = {
     "three": (
         lambda block, x, side, keys: (x, 0.0, {}),
         (
-            "Staged(layer=...) returned a tuple of 3, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. Remedy: return one of "
+            "PipelineLoss(layer=...) returned a tuple of 3, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. Remedy: return one of "
             "these; a layer carries no variables."
         ),
     ),
     "vector": (
         lambda block, x, side, keys: (x, {"balance": jnp.ones(3)}),
         (
-            "Staged(layer=...) returned 'balance' of shape (3,) beside x, but layers are summed and microbatches averaged, so scalars are wanted. "
+            "PipelineLoss(layer=...) returned 'balance' of shape (3,) beside x, but layers are summed and microbatches averaged, so scalars are wanted. "
             "Remedy: return its mean."
         ),
     ),
     "twice": (
         lambda block, x, side, keys: (x, {"weight": 1.0}),
-        "Staged(layer=...) returned metrics named 'weight', which after returns or weighs by. Remedy: rename them.",
+        "PipelineLoss(layer=...) returned metrics named 'weight', which after returns or weighs by. Remedy: rename them.",
     ),
     "taken": (
         lambda block, x, side, keys: (x, {"grad_norm": 1.0}),
@@ -221,6 +230,6 @@ def test_rows_that_make_no_microbatches_are_named() -> None:
 
 
 def test_a_loss_that_draws_wants_a_key() -> None:
-    text = "Staged(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
+    text = "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
         LOSS({}, batch_of())

@@ -80,11 +80,11 @@ def whole(variables: Any, batch: Any) -> jax.Array:
     return cross_entropy(Model().apply(variables, batch["tokens"]), batch["targets"])
 
 
-STAGED = jp.Staged(
+STAGED = jp.PipelineLoss(
     layers="blocks",
-    before=lambda variables, batch: Model().apply(variables, batch["tokens"], method="before"),
+    embed=lambda variables, batch: Model().apply(variables, batch["tokens"], method="before"),
     layer=lambda block, x, side: Layer().apply({"params": block}, x, None)[0],
-    after=lambda variables, x, batch: cross_entropy(Model().apply(variables, x, method="after"), batch["targets"]),
+    head=lambda variables, x, batch: cross_entropy(Model().apply(variables, x, method="after"), batch["targets"]),
     dims=("batch", "seq", "embed"),
 )
 
@@ -99,7 +99,7 @@ def test_a_linen_model_through_stages() -> None:
     want = one_step(layout_of(RULES, {"data": 1}), whole, make_linen, batch)
     schedule = jp.schedule("1f1b", stages=2, microbatches=2)
     layout = layout_of(RULES, {"pipeline": 2, "data": 2, "model": 2})
-    got = one_step(layout, STAGED, make_linen, batch, pipeline=jp.Pipeline(schedule, keeps="residuals"))
+    got = one_step(layout, STAGED, make_linen, batch, pipeline=jp.Pipeline(schedule, activation_checkpointing="none"))
     check_same(got, want)
     assert want[1]["blocks"]["Dense_0"]["kernel"].shape == (LAYERS, WIDTH, 2 * WIDTH)
 
@@ -113,23 +113,32 @@ def llama_alone() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("impl", "sizes", "schedule", "kind", "before"),
+    ("impl", "sizes", "schedule", "kind", "embedding"),
     [
         (
             "ring",
             {"pipeline": 2, "context": 2, "model": 2},
             jp.schedule("interleaved", stages=2, microbatches=4, chunks=2),
             "collective-permute",
-            "once",
+            "per_step",
         ),
-        ("ulysses", {"pipeline": 2, "ulysses": 2}, jp.schedule("1f1b", stages=2, microbatches=4), "all-to-all", "each"),
+        (
+            "ulysses",
+            {"pipeline": 2, "ulysses": 2},
+            jp.schedule("1f1b", stages=2, microbatches=4),
+            "all-to-all",
+            "per_microbatch",
+        ),
     ],
 )
 def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
-    impl: Any, sizes: dict[str, int], schedule: Any, kind: str, before: Any
+    impl: Any, sizes: dict[str, int], schedule: Any, kind: str, embedding: Any
 ) -> None:
     config, layout = replace(CONFIG, context=jp.Context(impl=impl)), layout_of(LLAMA_RULES, sizes)
-    loss, pipeline = staged_next_token_loss(config), jp.Pipeline(schedule, keeps="residuals", before=before)
+    loss, pipeline = (
+        staged_next_token_loss(config),
+        jp.Pipeline(schedule, activation_checkpointing="none", embedding=embedding),
+    )
     got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), pipeline=pipeline)
     check_same(got, llama_alone())
     # Between the devices that a stage has its sequence split over, in its layers.

@@ -77,7 +77,7 @@ def layer(block: Any, x: jax.Array, side: jax.Array) -> jax.Array:
     return attended(block, x, keys_of(block, x), 0, side)
 
 
-def carried_layer(block: Any, x: jax.Array, side: jax.Array, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
+def chunked_layer(block: Any, x: jax.Array, side: jax.Array, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
     start = chunk * x.shape[1]
     kv = jax.lax.dynamic_update_slice_in_dim(carry["kv"], keys_of(block, x), start, 1)
     return attended(block, x, kv, start, side), {"kv": kv}
@@ -94,16 +94,16 @@ def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, ja
     return jnp.sum(losses * counts * batch["weights"][:, None]) / jnp.maximum(weight, 1), {"weight": weight}
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: model["words"][batch["tokens"]],
+    embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
-    after=after,
+    head=after,
     prepare=lambda model, batch: {**batch, "at": jnp.broadcast_to(jnp.arange(SEQ), (ROWS, SEQ))},
-    side=lambda model, batch: batch["at"].astype(jnp.float32),
+    layer_inputs=lambda model, batch: batch["at"].astype(jnp.float32),
     dims=("batch", "seq", "embed"),
-    carried_layer=carried_layer,
-    carry=lambda model, batch: {"kv": jnp.zeros((*batch["tokens"].shape, GROUPS, 2 * DIM))},
+    chunked_layer=chunked_layer,
+    chunk_carry=lambda model, batch: {"kv": jnp.zeros((*batch["tokens"].shape, GROUPS, 2 * DIM))},
 )
 
 
@@ -118,7 +118,7 @@ def batch_of() -> dict[str, jax.Array]:
 def lowered(sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, batch: Any = None) -> Any:
     layout = layout_of(RULES, sizes)
     with jax.default_matmul_precision("highest"), layout:
-        step = jp.train_step(layout, loss, pipeline=pipeline, keep_grads=True, donate=False)
+        step = jp.train_step(layout, loss, pipeline=pipeline, return_grads=True, donate=False)
         return step.lower(jp.abstract_state(layout, make_model, SGD), batch_of() if batch is None else batch)
 
 
@@ -134,22 +134,30 @@ def one_device() -> tuple[dict[str, float], Any]:
 
 # mesh, microbatches, chunks of a sequence, what is kept, layers of each piece, where words are looked up
 CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...], Any]] = [
-    ({"pipeline": 2, "data": 2}, 4, 2, "residuals", (3, 1), "once"),
-    ({"pipeline": 4, "model": 2}, 2, 4, "input", (), "once"),
-    ({"pipeline": 2, "data": 2}, 2, 4, "input", (), "each"),
+    ({"pipeline": 2, "data": 2}, 4, 2, "none", (3, 1), "per_step"),
+    ({"pipeline": 4, "model": 2}, 2, 4, "full", (), "per_step"),
+    ({"pipeline": 2, "data": 2}, 2, 4, "full", (), "per_microbatch"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
-    sizes, microbatches, chunks, keeps, layers, before = case
+    sizes, microbatches, chunks, activation_checkpointing, layers, embedding = case
     schedule = jp.schedule("seq1f1b", sizes["pipeline"], microbatches, sequence_chunks=chunks)
-    check_same(run(sizes, jp.Pipeline(schedule, keeps=keeps, layers=layers, before=before)), one_device)
+    check_same(
+        run(
+            sizes,
+            jp.Pipeline(
+                schedule, activation_checkpointing=activation_checkpointing, layers=layers, embedding=embedding
+            ),
+        ),
+        one_device,
+    )
 
 
 def test_one_chunk_is_the_program_of_whole_sequences() -> None:
     texts = [
-        lowered({"pipeline": 2}, jp.Pipeline(schedule, keeps="residuals")).as_text()
+        lowered({"pipeline": 2}, jp.Pipeline(schedule, activation_checkpointing="none")).as_text()
         for schedule in (jp.schedule("1f1b", 2, 4), jp.schedule("seq1f1b", 2, 4, sequence_chunks=1))
     ]
     assert texts[0] == texts[1]
@@ -171,7 +179,7 @@ def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | No
         model = make(key)
         leaves, block = stacked_part(model, loss.path)
         how = Carry(
-            lambda w, *args: loss.carried_layer(block(w), *args), lambda batch: loss.carry(model, batch), chunks
+            lambda w, *args: loss.chunked_layer(block(w), *args), lambda batch: loss.carry(model, batch), chunks
         )  # type: ignore[misc]
         pieces = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, chunks, 1, seq // chunks), x.dtype), batch)
         weights, no = [w[None] for w in leaves], jnp.asarray(0)
@@ -198,7 +206,12 @@ def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path)
         "layout": str(Path(__file__).parents[3] / "configs" / "layouts" / "pp_fsdp.yaml"),
         "mesh": {"pipeline": 2, "data": 2},
         "parallel": {
-            "pipeline": {"schedule": "seq1f1b", "microbatches": 2, "sequence_chunks": 4, "keeps": "residuals"},
+            "pipeline": {
+                "schedule": "seq1f1b",
+                "microbatches": 2,
+                "sequence_chunks": 4,
+                "activation_checkpointing": "none",
+            },
             "remat": LLAMA.remat,
         },
         "optimizer": {"name": "sgd", "learning_rate": 0.3, "warmup": 0, "clip_norm": None},
@@ -213,7 +226,7 @@ def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path)
 
     def trained(layout: jp.Layout, loss: Any, **options: Any) -> Any:
         with jax.default_matmul_precision("highest"), layout:
-            step = jp.train_step(layout, loss, keep_grads=True, donate=False, **options)
+            step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
             state = jp.abstract_state(layout, job.make_model, job.tx)
             compiled = step.lower(state, batch).compile(compiler_options=QUICK)
             state = jax.tree.unflatten(jax.tree.structure(state), leaves_of(job.make_model, RULES, job.tx))
@@ -236,11 +249,11 @@ def chunked(**options: Any) -> Any:
 OWN = ["F0 F1 B1 B0 W1 W0", "F0 F1 B1 B0 W1 W0"]
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no carry": (
-        {"loss": replace(LOSS, carried_layer=None)},
+        {"loss": replace(LOSS, chunked_layer=None)},
         ConfigError,
         (
             "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but the loss does not say what a layer carries from one to the "
-            "next. Remedy: Staged(carried_layer=..., carry=...), or sequence_chunks=1."
+            "next. Remedy: PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1."
         ),
     ),
     "context parallelism": (
@@ -268,26 +281,26 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "what comes before": (
-        {"loss": replace(LOSS, before=lambda model, batch: model["words"][batch["tokens"][:, 1:]])},
+        {"loss": replace(LOSS, embed=lambda model, batch: model["words"][batch["tokens"][:, 1:]])},
         ModelError,
         (
-            "Staged(before=...) gave float32[8, 7, 8], whose second dim the schedule 'seq1f1b' cuts into 2 chunks, which do not divide it. Remedy: "
+            "PipelineLoss(embed=...) gave float32[8, 7, 8], whose second dim the schedule 'seq1f1b' cuts into 2 chunks, which do not divide it. Remedy: "
             "[rows, seq, ...], as long as the batch's sequences."
         ),
     ),
     "a carry without a sequence": (
-        {"loss": replace(LOSS, carry=lambda model, batch: {"kv": jnp.zeros((4, GROUPS, DIM))})},
+        {"loss": replace(LOSS, chunk_carry=lambda model, batch: {"kv": jnp.zeros((4, GROUPS, DIM))})},
         ModelError,
         (
-            "Staged(carry=...) has float32[4, 2, 4], but each chunk of a microbatch of 4 rows of 8 tokens writes its part. Remedy: arrays "
+            "PipelineLoss(chunk_carry=...) has float32[4, 2, 4], but each chunk of a microbatch of 4 rows of 8 tokens writes its part. Remedy: arrays "
             "[rows, seq, ...], here [4, 8, ...]."
         ),
     ),
     "a part in the place of the carry": (
-        {"loss": replace(LOSS, carried_layer=lambda block, x, side, carry, chunk: (x, {"kv": keys_of(block, x)}))},
+        {"loss": replace(LOSS, chunked_layer=lambda block, x, side, carry, chunk: (x, {"kv": keys_of(block, x)}))},
         ModelError,
         (
-            "Staged(carried_layer=...) was given a carry of float32[4, 8, 2, 8] and returned float32[4, 4, 2, 8], but it goes from chunk to chunk "
+            "PipelineLoss(chunked_layer=...) was given a carry of float32[4, 8, 2, 8] and returned float32[4, 4, 2, 8], but it goes from chunk to chunk "
             "as it is. Remedy: jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * part.shape[1], 1)."
         ),
     ),

@@ -1,4 +1,4 @@
-"""Pieces of a ``Staged`` loss that read parameters: the same values and gradients on one device, on a mesh and in every pipeline."""
+"""Pieces of a ``PipelineLoss`` loss that read parameters: the same values and gradients on one device, on a mesh and in every pipeline."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def after(model: Any, x: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean((score.sum(-1) - batch["targets"]) ** 2 + jnp.sum(model["shift"] ** 2))
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: model["words"][batch["tokens"]] * batch["scale"][..., None],
+    embed=lambda model, batch: model["words"][batch["tokens"]] * batch["scale"][..., None],
     layer=layer,
-    after=after,
+    head=after,
     # Reads a parameter, but has no gradient; nor has what the batch is made of it.
     prepare=lambda model, batch: {**batch, "scale": 1 + jnp.tanh(model["shift"].sum()) * batch["targets"] / 8},
     # The table is an embedding that before and after read too, "shift" also in the layers as it is.
-    side=lambda model, batch: {"of_words": jnp.sin(model["words"][batch["tokens"]]), "shift": model["shift"]},
+    layer_inputs=lambda model, batch: {"of_words": jnp.sin(model["words"][batch["tokens"]]), "shift": model["shift"]},
     dims=("batch", "seq", "embed"),
 )
 
@@ -101,8 +101,8 @@ def check(found: Any, want: tuple[float, Any]) -> None:
     [
         ({"data": 1}, {}),
         ({"data": 2, "model": 2}, {}),
-        ({"data": 2}, {"accumulate": 2, "reduce": "once"}),
-        ({"data": 4}, {"accumulate": 2, "reduce": "each"}),
+        ({"data": 2}, {"grad_accum_steps": 2, "grad_reduction": "per_step"}),
+        ({"data": 4}, {"grad_accum_steps": 2, "grad_reduction": "per_microbatch"}),
     ],
     ids=["one device", "mesh", "each device's sums", "microbatches"],
 )
@@ -117,12 +117,24 @@ def schedule(name: str, stages: int = 2, microbatches: int = 4, **options: Any) 
 PIPELINES: dict[str, tuple[dict[str, int], Any]] = {
     "gpipe": ({"pipeline": 2}, schedule("gpipe")),
     "1f1b": ({"pipeline": 2, "data": 2, "model": 2}, schedule("1f1b")),
-    "residuals": ({"pipeline": 2, "data": 2}, jp.Pipeline(schedule("1f1b"), keeps="residuals", before="each")),
-    "interleaved": ({"pipeline": 2, "model": 2}, jp.Pipeline(schedule("interleaved", chunks=2), reduce="each")),
-    "turns": ({"pipeline": 2, "data": 2}, jp.Pipeline(schedule("breadth_first", chunks=2), reduce="chunk")),
+    "none": (
+        {"pipeline": 2, "data": 2},
+        jp.Pipeline(schedule("1f1b"), activation_checkpointing="none", embedding="per_microbatch"),
+    ),
+    "interleaved": (
+        {"pipeline": 2, "model": 2},
+        jp.Pipeline(schedule("interleaved", chunks=2), grad_reduction="per_microbatch"),
+    ),
+    "turns": ({"pipeline": 2, "data": 2}, jp.Pipeline(schedule("breadth_first", chunks=2), grad_reduction="per_chunk")),
     "zb_uniform": ({"pipeline": 2, "data": 2}, schedule("zb_uniform")),
-    "zb_v": ({"pipeline": 2, "data": 2}, jp.Pipeline(schedule("zb_v"), lowering="divergent", keeps="residuals")),
-    "uneven": ({"pipeline": 2}, jp.Pipeline(schedule("1f1b"), layers=(3, 1), keeps="residuals", recompute=(2, 0))),
+    "zb_v": (
+        {"pipeline": 2, "data": 2},
+        jp.Pipeline(schedule("zb_v"), executor="independent", activation_checkpointing="none"),
+    ),
+    "uneven": (
+        {"pipeline": 2},
+        jp.Pipeline(schedule("1f1b"), layers=(3, 1), activation_checkpointing="none", recompute=(2, 0)),
+    ),
 }
 
 
@@ -132,21 +144,21 @@ def test_under_a_pipeline_values_and_gradients_are_the_same(case: str, want: Any
     check(one_step(layout_of(RULES, sizes), LOSS, make_model, batch_of(), pipeline=pipeline), want)
 
 
-def carried_layer(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Array) -> Any:
+def chunked_layer(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Array) -> Any:
     return layer(block, x, side), jax.lax.dynamic_update_slice_in_dim(carry, x, chunk * x.shape[1], 1)
 
 
 CHUNKED = replace(
     LOSS,
-    carried_layer=carried_layer,
+    chunked_layer=chunked_layer,
     # The shape alone is read, and may come of a parameter.
-    carry=lambda model, batch: model["words"][batch["tokens"]],
+    chunk_carry=lambda model, batch: model["words"][batch["tokens"]],
 )
 
 
-@pytest.mark.parametrize("keeps", ["input", "residuals"])
-def test_sequences_in_chunks_read_parameters_too(keeps: Any, want: Any) -> None:
-    pipeline = jp.Pipeline(schedule("seq1f1b", sequence_chunks=2), keeps=keeps)
+@pytest.mark.parametrize("activation_checkpointing", ["full", "none"])
+def test_sequences_in_chunks_read_parameters_too(activation_checkpointing: Any, want: Any) -> None:
+    pipeline = jp.Pipeline(schedule("seq1f1b", sequence_chunks=2), activation_checkpointing=activation_checkpointing)
     layout = layout_of(RULES, {"pipeline": 2, "data": 2})
     check(one_step(layout, CHUNKED, make_model, batch_of(), pipeline=pipeline), want)
 
@@ -161,7 +173,7 @@ def test_evaluations_read_parameters_too(pipeline: Any, want: Any) -> None:
 
 
 OF_LAYERS = (
-    "reads params/blocks/up, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read them in Staged(layer=...), or "
+    "reads params/blocks/up, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read them in PipelineLoss(layer=...), or "
     "keep them outside of 'blocks'."
 )
 READS = {
@@ -172,7 +184,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("piece", ["before", "side", "after", "carry"])
+@pytest.mark.parametrize("piece", ["embed", "layer_inputs", "head", "chunk_carry"])
 def test_a_piece_that_reads_a_layer_is_named(piece: str, read: str) -> None:
     asks = READS[read]
     own = getattr(CHUNKED, piece)
@@ -185,11 +197,11 @@ def test_a_piece_that_reads_a_layer_is_named(piece: str, read: str) -> None:
     step = jp.train_step(layout, loss, pipeline=schedule("seq1f1b", sequence_chunks=2))
     with pytest.raises(ModelError) as error:
         step.trace(state, batch_of())
-    assert str(error.value) == f"Staged({piece}=...) {OF_LAYERS}"
+    assert str(error.value) == f"PipelineLoss({piece}=...) {OF_LAYERS}"
 
 
 def test_a_piece_may_hand_on_layers_that_it_does_not_read() -> None:
-    whole = replace(LOSS, before=lambda model, batch: jax.checkpoint(LOSS.before)(model, batch))
+    whole = replace(LOSS, embed=lambda model, batch: jax.checkpoint(LOSS.embed)(model, batch))
     layout = layout_of(RULES, {"pipeline": 2})
     jp.train_step(layout, whole, pipeline=schedule("1f1b")).trace(
         jp.abstract_state(layout, make_model, SGD), batch_of()
@@ -210,10 +222,10 @@ def test_prepare_has_all_parameters() -> None:
 
 def test_stages_of_different_versions_name_what_side_reads() -> None:
     layout = layout_of(RULES, {"pipeline": 2})
-    step = jp.AsynchronousStep(layout, LOSS, jp.Asynchronous("pipedream", stages=2, microbatches=4))
+    step = jp.PipedreamStep(layout, LOSS, jp.Asynchronous("pipedream", stages=2, microbatches=4))
     with pytest.raises(ConfigError) as error:
         step.start(jp.init(layout, make_model, SGD), batch_of())
     assert str(error.value) == (
-        "asynchronous pipeline: Staged(side=...) reads params/shift, params/words, of which the stages of 'pipedream' would want different versions. "
+        "asynchronous pipeline: PipelineLoss(layer_inputs=...) reads params/shift, params/words, of which the stages of 'pipedream' would want different versions. "
         "Remedy: a side that reads no parameters, or the schedule 'pipedream_2bw' or '1f1b'."
     )

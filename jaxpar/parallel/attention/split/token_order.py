@@ -88,7 +88,7 @@ def check_given(order: Any, length: int, what: str) -> None:
     if len(order) != length:
         raise LayoutError(
             f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: one for each token of all devices, as "
-            f"of jp.balanced_order(...); and as many keys as queries."
+            f"of jp.balanced_packing(...); and as many keys as queries."
         )
 
 

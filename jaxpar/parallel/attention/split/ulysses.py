@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.collectives.hierarchical import exchange_local, gather_local
+from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local
 
 
 def ways_of(axes: Sequence[str]) -> int:
@@ -35,14 +35,14 @@ def apart(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
     if not axes:
         return x_BSHD
     repeated = jnp.repeat(x_BSHD, repeat, axis=2) if repeat > 1 else x_BSHD
-    return exchange_local(repeated, axes, split_dim=2, concat_dim=1)
+    return all_to_all_local(repeated, axes, split_dim=2, concat_dim=1)
 
 
 def together(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
     """The way back, of results or of gradients; those of heads that were repeated are summed."""
     if not axes:
         return x_BSHD
-    back = exchange_local(x_BSHD, axes, split_dim=1, concat_dim=2)
+    back = all_to_all_local(x_BSHD, axes, split_dim=1, concat_dim=2)
     if repeat == 1:
         return back
     shape = (*back.shape[:2], -1, repeat, *back.shape[3:])

@@ -38,7 +38,7 @@ def numbered(program: Program) -> Program:
 
 
 def rows_of(program: Program, have: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The table's rows, with its rings turned and without what is of no batch (see :meth:`Endless.run`); and where the first input goes."""
+    """The table's rows, with its rings turned and without what is of no batch (see :meth:`AsyncRunner.run`); and where the first input goes."""
     (rows, every), table = program.rows(), program.table
     batch = program.schedule.microbatches // 2
 
@@ -75,7 +75,7 @@ class _Going(Tick):
 
 
 @dataclass(frozen=True)
-class Endless(_Going):
+class AsyncRunner(_Going):
     """The ticks of a window. ``weights`` are [stages, 2, layers, ...], ``after`` [2, ...]; programs are :func:`numbered`."""
 
     def aboard(self, x: jax.Array) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Endless(_Going):
     @property
     def _lasting(self) -> tuple[str, ...]:
         """Buffers that outlive a call; where residuals are not kept, theirs is only a place to work in."""
-        return ("act", "sent", "res") if self.program.keeps == "residuals" else ("act", "sent")
+        return ("act", "sent", "res") if self.program.activation_checkpointing == "none" else ("act", "sent")
 
     def _resumed(self, aboard: Any, x: jax.Array, first: jax.Array) -> dict[str, Any]:
         """The carry of the first tick: empty places to work in, and what is aboard."""
@@ -170,9 +170,9 @@ class Stashing(_Going):
     """Single ticks of a window in which weights change: forwards are done with the newest, [:, 1] of ``weights``, backwards with those of their forward, [:, 0]."""
 
     def aboard(self, x: jax.Array) -> dict[str, Any]:
-        """What is on its way where nothing is: ``act``, ``sent`` and ``res``, zeros, as of :meth:`Endless.aboard`."""
+        """What is on its way where nothing is: ``act``, ``sent`` and ``res``, zeros, as of :meth:`AsyncRunner.aboard`."""
         carry = self._started(x)
-        names = ("act", "sent", "res") if self.program.keeps == "residuals" else ("act", "sent")
+        names = ("act", "sent", "res") if self.program.activation_checkpointing == "none" else ("act", "sent")
         return {name: jax.tree.map(jnp.zeros_like, carry[name]) for name in names}
 
     def once(

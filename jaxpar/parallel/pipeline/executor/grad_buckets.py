@@ -1,4 +1,4 @@
-"""Turns: the backwards that a stage does of one chunk, one after the other, whose gradients are summed apart and scattered together.
+"""GradientBuckets: the backwards that a stage does of one chunk, one after the other, whose gradients are summed apart and scattered together.
 
 All stages scatter at once, when the last of them has ended its turn; those that are ahead sum the next one meanwhile. So a few chunks' sums lie
 whole at a time, in *slots*, whatever the number of chunks.
@@ -18,7 +18,7 @@ from jaxpar.parallel.pipeline.schedules.table import Table
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class GradientBuckets:
     """Numbers for an executor.
 
     Attributes:
@@ -36,7 +36,7 @@ COLUMNS = ("turn", "turn_begins", "turn_ended", "turn_chunk")
 """The slot to which a tick's gradients are added, and whether they are its first; the slot that is scattered, and the chunk whose sums that is."""
 
 
-def turns_of(schedule: Schedule | Window, table: Table) -> Turns:
+def turns_of(schedule: Schedule | Window, table: Table) -> GradientBuckets:
     """The turns of a schedule.
 
     Raises:
@@ -47,9 +47,9 @@ def turns_of(schedule: Schedule | Window, table: Table) -> Turns:
     each = [_of_stage(on[:, stage], chunks[:, stage]) for stage in range(schedule.stages)]
     if len({len(turns) for turns in each}) > 1:
         raise ConfigError(
-            f"pipeline: reduce is 'chunk', for which all stages scatter a chunk's gradients together, but in the schedule {schedule.name!r} of "
+            f"pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in the schedule {schedule.name!r} of "
             f"{schedule.microbatches} microbatches stages change chunks {', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: "
-            f"reduce='once' or 'each', or the schedule 'interleaved'."
+            f"grad_reduction='per_step' or 'each', or the schedule 'interleaved'."
         )
     ends = [max(turns[number][-1] for turns in each) for number in range(len(each[0]))]
     rows = np.zeros((*on.shape, len(COLUMNS)), np.int32)
@@ -68,7 +68,7 @@ def turns_of(schedule: Schedule | Window, table: Table) -> Turns:
             rows[end, stage, 2:] = slot, chunks[turn[0], stage]
     ended = np.zeros((len(on), 1), np.int32)
     ended[ends] = 1
-    return Turns(slots, rows, ended)
+    return GradientBuckets(slots, rows, ended)
 
 
 def _of_stage(on: np.ndarray, chunks: np.ndarray) -> list[list[int]]:

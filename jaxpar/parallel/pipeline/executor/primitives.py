@@ -38,7 +38,7 @@ def check_alike(x: Any, y: Any) -> None:
     if was != now:
         raise ModelError(
             f"pipeline: a layer turned {was} into {now} (of one device's microbatch), but what goes from layer to layer keeps shape and dtype. "
-            f"Remedy: a Staged(layer=...) that returns what it was given, cast as it was, or a before that gives {now}."
+            f"Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as it was, or a before that gives {now}."
         )
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.parallel.pipeline.executor.grad_buckets import COLUMNS, Turns, turns_of
+from jaxpar.parallel.pipeline.executor.grad_buckets import COLUMNS, GradientBuckets, turns_of
 from jaxpar.parallel.pipeline.executor.layer_inputs import Extras
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carry
 from jaxpar.parallel.pipeline.executor.stage import Layer
 from jaxpar.parallel.pipeline.schedules.async_window import Window
 from jaxpar.parallel.pipeline.schedules.residual_slots import LAYERED, Kept
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, Keeps, Table
+from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationCheckpointing, Table
 from jaxpar.sharding.rules import Axes
 
 type Head = Callable[[Any, Any, jax.Array], tuple[Any, tuple[Any, jax.Array]]]
@@ -65,7 +65,7 @@ class Program:
     side: Callable[[Any, Any], Any]
     head: Head
     axes: Axes
-    keeps: Keeps = "input"
+    activation_checkpointing: ActivationCheckpointing = "full"
     divergent: bool = False
     reduce: Callable[[Any], Any] | None = None
     turn: Callable[[Any], Any] | None = None
@@ -78,10 +78,10 @@ class Program:
     carry: Carry | None = None
     before: Before | None = None
     table: Table = field(init=False)
-    turns: Turns | None = field(init=False)
+    turns: GradientBuckets | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "table", self.schedule.table(self.keeps))
+        object.__setattr__(self, "table", self.schedule.table(self.activation_checkpointing))
         object.__setattr__(self, "turns", None if self.turn is None else turns_of(self.schedule, self.table))
 
     def was_first(self) -> np.ndarray:

@@ -53,7 +53,7 @@ class Carry:
         for x in jax.tree.leaves(found):
             if x.shape[:2] != (rows, seq):
                 raise ModelError(
-                    f"Staged(carry=...) has {_said(x)}, but each chunk of a microbatch of {rows} rows of {seq} tokens writes its part. Remedy: arrays "
+                    f"PipelineLoss(chunk_carry=...) has {_said(x)}, but each chunk of a microbatch of {rows} rows of {seq} tokens writes its part. Remedy: arrays "
                     f"[rows, seq, ...], here [{rows}, {seq}, ...]."
                 )
         return found
@@ -174,7 +174,7 @@ class Carried(Chunk):
         was, got = (", ".join(map(_said, leaves)) for leaves in (jax.tree.leaves(self.like), now))
         if structure != found or was != got:
             raise ModelError(
-                f"Staged(carried_layer=...) was given a carry of {was} and returned {got}, but it goes from chunk to chunk as it is. Remedy: "
+                f"PipelineLoss(chunked_layer=...) was given a carry of {was} and returned {got}, but it goes from chunk to chunk as it is. Remedy: "
                 f"jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * part.shape[1], 1)."
             )
         return y, now
@@ -251,7 +251,7 @@ def check_chunks(x: jax.Array, schedule: Schedule) -> None:
     chunks = schedule.sequence_chunks
     if chunks > 1 and (x.ndim < 3 or x.shape[1] % chunks):
         raise ModelError(
-            f"Staged(before=...) gave {_said(x)}, whose second dim the schedule {schedule.name!r} cuts into {chunks} chunks, which do not divide it. "
+            f"PipelineLoss(embed=...) gave {_said(x)}, whose second dim the schedule {schedule.name!r} cuts into {chunks} chunks, which do not divide it. "
             f"Remedy: [rows, seq, ...], as long as the batch's sequences."
         )
 

@@ -67,7 +67,7 @@ class Tick:
 
     def start(self, x: jax.Array | None) -> dict[str, Any]:
         """Empty buffers, with the first microbatch where the first tick wants it."""
-        table, keeps = self.program.table, self.program.keeps
+        table, activation_checkpointing = self.program.table, self.program.activation_checkpointing
         slots, first = table.first
         x = self.given(first)[:, None] if x is None else x
         came = [way for way in _WAYS if self.program.divergent and f"cot_{way}" in table.channels]
@@ -86,7 +86,7 @@ class Tick:
             layered = self.program.kept
             of_layer = lambda slots, like: jnp.zeros((slots + 1, 1, *like.shape), like.dtype)
             res = (
-                [of_layers(table.sizes["res"] + 1 if keeps == "residuals" else 1, k) for k in kept]
+                [of_layers(table.sizes["res"] + 1 if activation_checkpointing == "none" else 1, k) for k in kept]
                 if layered is None
                 else [of_layer(layered.residuals, k) for k in kept]
             )
@@ -173,7 +173,7 @@ class Tick:
         return call(microbatch, self.after, x, self.pieces, sums)
 
     def _forward(self, carry: dict[str, Any], row: jax.Array, every: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        keeps = self.program.keeps == "residuals"
+        keeps = self.program.activation_checkpointing == "none"
         changes = keeps or self.program.carry is not None
 
         def local(
@@ -295,7 +295,7 @@ class Tick:
         now = here.now
         chunk = self._chunk(weights, at("b_chunk"), self._on("backward", at, every))
         side = self._side_back(here, at("b_microbatch"))
-        from_input = self.program.keeps == "input"
+        from_input = self.program.activation_checkpointing == "full"
         res, slot = now["res"], self._slots(at, "b", jnp.asarray(0) if from_input else at("b_residuals"))
         if from_input:
             with self._visits("backward"):

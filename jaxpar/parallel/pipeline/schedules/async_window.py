@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.orders import Pieces
-from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, Keeps, Table
+from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationCheckpointing, Table
 
 Asynchronous = Literal["pipedream", "pipedream_2bw"]
 ASYNCHRONOUS: tuple[str, ...] = get_args(Asynchronous)
@@ -79,14 +79,14 @@ class Window:
         """The ticks that finish what is on its way."""
         return Window(self.name, self.stages, self.batch, self.delay)
 
-    def table(self, keeps: Keeps = "input") -> Table:
+    def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
         """The numbers that an executor reads; ``chunk`` is the batch: 0 the one before, 1 the call's own. Slots are those of a call that begins
         its rings at 0: the executor turns them.
         """
         ring, count, nowhere = self.delay + 1, self.stages, self.microbatches
         sizes = {
-            "act": ring if keeps == "input" else 1,
-            "res": ring if keeps == "residuals" else 0,
+            "act": ring if activation_checkpointing == "full" else 1,
+            "res": ring if activation_checkpointing == "none" else 0,
             "cot": 1,
             "own": 0,
         }

@@ -11,7 +11,7 @@ from jaxpar.parallel.pipeline.schedules.orders import KINDS, Op
 from jaxpar.parallel.pipeline.schedules.plot import picture
 from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
-from jaxpar.parallel.pipeline.schedules.table import Keeps, Table, table_of
+from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing, Table, table_of
 from jaxpar.parallel.pipeline.schedules.text import chart, summary
 from jaxpar.parallel.pipeline.schedules.verify import replay
 
@@ -44,9 +44,9 @@ class Schedule(ScheduleSpec):
         """
         return simulate(self, costs, how).time
 
-    def table(self, keeps: Keeps = "input") -> Table:
+    def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
         """The numbers that an executor reads."""
-        return table_of(self, keeps)
+        return table_of(self, activation_checkpointing)
 
     def validate(self) -> Schedule:
         """This schedule, if every microbatch meets every piece once, in order, nothing waits for ever, and its tables do what it says.
@@ -62,8 +62,8 @@ class Schedule(ScheduleSpec):
         for stage, order in enumerate(self.orders):
             self._check(stage, order)
         self.ticks  # noqa: B018 (waits are found by packing)
-        for keeps in get_args(Keeps):
-            replay(self, self.table(keeps), keeps)
+        for activation_checkpointing in get_args(ActivationCheckpointing):
+            replay(self, self.table(activation_checkpointing), activation_checkpointing)
         return self
 
     def _check(self, stage: int, order: tuple[Op, ...]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.parallel.pipeline.schedules.buffer_slots import ARRIVAL, BACKWARD, END, FORWARD, Live, allocate, time
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
 
-Keeps = Literal["input", "residuals"]
+ActivationCheckpointing = Literal["full", "none"]
 """What is kept of a forward for its backward."""
 
 FIELDS = (
@@ -65,14 +65,14 @@ class Table:
         return self.stages[:, :, FIELDS.index(name)]
 
 
-def table_of(schedule: ScheduleSpec, keeps: Keeps = "input") -> Table:
+def table_of(schedule: ScheduleSpec, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
     """The table of a schedule, for an executor that keeps a forward's input, or its residuals, for the backward."""
-    return _Writer(schedule, keeps).table()
+    return _Writer(schedule, activation_checkpointing).table()
 
 
 class _Writer:
-    def __init__(self, schedule: ScheduleSpec, keeps: Keeps):
-        self.schedule, self.keeps = schedule, keeps
+    def __init__(self, schedule: ScheduleSpec, activation_checkpointing: ActivationCheckpointing):
+        self.schedule, self.activation_checkpointing = schedule, activation_checkpointing
         self.pieces, self.packed = schedule.pieces, schedule.ticks
         self.length = len(self.packed.rows)
         self.slots: dict[str, list[dict]] = {}
@@ -105,13 +105,15 @@ class _Writer:
                 forward = self._tick("F", microbatch, piece)
                 backward = forward if forward_only else self._tick("B", microbatch, piece)
                 last = (
-                    time(backward, BACKWARD) if self.keeps == "input" and not forward_only else time(forward, FORWARD)
+                    time(backward, BACKWARD)
+                    if self.activation_checkpointing == "full" and not forward_only
+                    else time(forward, FORWARD)
                 )
                 lives["act"][stage].append(Live(self._arrives("F", microbatch, piece), last, key))
                 if forward_only:
                     continue
                 lives["cot"][stage].append(Live(self._arrives("B", microbatch, piece), time(backward, BACKWARD), key))
-                if self.keeps == "residuals":
+                if self.activation_checkpointing == "none":
                     lives["res"][stage].append(Live(time(forward, FORWARD), time(backward, BACKWARD), key))
                 if schedule.split:
                     done = time(self._tick("W", microbatch, piece), END)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
-from jaxpar.parallel.pipeline.schedules.table import Keeps, table_of
+from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing, table_of
 
 
 def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) -> str:
@@ -16,10 +16,14 @@ def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) ->
     if not schedule.forward_only:
         lines += [("stash", _stash(schedule))]
     # A pipeline without backwards keeps nothing for them.
-    modes: tuple[Keeps, ...] = ("input",) if schedule.forward_only else get_args(Keeps)
-    for keeps in modes:
-        found = ", ".join(f"{name} {size}" for name, size in table_of(schedule, keeps).sizes.items() if size)
-        lines += [("buffers", found if schedule.forward_only else f"{found} if {keeps} is kept")]
+    modes: tuple[ActivationCheckpointing, ...] = (
+        ("full",) if schedule.forward_only else get_args(ActivationCheckpointing)
+    )
+    for activation_checkpointing in modes:
+        found = ", ".join(
+            f"{name} {size}" for name, size in table_of(schedule, activation_checkpointing).sizes.items() if size
+        )
+        lines += [("buffers", found if schedule.forward_only else f"{found} with activation checkpointing {activation_checkpointing!r}")]
     return "\n".join([_title(schedule), *(f"{label:<8}{text}" for label, text in lines)])
 
 
@@ -76,7 +80,7 @@ def comparison(schedules: Sequence[ScheduleSpec], costs: Mapping[str, float] | N
     rows[0] += ["stash", "until W", "act", "cot", "res", "own"]
     for one in schedules:
         found = [simulate(one, costs, how) for how in get_args(How)]
-        sizes = table_of(one, "residuals").sizes | {"act": table_of(one).sizes["act"]}
+        sizes = table_of(one, "none").sizes | {"act": table_of(one).sizes["act"]}
         parts = one.pieces.chunks * one.sequence_chunks
         row = [one.name, f"{len(one.ticks.rows)}"]
         row += [text for each in found for text in (f"{each.time:g}", f"{each.bubble:.1%}")]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
-from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, Keeps, Table
+from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationCheckpointing, Table
 
 
 class Label(NamedTuple):
@@ -26,19 +26,19 @@ class Label(NamedTuple):
         return f"the {self.what} of microbatch {self.microbatch} at piece {self.piece}"
 
 
-def replay(schedule: ScheduleSpec, table: Table, keeps: Keeps = "input") -> None:
+def replay(schedule: ScheduleSpec, table: Table, activation_checkpointing: ActivationCheckpointing = "full") -> None:
     """Carry out a table.
 
     Raises:
       ScheduleError: a slot read does not hold what it should, something alive is overwritten, something is received that was not sent, work
         is left out or done twice; naming the tick, the stage and the slot.
     """
-    _Replay(schedule, table, keeps).run()
+    _Replay(schedule, table, activation_checkpointing).run()
 
 
 class _Replay:
-    def __init__(self, schedule: ScheduleSpec, table: Table, keeps: Keeps):
-        self.schedule, self.table, self.keeps = schedule, table, keeps
+    def __init__(self, schedule: ScheduleSpec, table: Table, activation_checkpointing: ActivationCheckpointing):
+        self.schedule, self.table, self.activation_checkpointing = schedule, table, activation_checkpointing
         self.pieces, self.stages = schedule.pieces, schedule.pieces.stages
         # The slot after a buffer's last is where what nobody reads goes.
         self.buffers: dict[str, list[list[Label | None]]] = {
@@ -100,7 +100,7 @@ class _Replay:
             self.read("act", stage, fields["f_input"], Label("input", m, piece), self.consumed_by == "F")
             if fields["f_last"] != (piece + 1 == self.pieces.count):
                 self.fail(f"stage {stage}: f_last is {fields['f_last']} at piece {piece} of {self.pieces.count}")
-            if self.keeps == "residuals" and not self.schedule.forward_only:
+            if self.activation_checkpointing == "none" and not self.schedule.forward_only:
                 residuals = Label("residuals", m, piece)
             result = Label("input", m, piece + 1)
             self.carried("carry", stage, fields["f_carry"], m, piece, forward=True)
@@ -110,7 +110,7 @@ class _Replay:
     @property
     def consumed_by(self) -> str:
         """After which operation a forward's input is wanted no more."""
-        return "B" if self.keeps == "input" and not self.schedule.forward_only else "F"
+        return "B" if self.activation_checkpointing == "full" and not self.schedule.forward_only else "F"
 
     def backward(self, stage: int, fields: dict[str, int]) -> Label | None:
         own = None
@@ -118,7 +118,7 @@ class _Replay:
         if fields["b_on"]:
             m, piece = self.started("B", stage, fields)
             self.read("cot", stage, fields["b_cotangent"], Label("cotangent", m, piece), True)
-            if self.keeps == "input":
+            if self.activation_checkpointing == "full":
                 self.read("act", stage, fields["b_input"], Label("input", m, piece), True)
             else:
                 self.read("res", stage, fields["b_residuals"], Label("residuals", m, piece), True)
@@ -203,5 +203,5 @@ class _Replay:
 
     def fail(self, text: str) -> Never:
         raise ScheduleError(
-            f"schedule {self.schedule.name!r}, kept {self.keeps}, tick {self.now} of its table: {text}. Remedy: a table as Schedule.table() writes it."
+            f"schedule {self.schedule.name!r}, activation checkpointing {self.activation_checkpointing!r}, tick {self.now} of its table: {text}. Remedy: a table as Schedule.table() writes it."
         )

@@ -1,4 +1,4 @@
-"""Turns of a chunk: every gradient is summed and scattered once, and no sum is begun where another one still waits."""
+"""GradientBuckets of a chunk: every gradient is summed and scattered once, and no sum is begun where another one still waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [
 def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, int]) -> None:
     name, stages, microbatches, chunks, slots, scatters = case
     schedule = jp.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    table, kind = schedule.table("residuals"), "w" if schedule.split else "b"
+    table, kind = schedule.table("none"), "w" if schedule.split else "b"
     turns = turns_of(schedule, table)
     on, chunk, microbatch = (table.column(f"{kind}_{what}") for what in ("on", "chunk", "microbatch"))
     for stage in range(stages):
@@ -51,8 +51,8 @@ def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, i
 def test_stages_that_change_chunks_at_odds_are_named() -> None:
     schedule = jp.schedule("zb_v", stages=2, microbatches=4, chunks=2)
     text = (
-        "pipeline: reduce is 'chunk', for which all stages scatter a chunk's gradients together, but in the schedule 'zb_v' of 4 microbatches "
-        "stages change chunks 5, 7 times. Remedy: reduce='once' or 'each', or the schedule 'interleaved'."
+        "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in the schedule 'zb_v' of 4 microbatches "
+        "stages change chunks 5, 7 times. Remedy: grad_reduction='per_step' or 'each', or the schedule 'interleaved'."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-        turns_of(schedule, schedule.table("residuals"))
+        turns_of(schedule, schedule.table("none"))

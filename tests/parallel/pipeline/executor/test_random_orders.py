@@ -20,15 +20,15 @@ import jaxpar as jp
 from jaxpar.parallel.pipeline.executor.program import EVERY, Program
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.parallel.pipeline.schedules.table import _BUFFERS, CHANNELS, FIELDS, Keeps, Table
+from jaxpar.parallel.pipeline.schedules.table import _BUFFERS, CHANNELS, FIELDS, ActivationCheckpointing, Table
 from jaxpar.sharding.layout import tracing_under
 
 MOST, WIDTH, ROWS = 4, 6, 2
 """Microbatches at the most; of each so many rows."""
-CASES: list[tuple[int, int, str, Keeps]] = [
-    (2, 2, "FBW", "residuals"),
-    (3, 1, "FB", "input"),
-    (4, 2, "FB", "residuals"),
+CASES: list[tuple[int, int, str, ActivationCheckpointing]] = [
+    (2, 2, "FBW", "none"),
+    (3, 1, "FB", "full"),
+    (4, 2, "FB", "none"),
 ]
 """Stages, chunks, kinds of operations and what is kept: for each a program, which is given tables as it is given arrays."""
 
@@ -64,9 +64,11 @@ def head(after: jax.Array, piece: Any, y: jax.Array) -> Any:
     return (value, grad), (cotangent, jnp.ones(2))
 
 
-def numbers_of(schedule: Schedule, keeps: Keeps, ticks: int) -> tuple[np.ndarray, np.ndarray]:
+def numbers_of(
+    schedule: Schedule, activation_checkpointing: ActivationCheckpointing, ticks: int
+) -> tuple[np.ndarray, np.ndarray]:
     """A schedule's table among more slots, and ticks: in one before all others the first microbatch is fed, in one after them the last comes out."""
-    program = Program(schedule, layer, lambda piece: piece, head, (), keeps)
+    program = Program(schedule, layer, lambda piece: piece, head, (), activation_checkpointing)
     (rows, every), table = program.rows(), program.table
     found = np.zeros((ticks, *rows.shape[1:]), np.int32)
     length, before, behind = len(rows), found[0], found[len(rows) + 1]
@@ -87,7 +89,9 @@ def numbers_of(schedule: Schedule, keeps: Keeps, ticks: int) -> tuple[np.ndarray
 
 
 @functools.cache
-def pipelined(stages: int, chunks: int, kinds: str, keeps: Keeps) -> Callable[..., Any]:
+def pipelined(
+    stages: int, chunks: int, kinds: str, activation_checkpointing: ActivationCheckpointing
+) -> Callable[..., Any]:
     """Gradients of weights [stages, 1, chunks, 1, ...], the sums, and the cotangents of ``x``, by the executor."""
     layout = jp.Layout(jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None))
     order = [
@@ -97,7 +101,9 @@ def pipelined(stages: int, chunks: int, kinds: str, keeps: Keeps) -> Callable[..
 
     def pipe(numbers: Any, weights: jax.Array, after: jax.Array, x: jax.Array, pieces: Any) -> Any:
         with tracing_under(layout):
-            program = Given(like, layer, lambda piece, read: piece["side"], head, (), keeps, numbers=numbers)
+            program = Given(
+                like, layer, lambda piece, read: piece["side"], head, (), activation_checkpointing, numbers=numbers
+            )
             return run(program, weights, after, x, pieces)
 
     everywhere = jax.NamedSharding(layout.mesh, jax.P())
@@ -119,8 +125,8 @@ def alone() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, Keeps]) -> None:
-    stages, chunks, kinds, keeps = case
+def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, ActivationCheckpointing]) -> None:
+    stages, chunks, kinds, activation_checkpointing = case
 
     @settings(max_examples=25, deadline=None)
     @given(orders_of_ones_own([stages], [chunks], [1], [kinds]), st.integers(0, 99))
@@ -131,7 +137,7 @@ def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, 
         weights, after = draw(stages * chunks, WIDTH, WIDTH) / 3, draw(WIDTH, WIDTH) / 3
         x, pieces = draw(MOST, ROWS, WIDTH), {"side": draw(MOST, ROWS, 1), "wanted": draw(MOST, ROWS, WIDTH)}
         at = np.array([[one.pieces.piece(stage, chunk) for chunk in range(chunks)] for stage in range(stages)])
-        numbers = numbers_of(one, keeps, len(kinds) * MOST * stages * chunks + 2)
+        numbers = numbers_of(one, activation_checkpointing, len(kinds) * MOST * stages * chunks + 2)
         mine = jax.tree.map(lambda x: x[None], (x, pieces))
         grads, sums, back = jax.device_get(pipelined(*case)(numbers, weights[at][:, :, None], after, *mine))
         there = np.arange(MOST) < one.microbatches
@@ -145,12 +151,12 @@ def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, 
 
 
 RULES = jp.Rules(batch="data", embed=None, layers="pipeline", params={"embed": "data"})
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: batch["x"],
+    embed=lambda model, batch: batch["x"],
     layer=layer,
-    after=lambda model, x, batch: jnp.mean((x @ model["head"] - batch["wanted"]) ** 2),
-    side=lambda model, batch: batch["side"],
+    head=lambda model, x, batch: jnp.mean((x @ model["head"] - batch["wanted"]) ** 2),
+    layer_inputs=lambda model, batch: batch["side"],
 )
 
 
@@ -172,9 +178,20 @@ def batch_of() -> dict[str, np.ndarray]:
 
 # Each of these is compiled, and so would be whatever a failure is shrunk to.
 @settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(orders_of_ones_own([2], [1, 2], [1], ["FB", "FBW"]), st.sampled_from(["input", "residuals"]))
-def test_a_step_in_any_order_is_that_of_one_device(drawn: tuple[Any, dict[str, Any]], keeps: Any) -> None:
+@given(orders_of_ones_own([2], [1, 2], [1], ["FB", "FBW"]), st.sampled_from(["full", "none"]))
+def test_a_step_in_any_order_is_that_of_one_device(
+    drawn: tuple[Any, dict[str, Any]], activation_checkpointing: Any
+) -> None:
     orders, sizes = drawn
     want = one_step(layout_of(RULES, {"data": 1}), LOSS, make_model, batch_of())
     layout, schedule = layout_of(RULES, {"pipeline": 2, "data": 2}), jp.schedule(orders, **sizes)
-    check_same(one_step(layout, LOSS, make_model, batch_of(), pipeline=jp.Pipeline(schedule, keeps=keeps)), want)
+    check_same(
+        one_step(
+            layout,
+            LOSS,
+            make_model,
+            batch_of(),
+            pipeline=jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing),
+        ),
+        want,
+    )

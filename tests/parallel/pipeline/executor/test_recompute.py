@@ -39,11 +39,11 @@ def make_model(key: jax.Array) -> Any:
     }
 
 
-LOSS = jp.Staged(
+LOSS = jp.PipelineLoss(
     layers="blocks",
-    before=lambda model, batch: batch["x"],
+    embed=lambda model, batch: batch["x"],
     layer=lambda block, x, side: x + jp.hint(jnp.tanh(x @ block["up"]), "batch", "seq", "mlp") @ block["down"],
-    after=lambda model, x, batch: jnp.mean((x @ model["head"] - batch["y"]) ** 2),
+    head=lambda model, x, batch: jnp.mean((x @ model["head"] - batch["y"]) ** 2),
     dims=("batch", "seq", "embed"),
 )
 BATCH = {name: jax.random.normal(jax.random.key(n), (ROWS, SEQ, WIDTH)) for n, name in enumerate("xy")}
@@ -64,7 +64,7 @@ def one_device() -> Any:
 def pipeline_of(name: str, stages: int, **options: Any) -> jp.Pipeline:
     """Eight microbatches, residuals kept."""
     schedule = jp.schedule(name, stages=stages, microbatches=8, **options.pop("schedule", {}))
-    return jp.Pipeline(schedule, keeps="residuals", **options)
+    return jp.Pipeline(schedule, activation_checkpointing="none", **options)
 
 
 CASES: dict[str, tuple[dict[str, int], jp.Pipeline]] = {
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[dict[str, int], jp.Pipeline]] = {
     ),
     "each its own": (
         {"pipeline": 2, "data": 2},
-        pipeline_of("zb_h1", 2, recompute=(1, 3), lowering="divergent"),
+        pipeline_of("zb_h1", 2, recompute=(1, 3), executor="independent"),
     ),
 }
 
@@ -166,9 +166,9 @@ def test_slots_that_do_something_else_are_found(altered: tuple[str, int, int, in
 ERRORS = {
     "pipeline: recompute is [1, -1], but numbers of layers, 0 or more, are wanted.": {"recompute": (1, -1)},
     (
-        "pipeline: recompute is [1, 1], but keeps is 'input', with which every layer is computed again. Remedy: keeps='residuals', or leave "
+        "pipeline: recompute is [1, 1], but activation_checkpointing is 'full', with which every layer is computed again. Remedy: activation_checkpointing='none', or leave "
         "recompute out."
-    ): {"recompute": (1, 1), "keeps": "input"},
+    ): {"recompute": (1, 1), "activation_checkpointing": "full"},
     ("pipeline: recompute is [1, 1, 1], 3 numbers, but the schedule has 2 stages. Remedy: a number for each stage."): {
         "recompute": (1, 1, 1)
     },
@@ -184,7 +184,11 @@ def test_lists_that_cannot_be_are_named(text: str) -> None:
         run(
             {"pipeline": 2},
             jp.Pipeline(
-                **{"schedule": jp.schedule("1f1b", stages=2, microbatches=4), "keeps": "residuals", **ERRORS[text]}
+                **{
+                    "schedule": jp.schedule("1f1b", stages=2, microbatches=4),
+                    "activation_checkpointing": "none",
+                    **ERRORS[text],
+                }
             ),
         )
 

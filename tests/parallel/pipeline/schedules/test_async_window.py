@@ -10,17 +10,17 @@ from jaxpar.parallel.pipeline.schedules.async_window import Window
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
 
-@pytest.mark.parametrize("keeps", ("input", "residuals"))
+@pytest.mark.parametrize("activation_checkpointing", ("full", "none"))
 @pytest.mark.parametrize(("stages", "batch"), [(1, 1), (1, 3), (2, 2), (3, 4), (3, 7), (4, 6), (5, 9)])
-def test_a_window_reads_what_was_written(keeps: Any, stages: int, batch: int) -> None:
+def test_a_window_reads_what_was_written(activation_checkpointing: Any, stages: int, batch: int) -> None:
     """Calls carried out with numbers of microbatches in the place of arrays, and a flush."""
     full = Window("pipedream_2bw", stages, batch, batch)
-    size = full.table(keeps).sizes
+    size = full.table(activation_checkpointing).sizes
     turn = lambda slot, of, call: (slot + (call - 1) * batch) % size[of] if slot < size[of] else slot
     act, res = ([[None] * (size[of] + 1) for _ in range(stages)] for of in ("act", "res"))
     sent, lost, out, back = [None] * stages, [], [], [[] for _ in range(stages)]
     for call in (0, 1, 2, 3):
-        table = (full if call < 3 else full.flush()).table(keeps)
+        table = (full if call < 3 else full.flush()).table(activation_checkpointing)
         number = lambda position, call=call: position + (call - 1) * batch
         column = {name: table.column(name).tolist() for name in FIELDS}
         if table.first[1] < full.microbatches:
@@ -38,8 +38,8 @@ def test_a_window_reads_what_was_written(keeps: Any, stages: int, batch: int) ->
             came = [sent[s + 1] if s + 1 < stages else number(head) for s in range(stages)]
             for s in range(stages):
                 b = number(at("b_microbatch", s))
-                kept = act if keeps == "input" else res
-                of, field = ("act", "b_input") if keeps == "input" else ("res", "b_residuals")
+                kept = act if activation_checkpointing == "full" else res
+                of, field = ("act", "b_input") if activation_checkpointing == "full" else ("res", "b_residuals")
                 assert at("b_chunk", s) == at("b_microbatch", s) // batch
                 if b >= 0 and (call < 3 or at("b_chunk", s) == 0):
                     assert kept[s][turn(at(field, s), of, call)] == b == came[s]

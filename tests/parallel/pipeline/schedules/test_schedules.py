@@ -21,7 +21,7 @@ from jaxpar.parallel.pipeline.schedules.orders import Op
 from jaxpar.parallel.pipeline.schedules.registry import NAMES
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
-from jaxpar.parallel.pipeline.schedules.table import FIELDS, Keeps, Table
+from jaxpar.parallel.pipeline.schedules.table import FIELDS, ActivationCheckpointing, Table
 from jaxpar.parallel.pipeline.schedules.ticks import needs
 from jaxpar.parallel.pipeline.schedules.verify import replay
 
@@ -159,9 +159,11 @@ def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[
     one = jp.schedule(orders, **sizes)  # replays both tables
     assert one == jp.schedule([" ".join(map(str, order)) for order in orders], **sizes)
     assert one.simulate(how="stages") <= one.simulate(how="neighbours") + 1e-9 <= one.simulate() + 2e-9
-    for keeps in get_args(Keeps):
-        sizes = one.table(keeps).sizes
-        assert max(one.stash) <= (sizes["act"] if keeps == "input" or one.forward_only else sizes["res"])
+    for activation_checkpointing in get_args(ActivationCheckpointing):
+        sizes = one.table(activation_checkpointing).sizes
+        assert max(one.stash) <= (
+            sizes["act"] if activation_checkpointing == "full" or one.forward_only else sizes["res"]
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -187,13 +189,13 @@ def test_schedules_by_name_make_tables_that_do_what_they_say(
             assert len({op.kind for op in ops}) == len(ops) <= (1 if not one.fused else 3)
 
 
-@pytest.mark.parametrize("keeps", get_args(Keeps))
+@pytest.mark.parametrize("activation_checkpointing", get_args(ActivationCheckpointing))
 @pytest.mark.parametrize("name", ["interleaved", "zb_v", "seq1f1b"])
-def test_a_replay_finds_every_wrong_number(name: str, keeps: Keeps) -> None:
+def test_a_replay_finds_every_wrong_number(name: str, activation_checkpointing: ActivationCheckpointing) -> None:
     one = sized(name, 2, 4)
-    right = one.table(keeps)
-    replay(one, right, keeps)
-    unread = {"b_input"} if keeps == "residuals" else set()
+    right = one.table(activation_checkpointing)
+    replay(one, right, activation_checkpointing)
+    unread = {"b_input"} if activation_checkpointing == "none" else set()
     unread |= set() if one.sequence_chunks > 1 else {"f_carry", "b_carry", "b_back"}
     dice, tried = random.Random(0), 0
     cells = [cell for cell in np.ndindex(right.stages.shape) if FIELDS[cell[2]] not in unread]
@@ -210,7 +212,7 @@ def test_a_replay_finds_every_wrong_number(name: str, keeps: Keeps) -> None:
         stages[tick, stage, field] = value + 1 if name[1] != "_" or "_on" not in name else 0
         wrong = Table(stages, right.ticks, right.first, right.last, right.sizes, right.channels)
         with pytest.raises(ScheduleError):
-            replay(one, wrong, keeps)
+            replay(one, wrong, activation_checkpointing)
     assert tried > 100
 
 
@@ -224,7 +226,7 @@ def test_a_replay_says_what_is_wrong() -> None:
             stages[tick, stage, FIELDS.index(name)] = value
         with pytest.raises(ScheduleError) as error:
             replay(one, Table(stages, right.ticks, right.first, right.last, right.sizes, right.channels))
-        start = f"schedule '1f1b', kept input, tick {tick} of its table: "
+        start = f"schedule '1f1b', activation checkpointing 'full', tick {tick} of its table: "
         end = ". Remedy: a table as Schedule.table() writes it."
         assert str(error.value).startswith(start)
         assert str(error.value).endswith(end)
@@ -360,8 +362,8 @@ def test_as_text() -> None:
         "ticks   19\n"
         "bubble  41.9% of 15.5 by ticks, 5.3% of 9.5 by neighbours, 5.3% of 9.5 by stages (0 between a stage's first and last operation)\n"
         "stash   4, 4; until W 4, 4\n"
-        "buffers act 5, cot 2, own 3 if input is kept\n"
-        "buffers act 2, cot 2, res 4, own 3 if residuals is kept"
+        "buffers act 5, cot 2, own 3 with activation checkpointing 'full'\n"
+        "buffers act 2, cot 2, res 4, own 3 with activation checkpointing 'none'"
     )
     assert jp.schedule("1f1b", 2, 3).show(width=32) == (
         "tick     0   1      2      3\n"
