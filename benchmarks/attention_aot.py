@@ -45,8 +45,8 @@ MESHES = {
 MODELS = {  # configuration, settings → wire GB and peak MiB that are the goal
     "gather": ("1b_cp4_gather", [], 16.5, 3392),
     "ring": ("1b_cp4_ring", [], 22.0, 4356),
-    "ring, bf16 travels": ("1b_cp4_ring", ["parallel.context.travel=bfloat16"], 17.5, 4356),
-    "gather, kept": ("1b_cp4_gather", ["parallel.context.keep=true"], 13.5, 0),
+    "ring, bf16 travels": ("1b_cp4_ring", ["parallel.context.kv_grad_dtype=bfloat16"], 17.5, 4356),
+    "gather, kept": ("1b_cp4_gather", ["parallel.context.keep_gathered_kv=true"], 13.5, 0),
     "ulysses": ("1b_cp4_ulysses", [], 10.5, 3208),
     "hybrid": ("1b_cp4_hybrid", [], 0, 0),
 }

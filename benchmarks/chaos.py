@@ -80,16 +80,16 @@ def child(folder: Path, steps: int) -> None:
 
     tx, precision = optax.adam(1e-2), jp.Precision.of({"scale": {"interval": 3}})
     stream = batches(np.random.default_rng(0).integers(0, 128, 20_000), batch=ROWS, seq=WIDTH, seed=1)
-    with jp.CheckpointManager(folder, keep=None, every=1) as manager:
+    with jp.CheckpointManager(folder, keep=None, save_interval_steps=1) as manager:
         found = manager.restore_latest(jp.abstract_state(layout, make_model, tx, precision))
         state = jp.init(layout, make_model, tx, precision=precision) if found is None else found.state
         if found is not None:
-            stream.set_state(found.manifest.about["position"])
+            stream.set_state(found.manifest.metadata["position"])
         step = jp.train_step(layout, loss_fn, grad_accum_steps=2, grad_reduction="per_microbatch", precision=precision)
         for number in range(found.step + 1 if found else 1, steps + 1):
             batch = {name: jp.shard_array(layout, x, "batch", None) for name, x in next(stream).items()}
             state, _ = step(state, batch)
-            manager.save(number, state, layout=layout, about={"position": stream.get_state()})
+            manager.save(number, state, layout=layout, metadata={"position": stream.get_state()})
     stream.close()
 
 

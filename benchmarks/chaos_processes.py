@@ -44,10 +44,10 @@ class Run:
                 "mlp": 24,
             },
             "layout": str(ROOT / "configs/layouts/fsdp.yaml"),
-            "simulate": processes,
+            "cpu_devices": processes,
             "data": {"source": "synthetic", "batch": 4 * processes, "seq": 16},
             "train": {"steps": STEPS, "eval_every": STEPS, "eval_batches": 1},
-            "checkpoint": {"every": 20},
+            "checkpoint": {"save_interval_steps": 20},
             "supervise": {"allowance": ALLOWANCE, "restarts": 1000, "backoff": 1.0, **supervise},
             "output": str(folder / "run"),
         }

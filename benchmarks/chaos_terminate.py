@@ -26,7 +26,7 @@ RUN: dict[str, Any] = {
     "layout": str(Path(__file__).parents[1] / "configs/layouts/fsdp_tp.yaml"),
     "data": {"source": "synthetic", "batch": 16, "seq": 16},
     "train": {"steps": 1_000_000, "eval_every": 1_000_000, "eval_batches": 1},
-    "checkpoint": {"every": 100},
+    "checkpoint": {"save_interval_steps": 100},
 }
 
 

@@ -38,7 +38,7 @@ RUNS = {
 
 def line(run: Run, copies: int, settings: list[str]) -> str:
     """A row of the table."""
-    changes = [*run.settings, *settings, f"parallel.interleave_copies={copies}"]
+    changes = [*run.settings, *settings, f"parallel.overlap.ways={copies}"]
     job = make_job(load_run(str(CONFIGS / f"{run.config}.yaml"), changes))
     layout = job.layout(DEVICES)
     program = jp.compile_for(

@@ -43,7 +43,7 @@ def read_through(model: jp.Generator, params: Any, batch: dict[str, np.ndarray])
 
     @jax.jit
     def run(params: Any, tokens_BS: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        whole = model._state.static.kind.merge(params, {})
+        whole = model._state.metadata.kind.merge(params, {})
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.abstract.cache)
 
         def one(cache: Any, given: Any) -> tuple[Any, Any]:
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--bound", type=float, default=0.005, help="nats a token that int8 may cost")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    one = ("simulate=1", f"layout={ROOT / 'configs' / 'layouts' / 'dp.yaml'}")
+    one = ("cpu_devices=1", f"layout={ROOT / 'configs' / 'layouts' / 'dp.yaml'}")
     job = make_job(load_run(arguments.config, one))
     data, layout = job.config.data, job.layout()
     layout = replace(layout, rules=layout.rules.replace(cache_seq=None))

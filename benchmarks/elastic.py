@@ -26,18 +26,18 @@ RUN: dict[str, Any] = {
     "model": {"family": "llama", "preset": "tiny", "layers": 2, "embed": 64, "heads": 4, "head_dim": 16, "mlp": 96},
     "data": {"source": "synthetic", "batch": 24, "seq": 32},
     "optimizer": {"learning_rate": 1e-3, "warmup": 5},
-    "checkpoint": {"every": FIRST, "keep": 1000},
+    "checkpoint": {"save_interval_steps": FIRST, "keep": 1000},
 }
-FSDP_TP: dict[str, Any] = {"layout": str(LAYOUTS / "fsdp_tp.yaml"), "simulate": 8}
+FSDP_TP: dict[str, Any] = {"layout": str(LAYOUTS / "fsdp_tp.yaml"), "cpu_devices": 8}
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "the same": FSDP_TP,
-    "fully sharded, 4 devices": {"layout": str(LAYOUTS / "fsdp.yaml"), "simulate": 4},
-    "tensor parallel, 2": {"layout": str(LAYOUTS / "tp.yaml"), "simulate": 2},
-    "one device": {"layout": str(LAYOUTS / "dp.yaml"), "simulate": 1},
-    "replicated, 3": {"layout": str(LAYOUTS / "dp.yaml"), "simulate": 3},
+    "fully sharded, 4 devices": {"layout": str(LAYOUTS / "fsdp.yaml"), "cpu_devices": 4},
+    "tensor parallel, 2": {"layout": str(LAYOUTS / "tp.yaml"), "cpu_devices": 2},
+    "one device": {"layout": str(LAYOUTS / "dp.yaml"), "cpu_devices": 1},
+    "replicated, 3": {"layout": str(LAYOUTS / "dp.yaml"), "cpu_devices": 3},
     "pipeline 2 × fully sharded 4, 8": {
         "layout": str(LAYOUTS / "pp_fsdp.yaml"),
-        "simulate": 8,
+        "cpu_devices": 8,
         "mesh": {"pipeline": 2},
         "parallel": {"pipeline": {"schedule": "1f1b", "microbatches": 2}},
     },

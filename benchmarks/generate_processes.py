@@ -69,7 +69,7 @@ class Run:
     def __init__(self, folder: Path, *words: str, prompts: list[str] = PROMPTS, most: int = 24):
         said = [word for prompt in prompts for word in ("--prompt", prompt)]
         file = ["generate", str(folder / "run.yaml"), "--checkpoint", str(folder / "checkpoints")]
-        command = [sys.executable, "-m", "jaxpar.app.cli", *file, *said, "--max-new", str(most), *words]
+        command = [sys.executable, "-m", "jaxpar.app.cli", *file, *said, "--max-new-tokens", str(most), *words]
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
@@ -133,7 +133,7 @@ def tokens(folder: Path, count: int) -> bool:
         file = folder / f"{name}.jsonl"
         sets = [
             f"layout={ROOT / 'configs/layouts' / layout}",
-            f"simulate={devices}",
+            f"cpu_devices={devices}",
             *(f"mesh.{a}={n}" for a, n in mesh.items()),
         ]
         run = Run(folder, *(word for one in sets for word in ("--set", one)), "--json", str(file), *words)
@@ -153,7 +153,7 @@ def tokens(folder: Path, count: int) -> bool:
 
 def ends(folder: Path, count: int) -> bool:
     """Lose a process, stop one, ask all to end; whether each is named, and the exit status as said."""
-    good, group = True, ("--processes", str(count), "--set", f"simulate={count}")
+    good, group = True, ("--processes", str(count), "--set", f"cpu_devices={count}")
     cases = {
         "the last killed": (signal.SIGKILL, count - 1, rf"^process {count - 1} of {count} was killed by SIGKILL after step \d+$", 1),
         "the first killed": (signal.SIGKILL, 0, rf"^process 0 of {count} was killed by SIGKILL after step \d+$", 1),
@@ -173,7 +173,7 @@ def ends(folder: Path, count: int) -> bool:
         "--processes",
         "1",
         "--set",
-        "simulate=2",
+        "cpu_devices=2",
     )
     hosts = [Run(folder, *address, "--process-id", str(rank), prompts=["abc"], most=2000) for rank in range(2)]
     hosts[0].streams()

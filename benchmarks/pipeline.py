@@ -175,12 +175,12 @@ def judged(row: Row, schedule: Schedule, unit: float, repeats: int, executor: An
     microbatches = schedule.microbatches // row.sequence_chunks
     found = {
         "formula": row.formula(schedule.stages, microbatches, row.chunks),
-        "ticks": simulate(schedule, how="ticks").bubble,
-        "stages": simulate(schedule, how="stages").bubble,
+        "ticks": simulate(schedule, timing="ticks").bubble,
+        "stages": simulate(schedule, timing="stages").bubble,
     }
     missed = ["formula"] if abs(found["formula"] - found["stages"]) > 1e-9 else []
     if unit and row.sequence_chunks == 1:
-        ideal = simulate(schedule, how=HOW[executor])
+        ideal = simulate(schedule, timing=HOW[executor])
         seconds = measured(schedule, unit, repeats, executor)
         found |= {"seconds": seconds, "measured": 1 - ideal.work * unit / 1e3 / seconds}
         found["ratio"] = seconds / (ideal.time * unit / 1e3)

@@ -133,7 +133,7 @@ def of_schedule(
     """Figures of the small model's step with a schedule of so many microbatches."""
     pipeline = {
         "schedule": name,
-        "chunks": SCHEDULES.get(name, 1),
+        "virtual_stages": SCHEDULES.get(name, 1),
         "sequence_chunks": CUT.get(name, 1),
         "grad_reduction": "per_step",
         "activation_checkpointing": activation_checkpointing,

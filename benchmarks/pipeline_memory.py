@@ -34,7 +34,7 @@ def compiled(name: str, microbatches: int, activation_checkpointing: str, embedd
     """Temporary MiB of a device, and CPU seconds to trace and to compile."""
     asked = {
         "schedule": name,
-        "chunks": SCHEDULES[name],
+        "virtual_stages": SCHEDULES[name],
         "sequence_chunks": CUT.get(name, 1),
         "grad_reduction": "per_step",
     }

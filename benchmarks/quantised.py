@@ -83,7 +83,7 @@ RUNS = {
     "stage 3": Run("1b_fsdp16", (), lambda m: sharded(m, BF16)),
     "stage 3, int8": Run("1b_fsdp16_int8", (), lambda m: sharded(m, INT8), "stage 3", 0.55),
     "stage 3, int8, groups of 4": Run(
-        "1b_fsdp16_int8", ("parallel.regather=4",), lambda m: sharded(m, INT8, 4), "stage 3", 0.55
+        "1b_fsdp16_int8", ("parallel.reshard_after_forward=4",), lambda m: sharded(m, INT8, 4), "stage 3", 0.55
     ),
     "stage 1": Run("1b_dp16_zero1", (), lambda m: whole(m, BF16)),
     "stage 1, int8": Run("1b_dp16_zero1", (PRECISION,), lambda m: whole(m, INT8), "stage 1", 0.55),

@@ -85,14 +85,14 @@ interleaved.draw()
 
 # %%
 zero_bubble = jp.schedule("zb_h1", STAGES, MICROBATCHES)
-zero_bubble.draw(how="stages")
+zero_bubble.draw(timing="stages")
 
 # %% [markdown]
 # That picture lets each stage go on as soon as it can, which papers assume. On TPUs all devices run *one* program, tick by tick:
 # while some stages do a forward and others a backward, all take the time of both. For that, this order is a bad one.
 
 # %%
-zero_bubble.draw(how="ticks")
+zero_bubble.draw(timing="ticks")
 
 # %% [markdown]
 # `zb_uniform` is made for one program. Here are all of them, by both ways of counting.
@@ -102,7 +102,7 @@ asked = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_uniform": 1, "zb_h1": 1, "
 rows = ""
 for name, chunks in asked.items():
     one = jp.schedule(name, STAGES, MICROBATCHES, chunks=chunks)
-    bubbles = "".join(f"<td>{simulate(one, how=how).bubble:.1%}</td>" for how in ("ticks", "stages"))
+    bubbles = "".join(f"<td>{simulate(one, timing=how).bubble:.1%}</td>" for how in ("ticks", "stages"))
     rows += f"<tr><td>{name}</td>{bubbles}<td>{max(one.held) / chunks:g}</td></tr>"
 HTML(
     "<table><tr><th>schedule</th><th>bubble, one program</th><th>bubble, each stage for itself</th>"

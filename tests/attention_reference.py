@@ -20,7 +20,7 @@ MESHES: dict[str, dict[str, int]] = {
     "ring_self_attention": {"context": 2},
     "ulysses": {"ulysses": 2},
     "hybrid": {"context": 2, "ulysses": 2},
-    "merge": {"context": 2},
+    "split_kv": {"context": 2},
 }
 type Arrays = list[np.ndarray]
 
@@ -99,7 +99,7 @@ def compiled(impl: str, *, forward: bool = False, **fixed: Any) -> Callable[...,
     Args:
       forward: the result alone.
     """
-    dims: Any = {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if impl == "merge" else {}
+    dims: Any = {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if impl == "split_kv" else {}
 
     @jax.jit
     def both(x: Any, gradient: Any, learned: Any, traced: Any) -> Any:

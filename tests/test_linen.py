@@ -102,13 +102,13 @@ def test_the_third_value_of_a_loss_updates_the_collections_it_names(layout: jp.L
     step = jp.train_step(layout, loss_fn)
     mean, x = np.zeros(8), batch()
     for _ in range(3):
-        stats = state.rest["batch_stats"]["BatchNorm_0"]
+        stats = state.variables["batch_stats"]["BatchNorm_0"]
         np.testing.assert_allclose(stats["mean"], mean, rtol=1e-5)
         mean = (mean + x.mean(0)) / 2
         state, metrics = step(state, x)
         assert set(metrics) == {"loss", "grad_norm", "skipped", "top"}
-    assert state.rest["constants"]["shift"] == 1
-    assert state.rest.keys() == {"batch_stats", "constants"}
+    assert state.variables["constants"]["shift"] == 1
+    assert state.variables.keys() == {"batch_stats", "constants"}
 
 
 class Constrained(nn.Module):

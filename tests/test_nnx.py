@@ -111,12 +111,12 @@ class Noisy(nnx.Module):
 
 def trained(layout: jp.Layout, batch: np.ndarray) -> tuple[list[Any], list[float]]:
     state = jp.init(layout, lambda key: Noisy(nnx.Rngs(key)), TX)
-    step, rests, losses = jp.train_step(layout, squares), [jax.device_get(state.rest["norm"])], []
+    step, rests, losses = jp.train_step(layout, squares), [jax.device_get(state.variables["norm"])], []
     for _ in range(3):
         state, metrics = step(state, batch)
-        rests.append(jax.device_get(state.rest["norm"]))
+        rests.append(jax.device_get(state.variables["norm"]))
         losses.append(float(metrics["loss"]))
-    assert int(state.rest["dropout"]["rngs"]["count"]) == 3
+    assert int(state.variables["dropout"]["rngs"]["count"]) == 3
     return rests, losses
 
 
@@ -134,7 +134,7 @@ def test_running_statistics_and_dropout_are_carried_by_the_step(layout: jp.Layou
     still = lambda model, batch: squares(nnx.view(model, deterministic=True, use_running_average=True), batch)
     state = jp.init(layout, lambda key: Noisy(nnx.Rngs(key)), TX)
     after, _ = jp.train_step(layout, still, donate=False)(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, after.rest["norm"], state.rest["norm"])
+    jax.tree.map(np.testing.assert_array_equal, after.variables["norm"], state.variables["norm"])
 
 
 def test_the_model_of_a_state_is_the_module_again(layout: jp.Layout) -> None:

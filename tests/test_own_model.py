@@ -74,7 +74,7 @@ def test_a_model_that_carries_keys_does_not_generate(page: dict[str, Any]) -> No
         return model
 
     text = (
-        "Generator: the model carries rest/dropout/rngs/count, rest/dropout/rngs/key beside its parameters, which generation does not take. "
+        "Generator: the model carries variables/dropout/rngs/count, variables/dropout/rngs/key beside its parameters, which generation does not take. "
         "Remedy: a make_model without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as before."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}$"):

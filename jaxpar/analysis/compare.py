@@ -156,11 +156,14 @@ class _Comparison:
         updates = _gaps(
             {"params": updated[0], "opt_state": updated[1]}, {"params": other.params, "opt_state": other.opt_state}
         )
-        grads, carried = gradient_gaps(want, got), _gaps({"rest": after.rest}, {"rest": other.rest})
+        grads, carried = gradient_gaps(want, got), _gaps({"variables": after.variables}, {"variables": other.variables})
         if max((*grads.values(), *carried.values())) > self.bound:
-            changes = self._last_bit(right, batches[0], want, after.rest)
+            changes = self._last_bit(right, batches[0], want, after.variables)
             sizes = {path: SPREAD * change / self.bound for path, change in changes.items()}
-            grads, carried = gradient_gaps(want, got, sizes), _gaps({"rest": after.rest}, {"rest": other.rest}, sizes)
+            grads, carried = (
+                gradient_gaps(want, got, sizes),
+                _gaps({"variables": after.variables}, {"variables": other.variables}, sizes),
+            )
         updates |= carried
         gradient, leaf = (max(gaps, key=lambda path: gaps[path]) for gaps in (grads, updates))
         where = None
@@ -178,7 +181,7 @@ class _Comparison:
             near = functools.partial(_one_bit_off, np.random.default_rng(sample))
             moved = replace(state, params=jax.tree.map(near, state.params))
             after, metrics = self.reference(moved, jax.tree.map(near, batch))
-            for want, got in ((grads, metrics["grads"]), ({"rest": rest}, {"rest": after.rest})):
+            for want, got in ((grads, metrics["grads"]), ({"variables": rest}, {"variables": after.variables})):
                 for path, a, b in _numbers(want, got):
                     most[path] = max(most.get(path, 0.0), float(np.abs(a - b).max(initial=0)))
         return most
@@ -197,7 +200,7 @@ def _copied(state: TrainState, own: TrainState) -> TrainState:
     def move(x: Any, mine: Any) -> Any:
         return jax.device_put(jax.device_get(x), mine.sharding) if x.shape == mine.shape else mine
 
-    parts = ("step", "params", "opt_state", "rest", "key")
+    parts = ("step", "params", "opt_state", "variables", "key")
     return replace(own, **{name: jax.tree.map(move, getattr(state, name), getattr(own, name)) for name in parts})
 
 

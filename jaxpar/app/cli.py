@@ -1,5 +1,5 @@
 """The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, ``jaxpar generate CONFIG --prompt TEXT``,
-``jaxpar convert --verify DIR``, ``jaxpar plan schedule NAME`` and ``jaxpar doctor [--checkpoint DIR]``.
+``jaxpar verify-checkpoint DIR``, ``jaxpar schedule NAME`` and ``jaxpar doctor [--checkpoint DIR]``.
 
 Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
 """
@@ -133,7 +133,7 @@ class Generate:
             help="folder of the run's checkpoints, of which the newest good one is taken, or of one of them",
         ),
     ] = None
-    max_new: Annotated[int, tyro.conf.arg(help="tokens (bytes) to make of each prompt, at most")] = 128
+    max_new_tokens: Annotated[int, tyro.conf.arg(help="tokens (bytes) to make of each prompt, at most")] = 128
     temperature: Annotated[float, tyro.conf.arg(help="0 takes the likeliest token, otherwise one is drawn")] = 0.0
     top_k: Annotated[int | None, tyro.conf.arg(help="draw from so many of the likeliest")] = None
     top_p: Annotated[float, tyro.conf.arg(help="draw from the likeliest that have this probability together")] = 1.0
@@ -189,38 +189,41 @@ class Doctor:
 
 
 @dataclass(frozen=True)
-class Convert:
+class VerifyCheckpoint:
     """Verify a checkpoint: every byte of every file against its manifest. Needs no devices and no jax. Exit 1 if something is wrong."""
 
-    verify: Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, as runs/one/checkpoints/100")]
+    directory: Annotated[
+        Path,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, as runs/one/checkpoints/100"),
+    ]
 
     def run(self) -> int:
         from jaxpar.checkpoint.verify import check
 
-        found = check(self.verify)
+        found = check(self.directory)
         size = f"{found.bytes / 2**20:.2f} MiB"
-        print(f"{self.verify}: step {found.step}, {len(found.tensors)} tensors, {size}, all as written")
+        print(f"{self.directory}: step {found.step}, {len(found.tensors)} tensors, {size}, all as written")
         return 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduleCommand:
     """A pipeline's schedule by name: ticks, bubble, memory, and every tick as text; of several names a table. Needs no devices and no jax."""
 
-    what: Annotated[Literal["schedule"], tyro.conf.Positional, tyro.conf.arg(metavar="schedule", help="what to plan")]
     names: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...", help="as 1f1b, or several")
     ]
     stages: Annotated[int, tyro.conf.arg(help="devices along the pipeline")]
     microbatches: Annotated[int, tyro.conf.arg(help="pieces of a batch")]
-    chunks: Annotated[int | None, tyro.conf.arg(help="pieces of the model on a stage, for names that take several")] = (
-        None
-    )
+    virtual_stages: Annotated[
+        int | None, tyro.conf.arg(help="pieces of the model on a stage, for names that take several")
+    ] = None
     sequence_chunks: Annotated[int, tyro.conf.arg(help="parts of a sequence, for names that take them")] = 1
     costs: Annotated[str, tyro.conf.arg(metavar="F=1,B=1,W=1", help="how long forwards and backwards take")] = ""
     draw: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also draw it (extra plots)")] = None
-    how: Annotated[
-        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="who waits for whom in the picture")
+    timing: Annotated[
+        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="what waits for what in the picture")
     ] = "ticks"
     width: Annotated[int, tyro.conf.arg(help="characters in a line of text")] = 120
 
@@ -238,8 +241,8 @@ def _job(config: Path, settings: Sequence[str], *, run: bool, training: bool = T
     loaded = load_run(config, settings)
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
-    if run and loaded.config.simulate is not None:
-        prefer_accelerators(loaded.config.simulate)
+    if run and loaded.config.cpu_devices is not None:
+        prefer_accelerators(loaded.config.cpu_devices)
     from jaxpar.app.job import make_job
 
     return make_job(loaded, training=training)
@@ -296,7 +299,12 @@ def _compiled(command: Check, topology: str) -> int:
     tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
     flops = tokens * job.model.flops_per_token(seq)
     about = About(
-        tokens, flops, job.model.vocab, seq, RematPolicy.of(job.model.remat).policy, job.config.parallel.regather
+        tokens,
+        flops,
+        job.model.vocab,
+        seq,
+        RematPolicy.of(job.model.remat).policy,
+        job.config.parallel.reshard_after_forward,
     )
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
@@ -335,7 +343,14 @@ def _golden(file: Path, found: Any) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
     chosen: Any = tyro.cli(
-        Train | Explain | Check | Verify | Generate | Convert | Plan | Doctor,
+        Train
+        | Explain
+        | Check
+        | Verify
+        | Generate
+        | VerifyCheckpoint
+        | Annotated[ScheduleCommand, tyro.conf.subcommand("schedule")]
+        | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",
         args=arguments,

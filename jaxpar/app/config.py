@@ -19,14 +19,14 @@ CompilerOption = bool | int | float | str
 class DataConfig:
     """Where text comes from and how it is cut: ``batch`` sequences of ``seq`` tokens a step, over all devices.
 
-    With ``pack`` a sequence's documents are told apart: a token sees those of its own.
+    With ``packing`` a sequence's documents are told apart: a token sees those of its own.
     """
 
     source: str = "stdlib"
     batch: int = 32
     seq: int = 128
     seed: int = 0
-    pack: bool = False
+    packing: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OptimizerConfig:
     name: str = "adamw"
     learning_rate: float = 1e-3
     warmup: int = 20
-    final_fraction: float = 0.1
+    final_lr_ratio: float = 0.1
     clip_norm: float | None = 1.0
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class ZeroConfig:
     stage: int
     axis: str | list[str] = "data"
     min_bytes: int | str = "64KiB"
-    shard_group: int | None = None
+    fsdp_group_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class ContextConfig:
     """How attention goes over a split sequence; see :class:`jaxpar.parallel.attention.context.Context`."""
 
     impl: str = "auto"
-    order: str | None = None
-    travel: str | None = None
+    load_balance: str | None = None
+    grad_dtype: str | None = None
     block: int | None = None
-    keep: bool = False
+    keep_gathered_kv: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PipelineConfig:
 
     schedule: str = "1f1b"
     microbatches: int = 1
-    chunks: int = 1
+    virtual_stages: int = 1
     sequence_chunks: int = 1
     activation_checkpointing: Literal["full", "none"] = "full"
     grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
@@ -115,6 +115,14 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class OverlapConfig:
+    """In how many parts of each device's rows or tokens the layers run; see :func:`jaxpar.interleave_batches`."""
+
+    ways: int = 1
+    dim: Literal["batch", "seq"] = "batch"
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """What is split beside the layout.
 
@@ -122,27 +130,25 @@ class ParallelConfig:
       optimizer: the stage of optimizer parallelism, and over what.
       remat: what of the layers the backward pass computes again, in the place of ``model.remat``; a policy's name, or
         ``{policy, save_names, offload_names, layers, slice_activation}``.
-      regather: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
+      reshard_after_forward: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
         number keeps a part of them within groups of so many devices.
       fusion: what of gradients and weights goes in one collective.
       offload: what waits in the host's memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``; or on disk:
         ``{optimizer: disk, path: DIR}``, relative to where the command runs.
       context: how attention goes over a split sequence: ``{impl: ring}``.
       pipeline: how layers go over stages: ``{schedule: 1f1b, microbatches: 8}``.
-      interleave_copies: 2 runs the layers on two halves of each device's rows, one sending while the other computes; see
-        :func:`jaxpar.interleave_batches`.
-      interleave_dim: ``batch`` for halves of rows; ``seq`` for halves of each sequence, where a device has a single row.
+      overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one sending while the other computes; see
+        :func:`jaxpar.interleave_batches`. ``{ways: 2, dim: seq}`` cuts each sequence in halves, where a device has a single row.
     """
 
     optimizer: ZeroConfig | None = None
     remat: str | RematConfig | None = None
-    regather: bool | int = True
+    reshard_after_forward: bool | int = True
     fusion: FusionConfig = field(default_factory=FusionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     context: ContextConfig | None = None
     pipeline: PipelineConfig | None = None
-    interleave_copies: int = 1
-    interleave_dim: Literal["batch", "seq"] = "batch"
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
 
 
 @dataclass(frozen=True)
@@ -186,17 +192,17 @@ class TrainConfig:
     """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation.
 
     ``grad_accum_steps`` cuts each batch into so many microbatches. A step whose loss or gradients are not finite changes nothing but
-    the step's number; ``skip_nonfinite: false`` lets them pass. After ``max_skipped`` of them in a row, or too many spikes of the loss
+    the step's number; ``skip_nonfinite: false`` lets them pass. After ``max_consecutive_nonfinite`` of them in a row, or too many spikes of the loss
     (``spike: {}``; none are looked for without), the run goes back to its newest good checkpoint and passes over the batches since;
-    ``rollbacks`` times at most, then it stops.
+    ``max_rollbacks`` times at most, then it stops.
     """
 
     steps: int = 100
     grad_accum_steps: int = 1
     skip_nonfinite: bool = True
-    max_skipped: int = 3
+    max_consecutive_nonfinite: int = 3
     spike: SpikeConfig | None = None
-    rollbacks: int = 3
+    max_rollbacks: int = 3
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     seed: int = 0
     eval_every: int = 50
@@ -218,18 +224,18 @@ class CheckpointConfig:
 
     Attributes:
       directory: of the checkpoints, relative to where the command runs; ``checkpoints`` in the run's output if not given.
-      every, minutes: save after so many steps, or so many minutes; the last step is saved in any case.
+      save_interval_steps, save_interval_minutes: save after so many steps, or so many minutes; the last step is saved in any case.
       keep: how many of the newest.
       best: which to keep beside: ``{metric: heldout_loss, mode: min, keep: 2}``. A step has a held-out loss where ``train.eval_every`` says so.
-      resume: ``auto`` goes on from the newest good step if there is one, ``must`` wants one, ``never`` begins anew.
+      resume: ``auto`` goes on from the newest good step if there is one, ``required`` wants one, ``never`` begins anew.
     """
 
     directory: str | None = None
-    every: int | None = None
-    minutes: float | None = None
+    save_interval_steps: int | None = None
+    save_interval_minutes: float | None = None
     keep: int = 3
     best: BestConfig | None = None
-    resume: Literal["auto", "never", "must"] = "auto"
+    resume: Literal["auto", "never", "required"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -246,19 +252,19 @@ class SuperviseConfig:
 
     Attributes:
       processes: how many, where the command line does not say.
-      allowance: seconds that a step may take before its process counts as hung; saves and evaluations between steps are part of it.
-      compile_allowance: the same for whatever comes before the first step (start, restore, compile) and after the last.
+      step_timeout: seconds that a step may take before its process counts as hung; saves and evaluations between steps are part of it.
+      compile_timeout: the same for whatever comes before the first step (start, restore, compile) and after the last.
       restarts: how often the run is started again, from its newest checkpoint, at most.
-      backoff: seconds before the first restart, doubled with each.
+      restart_delay: seconds before the first restart, doubled with each.
       elastic: after a process is lost, go on with those that remain, or with as many of them as fit the layout.
       resources: of each process, with ``--ray``: ``{CPU: 4, GPU: 1}``.
     """
 
     processes: int | None = None
-    allowance: float = 300.0
-    compile_allowance: float = 1800.0
+    step_timeout: float = 300.0
+    compile_timeout: float = 1800.0
     restarts: int = 3
-    backoff: float = 1.0
+    restart_delay: float = 1.0
     elastic: bool = False
     resources: dict[str, float] = field(default_factory=dict)
 
@@ -273,12 +279,12 @@ class RunConfig:
       mesh, rules: changes to that layout, key by key.
       parallel: optimizer parallelism, and what of it the backward pass repeats.
       precision: a dtype as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; without it every dtype is the model's.
-      simulate: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
+      cpu_devices: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
       compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
         are left alone.
       checkpoint: what to keep of the run, and whether to go on from that: ``{every: 100}``.
       generate: in what ``jaxpar generate`` keeps weights and cache: ``{weights: int8, cache: int8}``.
-      supervise: how its processes are kept, where there are several: ``{processes: 2, allowance: 60}``.
+      supervise: how its processes are kept, where there are several: ``{processes: 2, step_timeout: 60}``.
       output: folder for metrics, curve and summary, relative to where the command runs.
     """
 
@@ -288,7 +294,7 @@ class RunConfig:
     rules: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: str | PrecisionConfig | None = None
-    simulate: int | None = None
+    cpu_devices: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -322,10 +328,10 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
         "data.seq": config.data.seq,
         "train.steps": config.train.steps,
         "train.grad_accum_steps": config.train.grad_accum_steps,
-        "train.max_skipped": config.train.max_skipped,
+        "train.max_consecutive_nonfinite": config.train.max_consecutive_nonfinite,
         "train.eval_every": config.train.eval_every,
         "train.eval_batches": config.train.eval_batches,
-        "simulate": config.simulate if config.simulate is not None else 1,
+        "cpu_devices": config.cpu_devices if config.cpu_devices is not None else 1,
     }
     for key, value in positive.items():
         if value < 1:
@@ -337,8 +343,8 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
 
 def _check_watch(train: TrainConfig, file: str) -> None:
     """What spikes, stragglers and rollbacks are asked to be."""
-    if train.rollbacks < 0:
-        raise ConfigError(f"{file}: train.rollbacks is {train.rollbacks}, but 0 or more is wanted.")
+    if train.max_rollbacks < 0:
+        raise ConfigError(f"{file}: train.max_rollbacks is {train.max_rollbacks}, but 0 or more is wanted.")
     least = {
         "train.straggler.factor": (train.straggler.factor, 1.0),
         "train.straggler.every": (train.straggler.every, 0),

@@ -91,8 +91,8 @@ class Job:
 
     def batch_names(self) -> tuple[str, ...]:
         """What a batch brings, each [batch, seq]."""
-        packed = ("segment_ids",) if self.config.data.pack else ()
-        return ("tokens", "targets", *packed, *(("order",) if self.model.context.order == BALANCED else ()))
+        packed = ("segment_ids",) if self.config.data.packing else ()
+        return ("tokens", "targets", *packed, *(("order",) if self.model.context.load_balance == BALANCED else ()))
 
     def batch_spec(self) -> dict[str, Any]:
         """The batch as tagged shapes, for ``explain`` and ``check``."""
@@ -105,15 +105,15 @@ class Job:
         Raises:
           ConfigError: the sequence cannot be cut into pieces to balance.
         """
-        data, how = self.config.data, {"separator": SEPARATOR[0] if self.config.data.pack else None}
-        if self.model.context.order != BALANCED:
+        data, how = self.config.data, {"separator": SEPARATOR[0] if self.config.data.packing else None}
+        if self.model.context.load_balance != BALANCED:
             return how
         with layout:
             ways = self.model.context.ring(*llama.layer_shapes(self.model, (data.batch, data.seq)))
         chunks = next((n for n in (8, 4, 2) if data.seq % (n * ways) == 0), None)
         if chunks is None:
             raise ConfigError(
-                f"parallel.context: order is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 pieces for each of the ring's {ways} "
+                f"parallel.context: load_balance is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 pieces for each of the ring's {ways} "
                 f"devices. Remedy: a multiple of {2 * ways}."
             )
         return {**how, "arrange": functools.partial(jp.balanced_packing, ways=ways, chunks=chunks)}
@@ -127,11 +127,11 @@ class Job:
         sizes = [size for size in (self.layout_data["mesh"] or {}).values() if isinstance(size, int)]
         if -1 not in sizes:
             return int(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}).abstract().size)
-        if self.config.simulate is None:
+        if self.config.cpu_devices is None:
             raise ConfigError(
-                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set 'simulate'."
+                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set 'cpu_devices'."
             )
-        return self.config.simulate
+        return self.config.cpu_devices
 
 
 def make_job(loaded: Loaded, *, training: bool = True) -> Job:
@@ -151,9 +151,9 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
         asked = config.parallel.remat
         model = replace(model, remat=asked if isinstance(asked, str) else jp.RematPolicy(**asdict(asked)))
     if config.parallel.context is not None:
-        model = replace(model, context=_context(config.parallel.context, packed=config.data.pack))
-    if config.parallel.regather is not True:
-        model = replace(model, regather=config.parallel.regather)
+        model = replace(model, context=_context(config.parallel.context, packed=config.data.packing))
+    if config.parallel.reshard_after_forward is not True:
+        model = replace(model, reshard_after_forward=config.parallel.reshard_after_forward)
     model = _copies(config, model)
     fusion = _fusion(config)
     if config.optimizer.name == ONE_BIT:
@@ -170,18 +170,18 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
 def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
     """The model with as many copies of its layers' rows as are asked for."""
     asked = config.parallel
-    if asked.interleave_copies != 1 and asked.offload.parameters is not None:
+    if asked.overlap.ways != 1 and asked.offload.parameters is not None:
         raise ConfigError(
-            f"parallel.interleave_copies is {asked.interleave_copies}, but parallel.offload.parameters is {asked.offload.parameters}: weights that wait in "
+            f"parallel.overlap.ways is {asked.overlap.ways}, but parallel.offload.parameters is {asked.offload.parameters}: weights that wait in "
             f"the host's memory would be brought once for each copy. Remedy: leave one of them out."
         )
-    if asked.interleave_dim != "batch" and asked.interleave_copies == 1:
+    if asked.overlap.dim != "batch" and asked.overlap.ways == 1:
         raise ConfigError(
-            f"parallel.interleave_dim is {asked.interleave_dim!r}, but interleave_copies is 1, so nothing is cut. Remedy: interleave_copies: 2, or leave "
-            f"interleave_dim out."
+            f"parallel.overlap.dim is {asked.overlap.dim!r}, but overlap.ways is 1, so nothing is cut. Remedy: overlap: {{ways: 2}}, or leave "
+            f"overlap.dim out."
         )
     try:
-        return replace(model, copies=asked.interleave_copies, copies_dim=asked.interleave_dim)
+        return replace(model, copies=asked.overlap.ways, copies_dim=asked.overlap.dim)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
@@ -199,10 +199,10 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
                 "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is "
                 "larger, does not. Remedy: {parameters: host, optimizer: host}."
             )
-        if model.regather is not True:
+        if model.reshard_after_forward is not True:
             raise ConfigError(
-                f"parallel.offload: parameters wait in the host's memory, but regather: {str(model.regather).lower()} keeps all layers' "
-                f"weights on the device for the backward pass. Remedy: leave regather out, or parallel.offload.parameters."
+                f"parallel.offload: parameters wait in the host's memory, but reshard_after_forward: {str(model.reshard_after_forward).lower()} keeps all layers' "
+                f"weights on the device for the backward pass. Remedy: leave reshard_after_forward out, or parallel.offload.parameters."
             )
         if model.remat != "none" and jp.RematPolicy.of(model.remat).layers:
             raise ConfigError(
@@ -237,7 +237,7 @@ def _zero(config: RunConfig) -> jp.Zero:
         return jp.Zero(stage=0)
     axis = tuple(asked.axis) if isinstance(asked.axis, list) else asked.axis
     try:
-        return jp.Zero(asked.stage, axis, asked.min_bytes, asked.shard_group)
+        return jp.Zero(asked.stage, axis, asked.min_bytes, asked.fsdp_group_size)
     except JaxparError as error:
         raise type(error)(f"parallel.{error}") from error
 
@@ -267,10 +267,10 @@ def _fusion(config: RunConfig) -> jp.CollectiveFusion:
 
 
 def _context(asked: ContextConfig, *, packed: bool) -> Context:
-    if asked.order == BALANCED and not packed:
+    if asked.load_balance == BALANCED and not packed:
         raise ConfigError(
-            "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or order: "
-            "zigzag."
+            "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is false. Remedy: data: {packing: true}, or "
+            "load_balance: zigzag."
         )
     try:
         return Context(**asdict(asked))
@@ -341,7 +341,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         config.learning_rate,
         warmup,
         max(steps, warmup + 1),
-        config.learning_rate * config.final_fraction,
+        config.learning_rate * config.final_lr_ratio,
     )
     return make(learning_rate=schedule, **config.options)
 

@@ -34,7 +34,7 @@ def make_pipeline(
     try:
         if asked.schedule in ASYNCHRONOUS:
             return _asynchronous(asked, stages, layers)
-        sizes = {"chunks": asked.chunks, "sequence_chunks": asked.sequence_chunks}
+        sizes = {"chunks": asked.virtual_stages, "sequence_chunks": asked.sequence_chunks}
         schedule = jp.schedule(asked.schedule, stages, asked.microbatches, **sizes)
         each = _layers(asked.offset, layers, schedule.pieces.count)
         return jp.Pipeline(
@@ -68,7 +68,7 @@ def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str |
 def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchronous:
     """A pipeline that is not emptied between steps."""
     asks: tuple[tuple[str, Any, Any], ...] = (
-        ("chunks", asked.chunks, 1),
+        ("virtual_stages", asked.virtual_stages, 1),
         ("sequence_chunks", asked.sequence_chunks, 1),
         ("executor", asked.executor, "lockstep"),
         ("recompute", asked.recompute, ()),

@@ -45,7 +45,7 @@ class CheckpointManager:
     Args:
       directory: of the run's checkpoints; made when needed.
       keep: how many of the newest steps to keep; ``None`` keeps all. The best ones are kept beside.
-      every: save when so many steps have passed, or ``minutes``; what :meth:`due` says.
+      save_interval_steps: save when so many steps have passed; save_interval_minutes: or so many minutes; what :meth:`due` says.
       best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal ones the oldest. Manifests hold it, so it outlives the process.
       keep_best: how many of the best steps to keep.
       asynchronous: write in the background; a save waits for the one before.
@@ -70,8 +70,8 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         *,
         keep: int | None = 3,
-        every: int | None = None,
-        minutes: float | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_minutes: float | None = None,
         best: Literal["min", "max"] | None = None,
         keep_best: int = 1,
         asynchronous: bool = True,
@@ -80,18 +80,21 @@ class CheckpointManager:
     ):
         for name, value, kind in (
             ("keep", keep, int),
-            ("every", every, int),
-            ("minutes", minutes, int | float),
+            ("save_interval_steps", save_interval_steps, int),
+            ("save_interval_minutes", save_interval_minutes, int | float),
             ("keep_best", keep_best, int),
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
                 raise ConfigError(f"CheckpointManager: {name} is {value!r}, but a number above 0 is wanted.")
-        if every is not None and minutes is not None:
-            raise ConfigError("CheckpointManager: every and minutes both say when to save. Remedy: leave one out.")
+        if save_interval_steps is not None and save_interval_minutes is not None:
+            raise ConfigError(
+                "CheckpointManager: save_interval_steps and save_interval_minutes both say when to save. Remedy: leave one out."
+            )
         if best not in (None, "min", "max"):
             raise ConfigError(f"CheckpointManager: best is {best!r}, but 'min' or 'max' is wanted.")
         self.directory = Path(os.path.abspath(directory))
-        self._keep, self._every, self._minutes, self._best, self._keep_best = keep, every, minutes, best, keep_best
+        self._keep, self._best, self._keep_best = keep, best, keep_best
+        self._every, self._minutes = save_interval_steps, save_interval_minutes
         self._asynchronous, self._verify, self._tell = asynchronous, verify, tell
         self._lock: Lock | None = None
         self._saving: tuple[int, Saving] | None = None
@@ -141,7 +144,7 @@ class CheckpointManager:
         *,
         layout: Layout | None = None,
         metric: float | None = None,
-        about: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         disk: Any = None,
     ) -> bool:
         """Save a step; arguments are those of :func:`jaxpar.save`. It returns when the state is copied, unless ``asynchronous`` is off.
@@ -154,13 +157,13 @@ class CheckpointManager:
         """
         self.wait()
         self._last = time.monotonic()
-        told = {**(about or {}), **({} if metric is None else {"metric": metric})}
+        told = {**(metadata or {}), **({} if metric is None else {"metric": metric})}
         try:
             self._hold()
             folder = self.directory / str(step)
             self._saving = (
                 step,
-                begin(folder, state, step=step, layout=layout, about=told, disk=disk, verify=self._verify),
+                begin(folder, state, step=step, layout=layout, metadata=told, disk=disk, verify=self._verify),
             )
         except OSError as error:
             if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
@@ -285,7 +288,7 @@ class CheckpointManager:
 
     def _metric(self, step: int) -> float | None:
         try:
-            value = read(self.directory / str(step)).about.get("metric")
+            value = read(self.directory / str(step)).metadata.get("metric")
         except CheckpointError:
             return None
         return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)

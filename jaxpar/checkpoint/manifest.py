@@ -24,7 +24,7 @@ ARRAYS, DISK = "arrays", "disk"
 """Where in a checkpoint orbax's arrays lie, and the files of an optimizer's state that is on disk."""
 type Bounds = tuple[tuple[int, int], ...]
 _MOST_BYTES, _MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 1 << 30, 32, 1 << 48, 1 << 30
-_KEYS = ("about", "checksum", "files", "layout", "schema", "step", "tensors", "versions")
+_KEYS = ("checksum", "files", "layout", "metadata", "schema", "step", "tensors", "versions")
 _TENSOR = ("chunk", "dims", "dtype", "folder", "itemsize", "key", "shape", "spec", "sums")
 
 
@@ -88,7 +88,7 @@ class Manifest:
     step: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -106,7 +106,7 @@ class Manifest:
             "step": self.step,
             "versions": dict(self.versions),
             "layout": dict(self.layout),
-            "about": dict(self.about),
+            "metadata": dict(self.metadata),
             "tensors": {path: _tensor_out(tensor) for path, tensor in self.tensors.items()},
             "files": {name: list(pair) for name, pair in self.files.items()},
         }
@@ -114,7 +114,7 @@ class Manifest:
             body = json.loads(_dump(body))
             return _dump({**body, "checksum": _digest(body)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"about: {error}, but what a manifest keeps is JSON of finite numbers.") from error
+            raise CheckpointError(f"metadata: {error}, but what a manifest keeps is JSON of finite numbers.") from error
 
     @classmethod
     def from_json(cls, content: str, where: str) -> Manifest:
@@ -149,7 +149,7 @@ class Manifest:
             if step is not None:
                 count(step, "step", _MOST_SIZE)
             versions = {name: text(value, "versions") for name, value in table(data, "versions").items()}
-            return cls(tensors, files, step, versions, table(data, "layout"), table(data, "about"))
+            return cls(tensors, files, step, versions, table(data, "layout"), table(data, "metadata"))
         except KeyError as error:
             raise DamagedError(f"{where}: {error.args[0]} is missing. {REMEDY}") from None
         except ValueError as error:

@@ -71,7 +71,7 @@ def save(
     state: Any,
     *,
     layout: Layout | None = None,
-    about: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     disk: Any = None,
     verify: bool = True,
 ) -> None:
@@ -84,7 +84,7 @@ def save(
       directory: the checkpoint's own folder.
       state: a :class:`jaxpar.TrainState`, or any pytree of jax arrays.
       layout: its mesh and rules, for the manifest.
-      about: what else the manifest is to keep, as JSON: a configuration, the position in the data.
+      metadata: what else the manifest is to keep, as JSON: a configuration, the position in the data.
       disk: the :class:`jaxpar.DiskOffloadedStep` of a state whose optimizer is on disk: its files are kept too.
       verify: read back what was written, and hold it against what was in memory.
 
@@ -98,7 +98,7 @@ def save(
     ...     jp.restore(f"{folder}/one", {"w": jax.ShapeDtypeStruct((6,), "float32")})["w"].tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     """
-    begin(directory, state, layout=layout, about=about, disk=disk, verify=verify).wait()
+    begin(directory, state, layout=layout, metadata=metadata, disk=disk, verify=verify).wait()
 
 
 def begin(
@@ -106,7 +106,7 @@ def begin(
     state: Any,
     *,
     layout: Layout | None = None,
-    about: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     disk: Any = None,
     verify: bool = True,
     step: int | None = None,
@@ -130,7 +130,7 @@ def begin(
     if step is None and isinstance(count, jax.Array) and count.shape == ():
         step = int(count)
     head = Manifest(
-        {}, {}, step, versions(), said_of(layout, leaves), {"when": now(), "rng": keys_of(leaves), **(about or {})}
+        {}, {}, step, versions(), said_of(layout, leaves), {"when": now(), "rng": keys_of(leaves), **(metadata or {})}
     )
     head.to_json()  # raises what `about` does wrong before anything is written
     here = target.with_name(target.name + UNFINISHED)
@@ -189,7 +189,7 @@ def _finish(
     if jax.process_index() == 0:
         others = sorted(p for p in here.rglob("*") if p.is_file() and p.relative_to(here).as_posix() not in files)
         files |= {p.relative_to(here).as_posix(): crc_of(p) for p in others}
-        made = Manifest(tensors, files, head.step, head.versions, head.layout, head.about)
+        made = Manifest(tensors, files, head.step, head.versions, head.layout, head.metadata)
         manifest.write(here, made)
         _rename(here, target)
 

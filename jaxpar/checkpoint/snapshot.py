@@ -73,7 +73,7 @@ def leaves_of(state: Any) -> list[Leaf]:
 
 def dims_of(state: Any) -> dict[str, Names]:
     """The logical dims of a training state's parameters and carried variables, by path; of another pytree none."""
-    static = getattr(state, "static", None)
+    static = getattr(state, "metadata", None)
     return {show(path): names for path, names in getattr(static, "dims", ())}
 
 

@@ -143,7 +143,7 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
         found = problems_of(at, manifest)
         if step is not None and manifest.step not in (None, step):
             found.insert(0, wrong_step(at, manifest, step))
-        when = manifest.about.get("when", "")
+        when = manifest.metadata.get("when", "")
         number = (manifest.step or 0) if step is None else step
         yield Health(number, tuple(found), manifest.bytes, len(manifest.tensors), when if isinstance(when, str) else "")
 

@@ -126,7 +126,9 @@ class Generator:
         self.sampling, self.stop = sampling or Sampling(), tuple(stop)
         check_top_k(self.sampling.top_k, cached.vocab)
         state = abstract_state(layout, make_model, optax.identity())
-        carried = [show(("rest", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(state.rest)]
+        carried = [
+            show(("variables", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(state.variables)
+        ]
         if carried:
             more = f" and {len(carried) - 4} more" if len(carried) > 4 else ""
             raise ModelError(
@@ -289,7 +291,7 @@ class Generator:
     def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
         tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
         with _under(self.layout, self._long):
-            model = self._state.static.kind.merge(params, self._state.rest)
+            model = self._state.metadata.kind.merge(params, self._state.variables)
             if self.circle is not None:
                 empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.cache)
                 x, cache = self.circle.prefill(model, tokens_BS, lengths_B, self._laid(empty), self.slots)
@@ -303,7 +305,7 @@ class Generator:
 
     def _decode(self, params: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
         with _under(self.layout, self._short):
-            model = self._state.static.kind.merge(params, self._state.rest)
+            model = self._state.metadata.kind.merge(params, self._state.variables)
             if self.circle is not None:
                 return self._around(self.circle, model, state)
             x, cache = self.cached.step(model, state.tokens, state.at, state.cache)
@@ -373,7 +375,7 @@ class Generator:
     def _moving(self, circle: Circle) -> Any:
         """As a prefill gives it."""
         with _under(self.layout, self._short):
-            merged = lambda params: self._state.static.kind.merge(params, self._state.rest)
+            merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)
             shapes = jax.eval_shape(lambda params: circle.waiting(merged(params)), self.prepared)
         where = {"x": circle.spec(self._short), "ticks": jax.sharding.PartitionSpec()}
         laid = lambda x, spec: jax.ShapeDtypeStruct(

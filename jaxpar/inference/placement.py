@@ -24,7 +24,7 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
 
     What is still an array lies as before; of an :class:`jaxpar.Int8` the integers do, and the scales by the dims that are left.
     """
-    dims = dict(state.static.dims)
+    dims = dict(state.metadata.dims)
     before = {tensor.path: tensor for tensor in place(layout, state) if tensor.role == "params"}
     found: list[Tensor] = []
 

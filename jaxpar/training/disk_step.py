@@ -60,16 +60,18 @@ def gradient_step(
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
         with tracing_under(layout):
             found, grads, norm, finite = measure(layout, loss_fn, state, batch, how, clip_norm)
-            new, kept = replace(state, step=state.step + 1, rest=found.rest), {}
+            new, kept = replace(state, step=state.step + 1, variables=found.variables), {}
             check_same(state, new)
             if skip_nonfinite:
-                new = replace(new, rest=jax.tree.map(lambda a, b: jnp.where(finite, a, b), found.rest, state.rest))
+                new = replace(
+                    new, variables=jax.tree.map(lambda a, b: jnp.where(finite, a, b), found.variables, state.variables)
+                )
                 kept["skipped"] = ~finite
                 if how.precision.scale is not None:
-                    new = replace(new, scale=how.precision.scale.next(state.scale, finite))
-                    kept["loss_scale"] = state.scale["scale"]
+                    new = replace(new, loss_scale=how.precision.scale.next(state.loss_scale, finite))
+                    kept["loss_scale"] = state.loss_scale["scale"]
             new = place_state(layout, new)
-            carried = {"step": new.step, "rest": new.rest, "scale": new.scale}
+            carried = {"step": new.step, "variables": new.variables, "loss_scale": new.loss_scale}
             metrics = {"loss": found.loss, "grad_norm": norm, **found.metrics, **kept}
             return carried, place_gradients(layout, state, grads), metrics, finite | (not skip_nonfinite)
 

@@ -83,7 +83,7 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
 
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
         here = state if n is None else seen_by(state, rest, state.key, n)
-        trained, whole = split(waiting(dict(state.static.dims), weights, layout))
+        trained, whole = split(waiting(dict(state.metadata.dims), weights, layout))
         grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
         rows = None if n is None else microbatch_rows(rows_of(batch), how.grad_accum_steps, n, ways=ways)
         with batch_rows(rows):
@@ -93,12 +93,12 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
     axes = batch_axes(layout) if how.grad_accum_steps > 1 else ()
     ways = math.prod(layout.sizes[axis] for axis in axes)
     if how.grad_accum_steps == 1:
-        (loss, (metrics, rest)), grads = run(weights, state.rest, batch, None)
+        (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
     else:
         pieces = pieces_of(batch, how.grad_accum_steps, ways, 1)
         pieces = jax.tree.map(lambda x: lay_out(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
-        sums, weight, rest = sums_of(run, weights, state.rest, pieces, how.grad_accum_steps, place)
+        sums, weight, rest = sums_of(run, weights, state.variables, pieces, how.grad_accum_steps, place)
         loss, metrics, grads = means_of(sums, weight)
     return Found(loss, metrics, rest, unscaled(state, grads, scale))
 

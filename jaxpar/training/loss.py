@@ -19,14 +19,14 @@ Metrics = dict[str, Any]
 
 def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
     """``params -> (loss, (aux, carried))``, the form ``jax.value_and_grad`` differentiates."""
-    kind = state.static.kind
+    kind = state.metadata.kind
     wants_key = "key" in inspect.signature(loss_fn).parameters
     extra = {"key": key_of(state)} if wants_key else {}
 
     def compute(params: Any) -> tuple[jax.Array, Any]:
-        model = kind.merge(waiting(dict(state.static.dims), params), state.rest)
+        model = kind.merge(waiting(dict(state.metadata.dims), params), state.variables)
         loss, aux, updates = unpack(loss_fn(model, batch, **extra))
-        return loss, (aux, kind.carried(model, state.rest, updates))
+        return loss, (aux, kind.carried(model, state.variables, updates))
 
     return compute
 

@@ -67,7 +67,7 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
         loss, metrics, weight = jax.lax.psum((loss, metrics, weight), axes) if axes else (loss, metrics, weight)
         return (loss, metrics, grads), weight, rest
 
-    arguments = (state.params, state.rest, state.key, state.step, scale, batch)
+    arguments = (state.params, state.variables, state.key, state.step, scale, batch)
     if axes:
         specs = (spec_of(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
         given = PartitionSpec(axes) if how.own else spec_of(wanted)
@@ -94,7 +94,7 @@ def _cross(
     """``cross(x, parts)`` of every tensor, or of groups of layers as ``fusion`` asks, in the kinds for what is split and for what is not."""
     leaves, parts = jax.tree.leaves(tree), jax.tree.leaves(split)
     paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    dims = dict(state.static.dims)
+    dims = dict(state.metadata.dims)
     layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
     found: dict[int, jax.Array] = {}
     for kind in kinds:
@@ -171,7 +171,7 @@ def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -
     traced = jax.make_jaxpr(lambda rest: jax.tree.leaves(run(weights, rest, batch, 0)[0][1][1]))(rest)
     pairs = zip(leaves, traced.jaxpr.invars, traced.jaxpr.outvars, strict=True)
     changed = [
-        show(("rest", *to_path(keys)))
+        show(("variables", *to_path(keys)))
         for (keys, x), i, o in pairs
         if o is not i and jnp.issubdtype(x.dtype, jnp.inexact)
     ]

@@ -47,17 +47,17 @@ class Found:
 
     loss: jax.Array
     metrics: Metrics
-    rest: Any
+    variables: Any
     grads: Any
 
 
 def scale_of(state: TrainState, precision: Precision) -> jax.Array | None:
     """What the loss is multiplied by."""
-    if (precision.scale is None) is not (state.scale is None):
+    if (precision.scale is None) is not (state.loss_scale is None):
         who = ("the step scales the loss", "the state carries no scale")
-        who = who if state.scale is None else ("the state carries a loss scale", "the step scales none")
+        who = who if state.loss_scale is None else ("the state carries a loss scale", "the step scales none")
         raise ModelError(f"{who[0]}, but {who[1]}. Remedy: give init() and train_step() the same precision.")
-    return None if state.scale is None else state.scale["scale"]
+    return None if state.loss_scale is None else state.loss_scale["scale"]
 
 
 def value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.Array | None) -> Callable[[Any], Any]:
@@ -83,7 +83,7 @@ def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
 
 
 def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
-    names = dict(state.static.dims).get(("params", *path), (None,) * x.ndim)
+    names = dict(state.metadata.dims).get(("params", *path), (None,) * x.ndim)
     where = show(("params", *path))
     where = f"gradient of {where}" if role == "gradients" else where
     return layout.resolve(names, x.shape, role=role, dtype=x.dtype, path=where)
@@ -96,7 +96,7 @@ def each_parameter(state: TrainState, f: Callable[[Sequence[Any], jax.Array], An
 
 def seen_by(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
     """The state as microbatch ``n`` sees it: with a key of its own."""
-    return replace(state, rest=rest, key=jax.random.fold_in(key, n))
+    return replace(state, variables=rest, key=jax.random.fold_in(key, n))
 
 
 def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
@@ -206,6 +206,6 @@ def _check_carried(before: Any, after: Any) -> None:
     changed = [path for path in was | now if was.get(path) != now.get(path)]
     if changed:
         raise ModelError(
-            f"loss_fn changed the shape or dtype of {', '.join(show(('rest', *path)) for path in changed)}, which a loop over "
+            f"loss_fn changed the shape or dtype of {', '.join(show(('variables', *path)) for path in changed)}, which a loop over "
             f"microbatches has to keep."
         )

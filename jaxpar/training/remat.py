@@ -104,12 +104,12 @@ class RematPolicy:
         edges = [0, *(i for i in range(1, layers) if flags[i] is not flags[i - 1]), layers]
         return [(a, b, flags[a]) for a, b in itertools.pairwise(edges)]
 
-    def rule(self, known: Sequence[str], *, regather: bool = True) -> Callable[..., Any]:
+    def rule(self, known: Sequence[str], *, reshard_after_forward: bool = True) -> Callable[..., Any]:
         """The policy as ``jax.checkpoint`` takes it.
 
         Args:
           known: the names that tensors of the model have.
-          regather: gather weights again; kept, they undo the sharding of the parameters.
+          reshard_after_forward: gather weights again; kept, they undo the sharding of the parameters.
 
         Raises:
           ConfigError: a name that no tensor has.
@@ -124,11 +124,11 @@ class RematPolicy:
                     f"remat: no tensor of the model is named {name!r}.{did_you_mean(name, known)} The names are: {', '.join(known)}."
                 )
         if self.policy == "none":
-            return all_but_gathered if regather else policies.everything_saveable
+            return all_but_gathered if reshard_after_forward else policies.everything_saveable
         kept = {"save_attention": (SAVED, KEPT), "save_outputs": (OUTPUT,), "save_names": self.save_names}.get(
             self.policy, ()
         )
-        kept = kept if regather else (*kept, GATHERED)
+        kept = kept if reshard_after_forward else (*kept, GATHERED)
         if self.offload_names:
             if platform_of(current_layout().mesh) == "cpu":
                 text = "remat: offload_names keeps nothing from a CPU's memory, which is the host's; the numbers are the same."

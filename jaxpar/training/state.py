@@ -35,7 +35,7 @@ from jaxpar.training.optimizers import with_slow_parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class StateMetadata:
     """What of a state is not an array: how to rebuild the model, the optimizer, and the logical dims of each leaf."""
 
     kind: Kind
@@ -45,8 +45,8 @@ class Static:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "rest", "key", "scale"],
-    meta_fields=["static"],
+    data_fields=["step", "params", "opt_state", "variables", "key", "loss_scale"],
+    meta_fields=["metadata"],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -56,24 +56,24 @@ class TrainState:
       step: int32 scalar, the number of steps taken.
       params: nested dict of the trained arrays.
       opt_state: what ``tx.init(params)`` gave.
-      rest: nested dict of the carried arrays (NNX variables other than ``nnx.Param``, Linen collections).
+      variables: nested dict of the carried arrays (NNX variables other than ``nnx.Param``, Linen collections).
       key: the PRNG key that a ``loss_fn`` with a ``key`` argument draws from.
-      static: the parts that are not arrays.
-      scale: of the loss, and what it changes by (:class:`jaxpar.parallel.precision.policy.LossScale`); ``None`` without.
+      metadata: the parts that are not arrays.
+      loss_scale: of the loss, and what it changes by (:class:`jaxpar.parallel.precision.policy.LossScale`); ``None`` without.
     """
 
     step: Any
     params: Any
     opt_state: Any
-    rest: Any
+    variables: Any
     key: Any
-    static: Static
-    scale: Any = None
+    metadata: StateMetadata
+    loss_scale: Any = None
 
     @property
     def model(self) -> Any:
         """The model, with these parameters: what ``loss_fn`` receives."""
-        return self.static.kind.merge(self.params, self.rest)
+        return self.metadata.kind.merge(self.params, self.variables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,9 +229,9 @@ def _build(
             tx, opt_state = with_slow_parameters(tx, parts.params)
     if causes is not None:
         causes |= found
-    static = Static(parts.kind, tx, parts.dims)
+    static = StateMetadata(parts.kind, tx, parts.dims)
     scale = None if precision.scale is None else precision.scale.start()
-    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.rest, step_key, static, scale)
+    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.variables, step_key, static, scale)
 
 
 def _ignore(*_: Any) -> None:
@@ -240,15 +240,15 @@ def _ignore(*_: Any) -> None:
 
 def place(layout: Layout, state: TrainState) -> list[Tensor]:
     """Where every leaf of ``state`` lies, in the order of ``jax.tree.leaves(state)``; problems are texts in the tensors."""
-    dims = dict(state.static.dims)
+    dims = dict(state.metadata.dims)
     leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
     params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
     placed = {
-        path: _model_tensor(layout, path, dims.get(path), leaf, state.static.tx)
+        path: _model_tensor(layout, path, dims.get(path), leaf, state.metadata.tx)
         for path, leaf in leaves
         if path[0] != "opt_state"
     }
-    one_bit = isinstance(state.static.tx, one_bit_adam.OneBit)
+    one_bit = isinstance(state.metadata.tx, one_bit_adam.OneBit)
     for path, leaf in leaves:
         if path[0] == "opt_state":
             found = one_bit_adam.place(layout, path[1:], leaf.shape, params, dims) if one_bit else None
@@ -264,7 +264,7 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
             if one_bit and path[1] == "mu":  # every parameter has one
                 found_too = one_bit_adam.problem(layout, path[2:], leaf.shape, dims)
                 resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
-            host = hosted(state.static.tx, leaf.shape, leaf.dtype)
+            host = hosted(state.metadata.tx, leaf.shape, leaf.dtype)
             placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
     return [placed[path] for path, _ in leaves]
 
@@ -317,7 +317,7 @@ def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx
         return Tensor(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
     why = "carried by the model, not annotated"
     resolved = Resolved(tuple(Dim(None, size, why=why) for size in shape))
-    return Tensor(part, full, shape, dtype, None, resolved, why if part == "rest" else "")
+    return Tensor(part, full, shape, dtype, None, resolved, why if part == "variables" else "")
 
 
 def moment_names(

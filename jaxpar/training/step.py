@@ -100,7 +100,7 @@ def train_step(
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        own = isinstance(state.static.tx, one_bit_adam.OneBit)
+        own = isinstance(state.metadata.tx, one_bit_adam.OneBit)
         if own:
             _refuse(how, clip_norm)
         with tracing_under(layout):
@@ -110,14 +110,16 @@ def train_step(
             keep = finite if skip_nonfinite else jnp.asarray(True)
             value = value_of(layout, loss_fn, state, batch, replace(how, own=own))
             params, opt_state = _update(layout, state, grads, loss, value, keep)
-            new = TrainState(state.step + 1, params, opt_state, found.rest, state.key, state.static, state.scale)
+            new = TrainState(
+                state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
+            )
             check_same(state, new)
             if skip_nonfinite:
                 new = _keep(state, new, finite)
                 kept["skipped"] = ~finite
                 if how.precision.scale is not None:
-                    new = replace(new, scale=how.precision.scale.next(state.scale, finite))
-                    kept["loss_scale"] = state.scale["scale"]
+                    new = replace(new, loss_scale=how.precision.scale.next(state.loss_scale, finite))
+                    kept["loss_scale"] = state.loss_scale["scale"]
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
 
     # Without devices there is nothing to compile for: who compiles it for a topology hands them over there.
@@ -171,7 +173,7 @@ def updated(
 
     For verification: :func:`train_step` computes the gradients itself.
     """
-    own = isinstance(state.static.tx, one_bit_adam.OneBit)
+    own = isinstance(state.metadata.tx, one_bit_adam.OneBit)
     how = replace(how_of(1, "per_use", None, None, True, None), own=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
@@ -290,12 +292,12 @@ def _update(
         "obj_fn": again,
         "grad_fn": lambda params, *_: gradient(params),
     }
-    tx = state.static.tx
+    tx = state.metadata.tx
     wanted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
     if isinstance(tx, one_bit_adam.OneBit):
-        dims = dict(state.static.dims)
+        dims = dict(state.metadata.dims)
         updates, new = one_bit_adam.update(layout, tx.settings, dims, grads, state.opt_state, state.params)
         return optax.apply_updates(state.params, updates), new
     if any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
@@ -312,14 +314,14 @@ def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     seen_to = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
     parts = {
         name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
-        for name in (("rest",) if seen_to else ("params", "opt_state", "rest"))
+        for name in (("variables",) if seen_to else ("params", "opt_state", "variables"))
     }
     return replace(new, **parts)
 
 
 def check_same(old: TrainState, new: TrainState) -> None:
     """A step keeps the shape and dtype of all it trains and carries, or the next one would be another program."""
-    for part, cause in (("params", "the optimizer"), ("rest", "loss_fn")):
+    for part, cause in (("params", "the optimizer"), ("variables", "loss_fn")):
         before, after = (
             {to_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part))}
             for state in (old, new)

@@ -105,7 +105,7 @@ def test_a_carried_variable_that_differs_is_found(wrong: bool) -> None:
     if not wrong:
         assert matches(count, make_model=Counted).passed
         return
-    with pytest.raises(VerificationError, match="First: rest/seen.* after the step; the gradients agree, step 1"):
+    with pytest.raises(VerificationError, match="First: variables/seen.* after the step; the gradients agree, step 1"):
         matches(count, make_model=Counted)
 
 

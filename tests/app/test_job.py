@@ -41,7 +41,7 @@ STAGES = {"layout": str(CONFIGS / "layouts" / "pp.yaml"), "model": LLAMA_16}
 
 def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
     job = job_of(
-        parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "shard_group": 4}}, train={"grad_accum_steps": 2}
+        parallel={"optimizer": {"stage": 1, "min_bytes": "1KiB", "fsdp_group_size": 4}}, train={"grad_accum_steps": 2}
     )
     layout = job.layout(16)
     assert (layout.sizes["replica"], layout.sizes["data"]) == (4, 4)
@@ -58,7 +58,7 @@ def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
 def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> None:
     keys = {
         "layout": str(CONFIGS / "layouts" / "ring.yaml"),
-        "parallel": {"context": {"impl": "ring", "order": "balanced"}},
+        "parallel": {"context": {"impl": "ring", "load_balance": "balanced"}},
     }
     job = job_of(**keys, data={"pack": True, "batch": 2, "seq": 64})
     assert list(job.batch_spec()) == ["tokens", "targets", "segment_ids", "order"]
@@ -98,16 +98,18 @@ def test_precision_is_the_models_too(job_of: Any) -> None:
 
 
 def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
-    assert job_of().model.regather
-    assert not job_of(parallel={"regather": False}).model.regather
+    assert job_of().model.reshard_after_forward
+    assert not job_of(parallel={"reshard_after_forward": False}).model.reshard_after_forward
 
 
 def test_collectives_and_the_hosts_memory_have_keys(job_of: Any) -> None:
     fusion = {"reduce": "1MiB", "scatter": [1, 2]}
-    job = job_of(parallel={"fusion": fusion, "offload": {"optimizer": "host", "min_bytes": "1KiB"}, "regather": 4})
+    job = job_of(
+        parallel={"fusion": fusion, "offload": {"optimizer": "host", "min_bytes": "1KiB"}, "reshard_after_forward": 4}
+    )
     assert job.step_options()["fusion"] == jp.CollectiveFusion(reduce=1 << 20, scatter=(1, 2))
     assert job.tx.min_bytes == 1024
-    assert job.model.regather == 4
+    assert job.model.reshard_after_forward == 4
     assert job_of().step_options()["fusion"] == jp.CollectiveFusion()
 
 
@@ -117,10 +119,10 @@ def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
 
 
 def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
-    asked = {"impl": "ring", "travel": "bfloat16"}
-    assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", travel="bfloat16")
+    asked = {"impl": "ring", "kv_grad_dtype": "bfloat16"}
+    assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", grad_dtype="bfloat16")
     kept = {"impl": "gather", "keep": True}
-    assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep=True)
+    assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep_gathered_kv=True)
     assert job_of().model.context == jp.Context()
 
 
@@ -129,7 +131,7 @@ def test_layers_go_over_stages(job_of: Any) -> None:
     asked = {
         "schedule": "interleaved",
         "microbatches": 4,
-        "chunks": 2,
+        "virtual_stages": 2,
         "activation_checkpointing": "none",
         "offset": [1, 0, 0, -1],
     }
@@ -207,10 +209,10 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
-            {"parallel": {"context": {"order": "balanced"}}},
+            {"parallel": {"context": {"load_balance": "balanced"}}},
             ConfigError,
             (
-                "parallel.context: order is 'balanced', which balances packed documents, but data.pack is false. Remedy: data: {pack: true}, or "
+                "parallel.context: order is 'balanced', which balances packed documents, but data.packing is false. Remedy: data: {packing: true}, or "
                 "order: zigzag."
             ),
         ),
@@ -239,12 +241,12 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
-            {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "regather": False}},
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "reshard_after_forward": False}},
             ConfigError,
-            "pipeline: regather is False, but under a pipeline weights are gathered once a step, and kept. Remedy: leave regather out.",
+            "pipeline: reshard_after_forward is False, but under a pipeline weights are gathered once a step, and kept. Remedy: leave reshard_after_forward out.",
         ),
         (
-            {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "chunks": 2}}},
+            {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "virtual_stages": 2}}},
             ConfigError,
             (
                 "parallel.pipeline: schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of "
@@ -271,7 +273,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
-            {"parallel": {"context": {"impl": "ring", "keep": True}}},
+            {"parallel": {"context": {"impl": "ring", "keep_gathered_kv": True}}},
             ConfigError,
             (
                 "parallel.context: keep is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
@@ -298,11 +300,11 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
-            {"parallel": {"offload": BOTH, "regather": 4}},
+            {"parallel": {"offload": BOTH, "reshard_after_forward": 4}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, but regather: 4 keeps all layers' weights on the device for the backward "
-                "pass. Remedy: leave regather out, or parallel.offload.parameters."
+                "parallel.offload: parameters wait in the host's memory, but reshard_after_forward: 4 keeps all layers' weights on the device for the backward "
+                "pass. Remedy: leave reshard_after_forward out, or parallel.offload.parameters."
             ),
         ),
         (
@@ -410,8 +412,10 @@ def test_keys_that_contradict_signs_are_named_both(keys: dict[str, Any], text: s
 
 
 def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_of: Any) -> None:
-    job = job_of(parallel={"optimizer": {"stage": 1, "shard_group": 3}})
-    with pytest.raises(MeshError, match=r"shard_group=3 does not divide the axis data of size 16 \(on 16 devices\)"):
+    job = job_of(parallel={"optimizer": {"stage": 1, "fsdp_group_size": 3}})
+    with pytest.raises(
+        MeshError, match=r"fsdp_group_size=3 does not divide the axis data of size 16 \(on 16 devices\)"
+    ):
         job.layout(16)
 
 

@@ -38,9 +38,9 @@ RUN: dict[str, Any] = {
         "eval_every": 100000,
         "eval_batches": 1,
         "straggler": {"every": 4},
-        "max_skipped": 1,
+        "max_consecutive_nonfinite": 1,
     },
-    "checkpoint": {"every": 3},
+    "checkpoint": {"save_interval_steps": 3},
 }
 BAD = 5
 """The batch that is not finite, so that the processes roll back together first."""
@@ -90,7 +90,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
 
 def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(tmp_path: Path) -> None:
     """By the command line, whose processes have a compile to leave."""
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "simulate": 4, "output": str(tmp_path / "out")}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "cpu_devices": 4, "output": str(tmp_path / "out")}))
     place = ("--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2", "--process-id")
     command = [sys.executable, "-m", "jaxpar.app.cli", "train", str(tmp_path / "run.yaml"), *place]
     env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}

@@ -202,7 +202,7 @@ def test_bytes_changed_anywhere_in_a_manifest_are_found(data: st.DataObject) -> 
     whole = {"w": {**tensor, "dims": ["embed"], "spec": "P('data')", "key": None}}
     files = {"a/w/0": [8, 1], "a/w/1": [8, 2]}
     made = Manifest.from_data(
-        {"tensors": whole, "files": files, "step": 3, "versions": {}, "layout": {}, "about": {}}, "m"
+        {"tensors": whole, "files": files, "step": 3, "versions": {}, "layout": {}, "metadata": {}}, "m"
     ).to_json()
     assert Manifest.from_json(made, "m").step == 3
     at, end = sorted(data.draw(st.tuples(*[st.integers(0, len(made))] * 2)))

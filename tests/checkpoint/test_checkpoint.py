@@ -71,16 +71,16 @@ def state(mlp: Any) -> jp.TrainState:
 def saved(state: jp.TrainState, mlp: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where that state was saved."""
     folder = tmp_path_factory.mktemp("saved") / "one"
-    jp.save(folder, state, layout=mlp.layout(), about={"config": {"seed": 3}, "position": {"step": 1}})
+    jp.save(folder, state, layout=mlp.layout(), metadata={"config": {"seed": 3}, "position": {"step": 1}})
     return folder
 
 
 def test_a_manifest_says_what_a_checkpoint_holds_and_vouches_for_it(saved: Path, state: jp.TrainState) -> None:
     found = check(saved)
-    assert found.step == 1 and found.about["config"] == {"seed": 3} and found.about["position"] == {"step": 1}
+    assert found.step == 1 and found.metadata["config"] == {"seed": 3} and found.metadata["position"] == {"step": 1}
     assert found.layout["mesh"]["data"] == 8 and found.layout["processes"] == 1 and len(found.layout["rules"]) == 32
     assert set(found.versions) == {"jaxpar", "jax", "orbax-checkpoint", "numpy"}
-    assert found.about["rng"]["key"] == {"impl": "threefry2x32", "data": numbers(state.key).tolist()}
+    assert found.metadata["rng"]["key"] == {"impl": "threefry2x32", "data": numbers(state.key).tolist()}
     up = found.tensors["params/block/up"]
     assert (up.dtype, up.shape, up.dims, up.spec) == ("float32", (16, 24), ("embed", "mlp"), "P('data',)")
     assert up.chunk == (2, 24) and len(up.sums) == 8
@@ -96,7 +96,7 @@ def test_a_state_is_restored_bit_for_bit_on_any_number_of_devices(
     wanted = jp.abstract_state(layout, mlp.make, TX)
     with layout:
         found = jp.restore(saved, wanted)
-    assert same(found, state) and found.static == wanted.static
+    assert same(found, state) and found.metadata == wanted.metadata
     assert found.params["block"]["up"].sharding == wanted.params["block"]["up"].sharding
 
 
@@ -220,8 +220,8 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, mlp: Any) -> None:
     ):
         with pytest.raises(CheckpointError, match=re.escape(text)):
             jp.save(tmp_path / "x", value)
-    with pytest.raises(CheckpointError, match=r"^about: Out of range float values are not JSON compliant"):
-        jp.save(tmp_path / "x", {"a": one}, about={"loss": float("nan")})
+    with pytest.raises(CheckpointError, match=r"^metadata: Out of range float values are not JSON compliant"):
+        jp.save(tmp_path / "x", {"a": one}, metadata={"loss": float("nan")})
     disk = jp.init(mlp.one_device, mlp.make, jp.offload(TX, to="disk", path=tmp_path / "d", min_bytes=0))
     with pytest.raises(CheckpointError, match=r"^the optimizer's state is on disk, .* Remedy: disk=step"):
         jp.save(tmp_path / "x", disk)
@@ -280,7 +280,9 @@ def corrupt(folder: Path, files: list[Path], dice: random.Random) -> list[Path]:
 def test_random_corruptions_are_all_detected_and_named(tmp_path: Path) -> None:
     one, copy, dice = tmp_path / "one", tmp_path / "copy", random.Random(0)
     jp.save(
-        one, {"w": put(np.arange(32.0, dtype=np.float32), mesh(data=2), "data"), "b": jnp.zeros(3)}, about={"seed": 1}
+        one,
+        {"w": put(np.arange(32.0, dtype=np.float32), mesh(data=2), "data"), "b": jnp.zeros(3)},
+        metadata={"seed": 1},
     )
     shutil.copytree(one, copy)
     files = sorted(p for p in copy.rglob("*") if p.is_file())
@@ -441,9 +443,9 @@ def test_retention_the_best_steps_and_what_killed_saves_left(tmp_path: Path) -> 
 def test_when_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(manager_module.time, "monotonic", lambda: clock[0])
-    with jp.CheckpointManager(tmp_path, every=3) as manager:
+    with jp.CheckpointManager(tmp_path, save_interval_steps=3) as manager:
         assert [step for step in range(1, 8) if manager.due(step)] == [3, 6] and manager.restore_latest(LIKE) is None
-    with jp.CheckpointManager(tmp_path, minutes=2) as manager:
+    with jp.CheckpointManager(tmp_path, save_interval_minutes=2) as manager:
         clock[0] = 119.0
         assert not manager.due(1)
         clock[0] = 120.0
@@ -481,7 +483,7 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_ends_no_run(
 
     monkeypatch.setattr(writing, "write_arrays", failing)
     (tmp_path / "file").write_text("")
-    with jp.CheckpointManager(tmp_path / "file" / "run", every=10, tell=told.append) as manager:
+    with jp.CheckpointManager(tmp_path / "file" / "run", save_interval_steps=10, tell=told.append) as manager:
         assert told[0].startswith(f"checkpoint: {tmp_path}/file/run cannot be written: Not a directory.")
         assert not manager.save(1, {"w": jnp.ones(4)}) and len(told) == 2
         (tmp_path / "file").unlink()

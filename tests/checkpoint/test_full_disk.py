@@ -82,7 +82,7 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
     with tempfile.TemporaryDirectory() as top:  # pytest's own folders let no other user through
         run = Path(top) / "run"
         os.chmod(top, 0o755)
-        with jp.CheckpointManager(run, every=1, tell=told.append) as manager:
+        with jp.CheckpointManager(run, save_interval_steps=1, tell=told.append) as manager:
             assert manager.save(1, state(1)) and manager.wait()
             for path in (run, *run.rglob("*")):
                 path.chmod(0o555 if path.is_dir() else 0o444)
@@ -111,7 +111,7 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
 
 def test_a_disk_that_takes_no_more_in_the_midst_of_a_save(tmp_path: Path, clock: list[float]) -> None:
     told = list[str]()
-    with jp.CheckpointManager(tmp_path, every=1, tell=told.append) as manager:
+    with jp.CheckpointManager(tmp_path, save_interval_steps=1, tell=told.append) as manager:
         assert manager.save(1, state(1)) and manager.wait()
         with files_of_at_most(8192):
             assert manager.save(2, state(2)) and not manager.wait()
@@ -161,7 +161,7 @@ def fill(disk: Path) -> None:
     """Two saves on a full disk, of which the first finds it full in its midst, and one when there is room again; prints what is told."""
     now, told, rest = [0.0], list[str](), disk / "rest"
     manager_module.time.monotonic = lambda: now[0]
-    with jp.CheckpointManager(disk, every=1, keep=2, tell=told.append) as manager:
+    with jp.CheckpointManager(disk, save_interval_steps=1, keep=2, tell=told.append) as manager:
         assert manager.save(1, state(1)) and manager.wait()
         free = shutil.disk_usage(disk).free
         for step, left in ((2, 16384), (3, 8192)):

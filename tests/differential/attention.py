@@ -65,7 +65,7 @@ class Case:
     scale: float | None = None
     dropout: float = 0.0
     order: str | None = None
-    travel: str | None = None
+    kv_grad_dtype: str | None = None
     keep: bool = False
     block: int | None = None
     pad: bool = False
@@ -91,7 +91,7 @@ def draw(dice: Dice) -> Case:
     split = context * ulysses
     impls = ["dense", "flash", "auto"] if split == 1 else ["ring", "gather", "ulysses", "ring_self_attention", "auto"]
     impls += ["hybrid"] if min(context, ulysses) > 1 else []
-    impls += ["merge"] if split > 1 else []
+    impls += ["split_kv"] if split > 1 else []
     if form != "global":
         impls = [impl for impl in impls if impl not in ("dense", "auto") or form == "manual"]
     impl = dice.one(*impls)
@@ -147,7 +147,7 @@ def _lengths(dice: Dice, impl: str, split: int, form: str) -> dict[str, Any]:
     most = 13 if unit == 1 else max(1, 12 // unit)
     keys = unit * dice.whole(1, most)
     queries = keys if dice.chance(0.6) else unit * dice.whole(1, most)
-    if impl == "merge":
+    if impl == "split_kv":
         queries = dice.one(1, 1, 2, 3, keys)
     return {"queries": queries, "keys": keys, "pad": pad}
 
@@ -199,7 +199,7 @@ def _options(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
     if ring and not so_far["pad"] and dice.chance(0.4):
         values["order"] = dice.one("contiguous", "zigzag", "striped", *(("given", "traced") if alike else ()))
     if ring and values["dtype"] in ("float32", "bfloat16"):
-        values["travel"] = dice.maybe(0.15, "float32", "bfloat16")
+        values["kv_grad_dtype"] = dice.maybe(0.15, "float32", "bfloat16")
     values["keep"] = impl == "gather" and dice.chance(0.3)
     return values
 
@@ -224,7 +224,7 @@ def _compared(case: Case) -> Differences:
     found = found_by(case, arrays)
     differences = Differences()
     bound, label = BOUNDS[case.dtype], LABELS[case.dtype]
-    if case.travel == "bfloat16" and case.dtype == "float32":
+    if case.kv_grad_dtype == "bfloat16" and case.dtype == "float32":
         label = "bf16"  # gradients of keys and values are rounded once a hop
     for name in found:
         array = want.arrays[name]

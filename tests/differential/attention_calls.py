@@ -52,7 +52,7 @@ def options_of(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Any], dic
     fixed: dict[str, Any] = {"mask": jp.Mask(**mask)} if mask else {}
     if not mask and case.causal is not None:
         fixed["causal"] = case.causal
-    for name in ("softcap", "scale", "block", "travel"):
+    for name in ("softcap", "scale", "block", "kv_grad_dtype"):
         if getattr(case, name) is not None:
             fixed[name] = getattr(case, name)
     traced: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def _has(case: Any, name: str) -> bool:
 
 
 def _dims(case: Any) -> dict[str, Any]:
-    return {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if case.impl == "merge" else {}
+    return {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if case.impl == "split_kv" else {}
 
 
 def _global(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) -> jax.Array:
@@ -163,7 +163,7 @@ def _local(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) -> 
     """attention_local in a shard_map over all axes, the sequence over those of its impl."""
     fixed, arrays = _with_segments(fixed, arrays)
     axes = tuple(axis for axis in ("context", "ulysses") if case.sizes[axis] > 1)
-    queries = None if case.impl == "merge" else axes
+    queries = None if case.impl == "split_kv" else axes
     ring = axes if case.impl != "hybrid" else ("context",)
     q, kv = P("data", queries), P("data", axes)
     specs: dict[str, Any] = {name: _rows(name, case) for name in arrays}
@@ -172,7 +172,7 @@ def _local(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) -> 
         ids = arrays["segment_ids"]
         arrays["segment_ids"] = ids if isinstance(ids, tuple) else (ids, ids)
     if "bias" in arrays:  # rows of the tokens that a device computes, all columns
-        computed = None if case.impl in ("ulysses", "merge") else ring
+        computed = None if case.impl in ("ulysses", "split_kv") else ring
         specs["bias"] = P("data" if case.bias_batch else None, None, computed, None)
 
     def call(x: Any, arrays: Any) -> jax.Array:

@@ -89,7 +89,9 @@ def drawn(case: Any, shapes: Any) -> tuple[Any, Any]:
         return (rng.normal(size=leaf.shape) / max(1, fan) ** 0.5).astype(leaf.dtype)
 
     rest = lambda path, leaf: np.full(leaf.shape, "var" in jax.tree_util.keystr(path), leaf.dtype)
-    return jax.tree_util.tree_map_with_path(one, shapes.params), jax.tree_util.tree_map_with_path(rest, shapes.rest)
+    return jax.tree_util.tree_map_with_path(one, shapes.params), jax.tree_util.tree_map_with_path(
+        rest, shapes.variables
+    )
 
 
 def precision_of(case: Any) -> Any:
@@ -107,10 +109,10 @@ def found(case: Any, differences: Differences) -> Found:
         shapes = jp.abstract_state(layout, make_model(case), TX, precision)
         params, rest = drawn(case, shapes)
         state = state_with(shapes, params, rest=rest, seed=case.seed)
-        if state.scale is not None:
+        if state.loss_scale is not None:
             start = jp.Precision.of(precision).scale
             assert start is not None
-            state = replace(state, scale=jax.device_get(start.start()))
+            state = replace(state, loss_scale=jax.device_get(start.start()))
         options = {"grad_accum_steps": case.microbatches, "precision": precision, **zero.step}
         step = jp.train_step(layout, loss_fn(case), return_grads=True, donate=False, **options)
         new, metrics = step(state, batch)
@@ -119,7 +121,7 @@ def found(case: Any, differences: Differences) -> Found:
             differences.claim(_programs(step) == 1, "a second call with the same shapes compiles the step again")
     metrics = dict(metrics)
     grads = jax.device_get(metrics.pop("grads"))
-    return Found(jax.device_get(metrics), grads, _host(new.rest))
+    return Found(jax.device_get(metrics), grads, _host(new.variables))
 
 
 def _programs(step: Any) -> int:
@@ -141,7 +143,7 @@ def reference(case: Any, keep: Any, *, exact: bool = True) -> Found:
     batch = widened(batch_of(case))
 
     def loss(params: Any) -> Any:
-        model = shapes.static.kind.merge(params, jax.tree.map(jnp.asarray, rest))
+        model = shapes.metadata.kind.merge(params, jax.tree.map(jnp.asarray, rest))
         if case.flavour == "nnx":
             value, _ = model(batch, tools)
             carried = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
@@ -173,8 +175,10 @@ def compare(
         return
     differences.check("loss", found.metrics["loss"], want.metrics["loss"], bound, 1e-2, label)
     check_trees(differences, "gradient of ", found.grads, want.grads, bound, label)
-    if jax.tree.leaves(want.rest):
-        check_trees(differences, "statistic ", jax.tree.leaves(found.rest), jax.tree.leaves(want.rest), bound, label)
+    if jax.tree.leaves(want.variables):
+        check_trees(
+            differences, "statistic ", jax.tree.leaves(found.variables), jax.tree.leaves(want.variables), bound, label
+        )
 
 
 def kept(case: Any) -> Any:

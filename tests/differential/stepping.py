@@ -33,7 +33,7 @@ def state_with(shapes: Any, params: Any, opt_state: Any = (), rest: Any = None, 
         step=np.int32(0),
         params=same(params, shapes.params),
         opt_state=same(opt_state, shapes.opt_state),
-        rest=shapes.rest if rest is None else same(rest, shapes.rest),
+        variables=shapes.variables if rest is None else same(rest, shapes.variables),
         key=jax.random.key(seed),
     )
 

@@ -43,7 +43,7 @@ def reference() -> Reference:
 
 def test_a_cache_gives_what_a_plain_forward_gives(reference: Reference) -> None:
     state = jp.abstract_state(reference.model.layout, make_llama(CONFIG), optax.identity())
-    forward = jax.jit(lambda params, tokens: state.static.kind.merge(params, {})(tokens))
+    forward = jax.jit(lambda params, tokens: state.metadata.kind.merge(params, {})(tokens))
     for prompt, made, most in zip(PROMPTS, reference.made, MOST, strict=True):
         tokens = list(prompt)
         for _ in range(most):

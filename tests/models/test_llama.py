@@ -104,7 +104,7 @@ def test_loss_and_gradients_equal_the_reference(config: LlamaConfig, one_device:
         # Norm scales start as ones, which would hide one left out.
         params = jax.tree.map(lambda w: w + 0.1 * np.cos(np.arange(w.size)).reshape(w.shape), state.params)
         data = batch(config, rows=2)
-        loss_fn = lambda p: next_token_loss(state.static.kind.merge(p, state.rest), data)
+        loss_fn = lambda p: next_token_loss(state.metadata.kind.merge(p, state.variables), data)
         with one_device:
             loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params)
         want, want_grads = jax.jit(jax.value_and_grad(lambda p: reference(p, data, config)))(params)

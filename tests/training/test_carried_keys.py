@@ -32,14 +32,14 @@ def test_each_device_drops_out_its_own_and_the_key_is_carried_as_it_was() -> Non
     zero = jp.Zero(1, min_bytes=0)
     layout = jp.Layout(jp.MeshSpec(data=8).build(), zero.rules(jp.Rules(batch="data", embed=None)))
     state = jp.init(layout, lambda key: Dropped(nnx.Rngs(key)), optax.sgd(0.1))
-    bits = lambda state: jax.random.key_data(state.rest["drop"]["rngs"]["key"])
+    bits = lambda state: jax.random.key_data(state.variables["drop"]["rngs"]["key"])
     before, step = np.asarray(bits(state)), jp.train_step(layout, loss, **zero.step)
     batch = {"x": jp.shard_array(layout, np.ones((16, 64), np.float32), "batch", None)}
     numbers = []
     for calls in (1, 2):
         state, metrics = step(state, batch)
         numbers.append((float(metrics["number"]), float(metrics["square"])))
-        count = state.rest["drop"]["rngs"]["count"]
+        count = state.variables["drop"]["rngs"]["count"]
         assert all(np.array_equal(before, shard.data) for shard in bits(state).addressable_shards)
         assert len({int(shard.data) for shard in count.addressable_shards}) == 1
         assert int(count) == calls

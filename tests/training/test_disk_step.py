@@ -119,7 +119,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Pa
     layout, options = layout_of(stage), {"clip_norm": 0.5, **jp.Zero(stage=stage).step}
     here = jp.init(layout, make, tx())
     away = jp.offload(tx(), to="disk", path=tmp_path, min_bytes=min_bytes)
-    there = replace(here, opt_state=away.init(here.params), static=replace(here.static, tx=away))
+    there = replace(here, opt_state=away.init(here.params), metadata=replace(here.metadata, tx=away))
     there = jax.tree.map(jnp.copy, there)  # the step in memory is given the memory of its own
     plain, seen = jp.train_step(layout, loss, **options), []
     with jp.DiskOffloadedStep(layout, loss, there, note=lambda what, _: seen.append(what), **options) as step:

@@ -129,12 +129,12 @@ def test_every_microbatch_and_device_has_a_key_of_its_own() -> None:
 
     batch = np.ones((16, 16), np.float32)
     for way in ("per_step", "per_microbatch"):
-        metrics = found(noisy, batch, grad_accum_steps=2, reduce=way)
+        metrics = found(noisy, batch, grad_accum_steps=2, grad_reduction=way)
         assert metrics["squared"] - metrics["drawn"] ** 2 > 1e-4, "all drew the same"
 
 
-@pytest.mark.parametrize("reduce", ["once", "each"])
-def test_counters_are_carried_through_microbatches(reduce: str) -> None:
+@pytest.mark.parametrize("grad_reduction", ["per_step", "per_microbatch"])
+def test_counters_are_carried_through_microbatches(grad_reduction: str) -> None:
     from flax import nnx
 
     class Counting(nnx.Module):
@@ -148,9 +148,9 @@ def test_counters_are_carried_through_microbatches(reduce: str) -> None:
 
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
     state = jp.init(layout, lambda key: Counting(), optax.sgd(0.1))
-    step = jp.train_step(layout, lambda model, x: jnp.mean(model(x)), grad_accum_steps=4, reduce=reduce)
+    step = jp.train_step(layout, lambda model, x: jnp.mean(model(x)), grad_accum_steps=4, grad_reduction=grad_reduction)
     state, _ = step(state, np.ones((32, 16), np.float32))
-    assert int(jax.tree.leaves(state.rest)[0]) == 4
+    assert int(jax.tree.leaves(state.variables)[0]) == 4
 
 
 def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
@@ -172,7 +172,7 @@ def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
             state, np.ones((16, 16), np.float32)
         )
     assert str(error.value) == (
-        "loss_fn changes rest/mean, but with grad_reduction='per_step' each device sees its own rows only, so the devices would part. "
+        "loss_fn changes variables/mean, but with grad_reduction='per_step' each device sees its own rows only, so the devices would part. "
         "Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every microbatch."
     )
 
@@ -227,8 +227,14 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
     ("options", "text"),
     [
         ({"grad_accum_steps": 0}, "grad_accum_steps is 0, but a number of microbatches, 1 or more, is wanted."),
-        ({"weight_gather": "per_stpe"}, "weight_gather is 'per_stpe', but 'per_use' or 'per_step' is wanted. Did you mean 'per_step'?"),
-        ({"grad_reduction": "per_stpe"}, "grad_reduction is 'per_stpe', but None or 'per_step' or 'per_microbatch' is wanted. Did you mean 'per_step'?"),
+        (
+            {"weight_gather": "per_stpe"},
+            "weight_gather is 'per_stpe', but 'per_use' or 'per_step' is wanted. Did you mean 'per_step'?",
+        ),
+        (
+            {"grad_reduction": "per_stpe"},
+            "grad_reduction is 'per_stpe', but None or 'per_step' or 'per_microbatch' is wanted. Did you mean 'per_step'?",
+        ),
         (
             {"precision": "bf61"},
             (
@@ -249,9 +255,9 @@ def test_what_is_no_option(options: dict[str, Any], text: str) -> None:
     assert str(error.value) == text
 
 
-@pytest.mark.parametrize("reduce", ["once", "each"])
-def test_a_batch_that_cannot_be_cut(reduce: str) -> None:
-    step, state = step_of(grad_accum_steps=3, reduce=reduce)
+@pytest.mark.parametrize("grad_reduction", ["per_step", "per_microbatch"])
+def test_a_batch_that_cannot_be_cut(grad_reduction: str) -> None:
+    step, state = step_of(grad_accum_steps=3, grad_reduction=grad_reduction)
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (

@@ -132,7 +132,7 @@ def run(kind: str, sizes: dict[str, int], stage: int = 0, **options: Any) -> lis
         state = dataclasses.replace(state, key=jax.random.key(5, impl=impl))
         step = jp.train_step(layout, loss, donate=False, **{**(zero.step if stage else {}), **options})
         state, metrics = step.lower(state, batch_of()).compile(compiler_options=QUICK)(state, batch_of())
-    floats = [x for x in jax.tree.leaves(state.rest) if jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [x for x in jax.tree.leaves(state.variables) if jnp.issubdtype(x.dtype, jnp.floating)]
     return [np.asarray(x) for x in (metrics["loss"], *jax.tree.leaves(state.params), *floats)]
 
 

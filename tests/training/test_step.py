@@ -274,6 +274,6 @@ def test_a_loss_that_changes_a_carried_array_is_refused(mlp: Any) -> None:
     with pytest.raises(ModelError) as error:
         jp.train_step(mlp.layout(), loss_fn)(jp.init(mlp.layout(), make, TX), None)
     assert str(error.value) == (
-        "loss_fn turned rest/stats/mean from float32[8] into nothing, but a step keeps the shape and dtype of all it trains "
+        "loss_fn turned variables/stats/mean from float32[8] into nothing, but a step keeps the shape and dtype of all it trains "
         "and carries."
     )

@@ -42,7 +42,7 @@ class About:
       model_flops: FLOPs of one step over all devices that the model needs, without recomputation.
       vocab, seq: sizes, to recognise logits and attention scores.
       remat: the model's policy, as ``full``.
-      regather: as ``parallel.regather`` of the run.
+      reshard_after_forward: as ``parallel.reshard_after_forward`` of the run.
     """
 
     tokens: int = 0
@@ -50,7 +50,7 @@ class About:
     vocab: int = 0
     seq: int = 0
     remat: str = ""
-    regather: bool | int = True
+    reshard_after_forward: bool | int = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Checkup:
       findings: the worst first.
       held: what the step is given.
       refused: the compiler's words, if it refused.
-      regather: what asked for the weights that the program keeps, if it is known.
+      reshard_after_forward: what asked for the weights that the program keeps, if it is known.
     """
 
     topology: str
@@ -77,7 +77,7 @@ class Checkup:
     findings: tuple[Finding, ...]
     held: tuple[Held, ...]
     refused: str = ""
-    regather: bool | int = True
+    reshard_after_forward: bool | int = True
 
     @property
     def fits(self) -> bool:
@@ -118,7 +118,11 @@ class Checkup:
 
     def __str__(self) -> str:
         lines = [self.headline(), "", "memory of one device at the peak"]
-        by = {} if self.regather is True else {KEPT: f"  (parallel: {{regather: {str(self.regather).lower()}}})"}
+        by = (
+            {}
+            if self.reshard_after_forward is True
+            else {KEPT: f"  (parallel: {{reshard_after_forward: {str(self.reshard_after_forward).lower()}}})"}
+        )
         lines += [f"  {name:<15} {_signed(size):>12}{by.get(name, '')}" for name, size in self.categories()]
         if self.largest():
             lines += ["", "largest tensors at the peak", *_aligned(self.largest())]
@@ -232,7 +236,17 @@ def examine(
         remat=about.remat,
     )
     findings = find(evidence)
-    return Checkup(step.topology, sizes, step, report, line, memory, findings, tuple(held), regather=about.regather)
+    return Checkup(
+        step.topology,
+        sizes,
+        step,
+        report,
+        line,
+        memory,
+        findings,
+        tuple(held),
+        reshard_after_forward=about.reshard_after_forward,
+    )
 
 
 def too_large(text: str, remat: str = "", held: Sequence[Held] = ()) -> Finding | None:

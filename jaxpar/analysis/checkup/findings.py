@@ -136,8 +136,8 @@ def knob(category: str, remat: str = "") -> str:
         "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as "
         "parallel: {offload: {optimizer: host}}.",
         "gradients": "shard the parameters over another axis, and their gradients follow.",
-        KEPT: "gather the layers' weights again for the backward pass, as parallel: {regather: true}, or keep a part of them within groups, as "
-        "parallel: {regather: 4}.",
+        KEPT: "gather the layers' weights again for the backward pass, as parallel: {reshard_after_forward: true}, or keep a part of them within groups, as "
+        "parallel: {reshard_after_forward: 4}.",
         "activations": f"{again}split the sequence over an axis (residual_seq: model), or take a smaller data.batch.",
         "temporaries": f"{again}take a smaller data.batch, or split the largest tensors at the peak over another axis.",
     }

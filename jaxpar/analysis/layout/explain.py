@@ -69,7 +69,9 @@ def explain(
     unordered = {path: sorted(names - FIXED) for path, names in causes.items() if names - FIXED}
     tensors, away = place(layout, state), stored_tensors(layout, state)
     used: set[tuple[str, str]] = set()
-    rows = [_row(layout, t, {"step": "other", "key": "other", "scale": "other"}.get(t.role, t.role)) for t in tensors]
+    rows = [
+        _row(layout, t, {"step": "other", "key": "other", "loss_scale": "other"}.get(t.role, t.role)) for t in tensors
+    ]
     on_disk, refused = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
     rows = [say.with_reason(row, unordered.get(row.path, ())) for row in rows]

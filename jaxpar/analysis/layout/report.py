@@ -15,7 +15,7 @@ from jaxpar.errors import did_you_mean
 if TYPE_CHECKING:
     from jaxpar.analysis.memory.estimate import Memory
 
-PARTS = ("params", "opt_state", "rest", "batch", "activations", "other", "cache")
+PARTS = ("params", "opt_state", "variables", "batch", "activations", "other", "cache")
 """The groups of rows, in the order in which they are printed."""
 
 _COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "why not more")
@@ -104,7 +104,7 @@ class Report:
 
     def total(self, *parts: str) -> Total:
         """Sums over these parts (default: parameters, optimizer state and carried variables: what stays in memory)."""
-        parts = parts or ("params", "opt_state", "rest")
+        parts = parts or ("params", "opt_state", "variables")
         rows = [row for row in self.rows if row.part in parts]
         size, local = sum(row.bytes for row in rows), sum(row.device_bytes for row in rows)
         whole = sum(row.bytes for row in rows if row.replicated) if self.devices > 1 else 0

@@ -43,7 +43,7 @@ PARTS = (
     "working",
 )
 """The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, gathered weights that loops keep for
-the backward pass (which ``regather`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
+the backward pass (which ``reshard_after_forward`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Memory:
         >>> Memory("cpu", {"parameters": 8, "gradients": 0, "working": 9}, gradients=8).cells(str)[1:]
         [('gradients alive at the peak (of 8)', '0'), ('working', '9'), ('total', '17')]
         """
-        named = {KEPT: f"{KEPT} (by regather)"}
+        named = {KEPT: f"{KEPT} (by reshard_after_forward)"}
         if self.parts.get("gradients", 0) < self.gradients:
             named["gradients"] = f"gradients alive at the peak (of {show(self.gradients)})"
         known = [(named.get(part, part), show(size)) for part, size in self.parts.items() if size or part != KEPT]
@@ -118,7 +118,7 @@ def estimate(
         reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         return Memory(target, known, (reason,))
     program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
-    carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.rest, state.scale)))
+    carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.variables, state.loss_scale)))
     gradients = program.results[carried : carried + len(jax.tree.leaves(state.params))]
     if step is train_step:
         # Looked at, and then forgotten: a step that trains does not give them back.

@@ -38,7 +38,7 @@ INTERRUPTED = "interrupted"
 """Why a text ended that a signal did not let come to its end."""
 _SAME = ("model", "layout", "precision", "parallel", "generate", "train.seed")
 """Keys of a run on which its tokens depend."""
-_WORDS = {"slots": "--cache", "most": "--max-new"}
+_WORDS = {"slots": "--cache", "most": "--max-new-tokens"}
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Pa
         return jp.init(layout, job.make_model, optax.identity(), seed=job.config.train.seed).params
     params, folder = restored(checkpoint, model.params, console.print)
     console.print(f"parameters of {escape(str(folder))} on {split}")
-    of_the_run = read(folder).about.get("config")  # a checkpoint that no `jaxpar train` wrote has none
+    of_the_run = read(folder).metadata.get("config")  # a checkpoint that no `jaxpar train` wrote has none
     for line in _changes(of_the_run, _plain(job)) if of_the_run else []:
         if line.startswith("model."):
             console.print(f"[bold]{escape(line)}[/]")

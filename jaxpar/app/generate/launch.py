@@ -95,7 +95,7 @@ def _one_of_several(command: Any, loaded: Loaded, what: Place | Cluster | None) 
 
     with _text_alone() as out:
         if what is not None:
-            join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
+            join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
         choose_devices(loaded.config, what)
         import jax
 
@@ -141,7 +141,7 @@ def _wanted(command: Any) -> Wanted:
 
     how = Sampling(command.temperature, command.top_k, command.top_p)
     kept = (command.stop, command.int8, command.checkpoint)
-    return Wanted(command.max_new, how, command.seed, command.cache, command.batch, *kept)
+    return Wanted(command.max_new_tokens, how, command.seed, command.cache, command.batch, *kept)
 
 
 def _reads_stdin(command: Any) -> bool:
@@ -181,10 +181,10 @@ def words(command: Any) -> list[str]:
     >>> @dataclasses.dataclass
     ... class Some:
     ...     prompt: tuple[str, ...] = ()
-    ...     max_new: int = 128
+    ...     max_new_tokens: int = 128
     ...     int8: tuple[str, ...] | None = None
     >>> words(Some(("a", "--b"), 3, ("cache",)))
-    ['--prompt=a', '--prompt=--b', '--max-new=3', '--int8', 'cache']
+    ['--prompt=a', '--prompt=--b', '--max-new-tokens=3', '--int8', 'cache']
     """
     found = []
     for field in dataclasses.fields(command):

@@ -162,9 +162,9 @@ def _hung(running: Sequence[Peer], total: int, allowance: Allowance, now: float)
     who = _one(first, total) if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))} of {total}"
     has, its = ("has", "its") if len(ranks) == 1 else ("have", "their")
     if first.doing == "step":
-        text = f"{who} {has} not finished a step for {seconds:.0f} s (allowance {limit:g} s), last step {first.step}"
+        text = f"{who} {has} not finished a step for {seconds:.0f} s (step_timeout {limit:g} s), last step {first.step}"
     else:
-        text = f"{who} {has} not ended {its} {first.doing} for {seconds:.0f} s (compile_allowance {limit:g} s)"
+        text = f"{who} {has} not ended {its} {first.doing} for {seconds:.0f} s (compile_timeout {limit:g} s)"
     if still:
         text += f"; no sign of life for {now - first.tick:.0f} s, as of a process that is stopped"
     elif first.where:

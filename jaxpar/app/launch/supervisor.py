@@ -22,17 +22,17 @@ class Policy:
     """How a group is kept.
 
     Attributes:
-      allowance, compile_allowance: seconds for a step, and for whatever else a process is at.
+      step_timeout, compile_timeout: seconds for a step, and for whatever else a process is at.
       restarts: how many, at most; ``None`` where nothing is ever started again, of which no word is said.
-      backoff: seconds before the first one, doubled with each, up to ``most``.
+      restart_delay: seconds before the first one, doubled with each, up to ``most``.
       elastic: go on with those that remain.
       signalled: a signal that all heeded shows in the exit status, 128 and its number, as of what was not brought to its end.
     """
 
-    allowance: float = 300.0
-    compile_allowance: float = 1800.0
+    step_timeout: float = 300.0
+    compile_timeout: float = 1800.0
     restarts: int | None = 3
-    backoff: float = 1.0
+    restart_delay: float = 1.0
     elastic: bool = False
     most: float = 60.0
     signalled: bool = False
@@ -40,10 +40,10 @@ class Policy:
     def wait(self, restart: int) -> float:
         """Seconds before the ``restart``-th one.
 
-        >>> [Policy(backoff=2).wait(n) for n in (1, 2, 3, 9)]
+        >>> [Policy(restart_delay=2).wait(n) for n in (1, 2, 3, 9)]
         [2.0, 4.0, 8.0, 60.0]
         """
-        return min(self.backoff * 2.0 ** min(restart - 1, 60), self.most)
+        return min(self.restart_delay * 2.0 ** min(restart - 1, 60), self.most)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Supervisor:
     def _attempt(self) -> Cause | None:
         """Start the group and watch it; ``None`` when it came to its end."""
         self.group.start(self.command, self.count)
-        passed, allowance = 0, Allowance(self.policy.allowance, self.policy.compile_allowance)
+        passed, allowance = 0, Allowance(self.policy.step_timeout, self.policy.compile_timeout)
         unsure: float | None = None
         try:
             while True:

@@ -21,7 +21,7 @@ from jaxpar.checkpoint.manager import CheckpointManager, Restored
 from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
 
-_OWN = ("checkpoint", "generate", "output", "simulate", "supervise")
+_OWN = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
 """Keys of a configuration that say nothing of the numbers."""
 
 
@@ -53,8 +53,8 @@ class Saver:
             self._manager = CheckpointManager(
                 directory,
                 keep=asked.keep,
-                every=asked.every,
-                minutes=asked.minutes,
+                save_interval_steps=asked.save_interval_steps,
+                save_interval_minutes=asked.save_interval_minutes,
                 best=best.mode if asked.best else None,
                 keep_best=best.keep,
                 tell=self._tell,
@@ -92,7 +92,7 @@ class Saver:
             return None
         found = self._manager.restore_latest(self._like(like))
         if found is None:
-            if asked.resume == "must":
+            if asked.resume == "required":
                 raise CheckpointError(
                     f"checkpoint: resume is must, but {self._manager.directory} holds none. Remedy: the directory of the run to go on with, or "
                     f"resume: auto."
@@ -104,7 +104,7 @@ class Saver:
                 f"or another directory."
             )
         self._console.print(f"resumed from step {found.step} of {escape(str(self._manager.directory))}")
-        for line in _changes(found.manifest.about.get("config"), _plain(job)):
+        for line in _changes(found.manifest.metadata.get("config"), _plain(job)):
             self._console.print(escape(line))
         return found
 
@@ -123,7 +123,7 @@ class Saver:
         self,
         step: int,
         state: jp.TrainState,
-        about: Callable[[], Mapping[str, Any]],
+        metadata: Callable[[], Mapping[str, Any]],
         runner: Any,
         *,
         overdue: bool | None = None,
@@ -134,15 +134,15 @@ class Saver:
             return
         self._postponed |= self._manager.due(step, overdue=overdue)
         if self._postponed and not failing:
-            self.save(step, state, about(), runner)
+            self.save(step, state, metadata(), runner)
 
-    def last(self, step: int, state: jp.TrainState, about: Callable[[], Mapping[str, Any]], runner: Any) -> None:
+    def last(self, step: int, state: jp.TrainState, metadata: Callable[[], Mapping[str, Any]], runner: Any) -> None:
         """Save the state after ``step``, until it is whole; nothing is done where it is kept already."""
         if self._manager is None:
             return
         self._manager.wait()
         if self._manager.saved != step:
-            self.save(step, state, about(), runner)
+            self.save(step, state, metadata(), runner)
             self._manager.wait()
 
     def roll_back(self, like: Any, before: int) -> Restored | None:
@@ -158,15 +158,15 @@ class Saver:
             self._manager.forget(found.step)
         return found
 
-    def save(self, step: int, state: jp.TrainState, about: Mapping[str, Any], runner: Any) -> None:
+    def save(self, step: int, state: jp.TrainState, metadata: Mapping[str, Any], runner: Any) -> None:
         """Begin to save a step, in the place of what was saved of it before."""
         if self._manager is None:
             return
         began = time.perf_counter()
         disk = runner if isinstance(runner, jp.DiskOffloadedStep) else None
-        told = {**about, "config": _plain(self._job), "name": self._job.name}
-        metric = _metric(self._job, about)
-        self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, about=told, disk=disk)
+        told = {**metadata, "config": _plain(self._job), "name": self._job.name}
+        metric = _metric(self._job, metadata)
+        self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, metadata=told, disk=disk)
         self._postponed = False
         self.pause = max(self.pause, time.perf_counter() - began)
 
@@ -192,20 +192,20 @@ def _check_best(job: Job) -> None:
     asked, train = job.config.checkpoint, job.config.train
     if asked is None or asked.best is None or asked.best.metric == "loss":
         return
-    if asked.minutes is None and (asked.every is None or asked.every < 1):
+    if asked.save_interval_minutes is None and (asked.save_interval_steps is None or asked.save_interval_steps < 1):
         return  # the last step alone, or what the manager refuses
-    if asked.every is None or math.lcm(asked.every, train.eval_every) > train.steps:
-        when = "by the clock" if asked.every is None else f"every {asked.every} steps"
+    if asked.save_interval_steps is None or math.lcm(asked.save_interval_steps, train.eval_every) > train.steps:
+        when = "by the clock" if asked.save_interval_steps is None else f"every {asked.save_interval_steps} steps"
         raise ConfigError(
             f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved {when} before step {train.steps} "
-            f"has none. Remedy: every: {train.eval_every}, or metric: loss."
+            f"has none. Remedy: save_interval_steps: {train.eval_every}, or metric: loss."
         )
 
 
-def _metric(job: Job, about: Mapping[str, Any]) -> float | None:
+def _metric(job: Job, metadata: Mapping[str, Any]) -> float | None:
     """By which the best steps are known, if this one has it."""
     asked = job.config.checkpoint
-    value = about.get("metrics", {}).get(asked.best.metric) if asked is not None and asked.best is not None else None
+    value = metadata.get("metrics", {}).get(asked.best.metric) if asked is not None and asked.best is not None else None
     return None if value is None else float(value)
 
 

@@ -81,7 +81,7 @@ def _train(loaded: Loaded, asked: Asked) -> int:
     what, console = found(place, alone=asked.process_count == 1), Console(highlight=False, soft_wrap=True)
     if what is not None:
         # A host that is gone is noticed by the others' supervisors through jax alone.
-        join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.allowance))))
+        join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
     choose_devices(loaded.config, what)
     from jaxpar.app.job import make_job
     from jaxpar.app.train.compile import leave
@@ -100,8 +100,8 @@ def choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
     count = 1 if what is None else what.count or 1
-    if config.simulate is not None:
-        prefer_accelerators(device_assignment.share(config.simulate, count, "simulated devices ('simulate')"))
+    if config.cpu_devices is not None:
+        prefer_accelerators(device_assignment.share(config.cpu_devices, count, "simulated devices ('cpu_devices')"))
 
 
 @contextmanager
@@ -132,13 +132,13 @@ def policy_of(config: RunConfig) -> Policy:
       ConfigError: a number that is none.
     """
     said = config.supervise
-    for name in ("allowance", "compile_allowance"):
+    for name in ("step_timeout", "compile_timeout"):
         if not getattr(said, name) > 0:
             raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but seconds above 0 are wanted.")
-    for name in ("restarts", "backoff"):
+    for name in ("restarts", "restart_delay"):
         if not getattr(said, name) >= 0:
             raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but 0 or more is wanted.")
-    return Policy(said.allowance, said.compile_allowance, said.restarts, said.backoff, said.elastic)
+    return Policy(said.step_timeout, said.compile_timeout, said.restarts, said.restart_delay, said.elastic)
 
 
 def supervise(
@@ -155,7 +155,7 @@ def supervise(
     run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
     _check_nesting(count, asked)
     _check_hosts(count, total, first, asked)
-    devices = device_assignment.simulated(run.simulate, os.environ)
+    devices = device_assignment.simulated(run.cpu_devices, os.environ)
     real = [] if asked.ray else device_assignment.gpus(os.environ)
     each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
     batch = run.data.batch if task.batch is None else task.batch
@@ -172,7 +172,7 @@ def supervise(
         resume = ["checkpoint.resume=auto"] if run.checkpoint is not None and again else []
 
         def command(rank: int, total: int, address: str) -> list[str]:
-            share = [] if devices is None or real else [f"simulate={each * total}"]
+            share = [] if devices is None or real else [f"cpu_devices={each * total}"]
             place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
             sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
             words = [sys.executable, "-m", "jaxpar.app.cli", task.verb, str(config), *sets, *task.words]
@@ -237,7 +237,7 @@ def _check_nesting(count: int, asked: Asked) -> None:
 
 def _misfit(loaded: Loaded, batch: int, count: int, *, each: int) -> str | None:
     asked, layout = loaded.config.parallel.optimizer, loaded.layout
-    zero = Zero(0) if asked is None else Zero(asked.stage, "data", shard_group=asked.shard_group)
+    zero = Zero(0) if asked is None else Zero(asked.stage, "data", fsdp_group_size=asked.fsdp_group_size)
     return device_assignment.misfit(count, each, batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
 
 

@@ -101,7 +101,7 @@ class Run:
         asked = job.config.train
         self._job, self._layout, self._engine, self._saver, self._writer = job, layout, engine, saver, writer
         self._account, self._console, self._stop = account, console, stop
-        self._watch, self._passed = Watch(asked.max_skipped, asked.spike), Passed()
+        self._watch, self._passed = Watch(asked.max_consecutive_nonfinite, asked.spike), Passed()
         self._exchange, self._stragglers, self._tally = Exchange(), Stragglers(asked.straggler), Tally(account)
         self._stream = batches(text.train, seed=job.config.data.seed, **_cut(job, layout))
         self._rate = _rates(job, layout)
@@ -168,7 +168,7 @@ class Run:
 
     def _take_up(self, found: Restored) -> int:
         """Go on where a checkpoint left the run: data, records, what was bad in a row; returns the step it is at."""
-        about, summary, records = found.manifest.about, self.summary, self._writer.before
+        about, summary, records = found.manifest.metadata, self.summary, self._writer.before
         self._stream.set_state(here(about.get("position", {})))
         self._watch.take_up(about)
         self._passed = Passed.of(about)
@@ -273,7 +273,7 @@ class Run:
         watch, saver, asked, summary = self._watch, self._saver, self._job.config.train, self.summary
         first, what = number - watch.bad + 1 - self._engine.late, watching.told(watch, number, loss, self._where)
         found, cause = None, None
-        if saver.active and self._passed.rollbacks < asked.rollbacks:
+        if saver.active and self._passed.rollbacks < asked.max_rollbacks:
             heartbeat.doing("restore")
             self._state = None  # its memory is wanted
             with self._account.spend("restore"):
@@ -286,7 +286,7 @@ class Run:
         if found is None:
             text = watching.hopeless(what, watch, self._passed, asked, first=first, checkpoints=saver.active)
             raise DivergedError(text) from cause
-        self._state, to, about = found.state, found.step, found.manifest.about
+        self._state, to, about = found.state, found.step, found.manifest.metadata
         span = self._passed.roll_back(number, to, about)
         watch.take_up(about)
         lost = self._account.lose(to)

@@ -20,7 +20,7 @@ class Watch:
     """Judges step after step; a state that JSON can hold goes with each checkpoint.
 
     Args:
-      max_skipped: so many steps in a row that were not finite are trouble.
+      max_consecutive_nonfinite: so many steps in a row that were not finite are trouble.
       spike: which losses are spikes, and how many in a row are trouble; none are without it.
 
     >>> watch = Watch(2, SpikeConfig(factor=2.0, window=3, patience=1))
@@ -30,8 +30,8 @@ class Watch:
     ('spike', 1, 2.2)
     """
 
-    def __init__(self, max_skipped: int, spike: SpikeConfig | None = None):
-        self._most, self._spike = max_skipped, spike
+    def __init__(self, max_consecutive_nonfinite: int, spike: SpikeConfig | None = None):
+        self._most, self._spike = max_consecutive_nonfinite, spike
         self.bad = self.skipped = self.high = 0
         """In a row, at the end: steps that were not good; of them, skipped ones, and spikes."""
         self.bound = math.inf
@@ -149,16 +149,16 @@ def hopeless(what: str, watch: Watch, passed: Passed, config: TrainConfig, *, fi
     kept = "Nothing of them was kept" if watch.trouble == "skipped" else "They changed the state"
     remedies = ["a smaller optimizer.learning_rate or a clip_norm"]
     if watch.trouble == "skipped":
-        remedies.append(f"train.max_skipped={config.max_skipped} allows more of them")
+        remedies.append(f"train.max_consecutive_nonfinite={config.max_consecutive_nonfinite} allows more of them")
     else:
         remedies.append("a larger train.spike.sigmas, factor or patience")
     if not checkpoints:
         back = "without checkpoint: there is nothing to roll back to"
-        remedies.append("checkpoint: {every: 100}, to go back and pass over these batches")
-    elif passed.rollbacks >= config.rollbacks:
+        remedies.append("checkpoint: {save_interval_steps: 100}, to go back and pass over these batches")
+    elif passed.rollbacks >= config.max_rollbacks:
         times = f"{passed.rollbacks} time{'s' * (passed.rollbacks != 1)}"
-        back = f"the run was rolled back {times}, as often as train.rollbacks={config.rollbacks} allows"
+        back = f"the run was rolled back {times}, as often as train.max_rollbacks={config.max_rollbacks} allows"
     else:
         back = f"there is no good checkpoint of a step before {first} to roll back to"
-        remedies.append("a smaller checkpoint.every")
+        remedies.append("a smaller checkpoint.save_interval_steps")
     return f"{what} {kept}, and {back}. Remedy: {'; '.join(remedies)}."

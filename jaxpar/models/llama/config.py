@@ -24,7 +24,7 @@ def halved(config: LlamaConfig) -> bool:
 class LlamaConfig:
     """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
 
-    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.RematPolicy`; ``regather`` gathers sharded
+    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.RematPolicy`; ``reshard_after_forward`` gathers sharded
     weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.interleave_batches`), or, with ``copies_dim="seq"``, of its tokens. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
 
     Raises:
@@ -46,7 +46,7 @@ class LlamaConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: str | RematPolicy = "none"
-    regather: bool | int = True
+    reshard_after_forward: bool | int = True
     context: Context = AUTO
     copies: int = 1
     copies_dim: Cut = "batch"
@@ -63,15 +63,15 @@ class LlamaConfig:
             )
         RematPolicy.of(self.remat).segments(self.layers)
         check_count(self.copies, self.copies_dim)
-        if halved(self) and self.context.order is not None:
+        if halved(self) and self.context.load_balance is not None:
             raise ConfigError(
-                f"interleave_dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is {self.context.order!r}. Remedy: leave "
-                f"the order out, or interleave_dim: batch."
+                f"overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is {self.context.load_balance!r}. Remedy: leave "
+                f"the order out, or overlap.dim: batch."
             )
-        if self.copies > 1 and not isinstance(self.regather, bool):
+        if self.copies > 1 and not isinstance(self.reshard_after_forward, bool):
             raise ConfigError(
-                f"interleave_copies is {self.copies}, but regather is {self.regather}: the copies gather a layer's weights once for both, from all devices. "
-                f"Remedy: regather: true or false, or interleave_copies: 1."
+                f"overlap.ways is {self.copies}, but reshard_after_forward is {self.reshard_after_forward}: the copies gather a layer's weights once for both, from all devices. "
+                f"Remedy: reshard_after_forward: true or false, or overlap: {{ways: 1}}."
             )
 
     @property

@@ -40,8 +40,8 @@ def interleaved_block(
     """
     if order is not None and not isinstance(order, str):
         raise ConfigError(
-            f"interleave_copies is {count}, but parallel.context's order is 'balanced', which copies cannot take. Remedy: order: zigzag, or "
-            f"interleave_copies: 1."
+            f"overlap.ways is {count}, but parallel.context's load_balance is 'balanced', which copies cannot take. Remedy: load_balance: zigzag, or "
+            f"overlap: {{ways: 1}}."
         )
 
     def mixed(block: Block, h_BSE: jax.Array, side: Side) -> jax.Array:
@@ -66,15 +66,15 @@ def interleaved_block(
 
     attention_branch = Branch(
         before=lambda block, x_BSE: block.attention_norm(x_BSE),
-        first=mixed,
-        second=lambda block, o_BSHD: block.attention.output(o_BSHD),
+        compute=mixed,
+        output_projection=lambda block, o_BSHD: block.attention.output(o_BSHD),
         name=OUTPUT,
         carried=carried,
     )
     mlp_branch = Branch(
         before=lambda block, x_BSE: block.mlp_norm(x_BSE),
-        first=lambda block, h_BSE, side: block.mlp(h_BSE, half=True),
-        second=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
+        compute=lambda block, h_BSE, side: block.mlp(h_BSE, half=True),
+        output_projection=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
         name=OUTPUT,
     )
     run = interleave_batches((attention_branch, mlp_branch), count, dim=dim)

@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
         # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
         self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
-        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
+        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
         self.context = c.context
 
     def __call__(
@@ -98,7 +98,7 @@ class SwiGLU(nnx.Module):
         self.gate = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
         self.up = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
         self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
-        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "regather": c.regather}
+        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
 
     def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
         """[batch, seq, embed]; or only the first ``half`` of the work, the gated units: [batch, seq, mlp]."""

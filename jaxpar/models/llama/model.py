@@ -117,7 +117,7 @@ def _stacked(
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
     laid = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
-    @remat(recompute, config.regather)
+    @remat(recompute, config.reshard_after_forward)
     def layer(block: Block, x_BSE: Any) -> Any:
         x_BSE = laid(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
@@ -134,12 +134,12 @@ def _stacked(
 
 
 def remat(
-    recompute: RematPolicy, regather: bool | int, but: Callable[[Any], Any] = lambda policy: policy
+    recompute: RematPolicy, reshard_after_forward: bool | int, but: Callable[[Any], Any] = lambda policy: policy
 ) -> Callable[[Any], Any]:
     """Recomputation of a layer by a policy, or by what ``but`` makes of it."""
     if jax.config.jax_disable_jit:
         return lambda f: f  # checkpointing would trace, where somebody wants to see values
-    policy = but(recompute.rule(NAMES, regather=regather is True))
+    policy = but(recompute.rule(NAMES, reshard_after_forward=reshard_after_forward is True))
     # prevent_cse guards against a merge with the forward pass that a scan already rules out.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
 

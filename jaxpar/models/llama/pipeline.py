@@ -49,7 +49,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         if config.copies > 1:
             how = config.copies, config.copies_dim, config.context
             one = interleaved_block(*how, rope, order, documents_BS)
-        run = remat(recompute, config.regather)(one)
+        run = remat(recompute, config.reshard_after_forward)(one)
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE
 
@@ -58,8 +58,8 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     ) -> tuple[jax.Array, Carry]:
         if config.copies > 1:
             raise ConfigError(
-                f"interleave_copies is {config.copies}, but the schedule cuts sequences into chunks, each of which carries keys and values of all rows to the "
-                f"next. Remedy: sequence_chunks: 1, or interleave_copies: 1."
+                f"overlap.ways is {config.copies}, but the schedule cuts sequences into chunks, each of which carries keys and values of all rows to the "
+                f"next. Remedy: sequence_chunks: 1, or overlap: {{ways: 1}}."
             )
         return carried_block(config, recompute)(block, x_BSE, *side, carry, chunk)
 
@@ -89,8 +89,8 @@ def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
             "what goes from layer to layer lies by 'residual_seq'",
         ),
         (
-            "regather",
-            None if config.regather is True else config.regather,
+            "reshard_after_forward",
+            None if config.reshard_after_forward is True else config.reshard_after_forward,
             "weights are gathered once a step, and kept",
         ),
     )

@@ -49,7 +49,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> Layer:
     def layer(
         block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: Carry, chunk: jax.Array
     ) -> tuple[jax.Array, Carry]:
-        again = remat(recompute, config.regather, _but_carried)
+        again = remat(recompute, config.reshard_after_forward, _but_carried)
         result: tuple[jax.Array, Carry] = again(
             lambda block, x_BSE, carry: run(block, x_BSE, rope, documents_BS, carry, chunk)
         )(block, x_BSE, carry)

@@ -67,7 +67,7 @@ def attention(
         ``ring`` passes them from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), ``ring_self_attention`` first all keys
         and then all values, with whole rows of scores (Li et al. 2021, arXiv:2105.13120); ``ulysses`` exchanges sequence for heads
         (Jacobs et al. 2023, arXiv:2309.14509); ``hybrid`` does so over ``heads_axis`` and passes over the other axes. Where queries are
-        whole and keys split (decoding), ``merge`` joins what each device finds in its keys. ``auto`` takes what takes the least time on the
+        whole and keys split (decoding), ``split_kv`` joins what each device finds in its keys. ``auto`` takes what takes the least time on the
         mesh's devices, or sends the fewest bytes where nothing is known of them; :func:`jaxpar.explain` says what and why.
       q_dims, kv_dims: logical dims of queries and of keys and values.
       heads_axis: for ``hybrid`` and ``auto``: the mesh axes that exchange sequence for heads.
@@ -100,7 +100,9 @@ def attention(
     kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
     asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
     asks = replace(
-        asks, travel=options.get("travel"), offset=offset if beside.offset is None else k.shape[1] - q.shape[1]
+        asks,
+        kv_grad_dtype=options.get("kv_grad_dtype"),
+        offset=offset if beside.offset is None else k.shape[1] - q.shape[1],
     )
     asks = replace(asks, hops=beside.prefix is None and beside.offset is None and beside.order is None)
     layout = current_layout()
@@ -128,7 +130,7 @@ def attention(
     ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
     how = KEYS[picked.impl] if ring else "here"
-    way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "merge")
+    way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "split_kv")
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
     o = hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)
     return result_without_padding(o, segments)[:, :rows]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.parallel.attention.dropout import HEADS, ROWS, counted, manual_axes, manual_of, splitting
 from jaxpar.parallel.attention.kernels.select import find
-from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_travel
+from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_kv_grad_dtype
 from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
 from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import Engine, Keys, Way, side, turns_of
@@ -29,7 +29,7 @@ KEYS: dict[str, Keys] = {
     "ring_self_attention": "rows",
     "ulysses": "here",
     "hybrid": "ring",
-    "merge": "here",
+    "split_kv": "here",
 }
 """Implementation → how the keys of other devices come."""
 
@@ -39,7 +39,7 @@ def attention_local(
     k_BTKD: jax.Array,
     v_BTKD: jax.Array,
     *,
-    impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "merge"] = "ring",
+    impl: Literal["flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "split_kv"] = "ring",
     axis: str | Sequence[str] = "context",
     heads_axis: str | Sequence[str] = "ulysses",
     batch_axis: str | Sequence[str] | None = None,
@@ -51,7 +51,7 @@ def attention_local(
     Causal unless ``causal=False`` is given. Padding never influences anything; a row without keys is 0, and so are its gradients.
 
     Args:
-      q_BSHD: [batch, tokens, heads, head_dim] of this device; with ``merge`` all queries, the same on every device.
+      q_BSHD: [batch, tokens, heads, head_dim] of this device; with ``split_kv`` all queries, the same on every device.
       k_BTKD, v_BTKD: [batch, tokens, kv_heads, head_dim] of this device.
       impl: see :func:`jaxpar.attention`.
       axis: the mesh axes that the sequence is split over, major to minor.
@@ -93,7 +93,7 @@ def attention_local(
     keep = read_keep(impl, options)
     apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
     tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
-    whole = impl == "merge"
+    whole = impl == "split_kv"
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if whole else around))
     q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), beside.segments)
     way = Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=whole)
@@ -180,7 +180,9 @@ def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
     """
     # A CPU's caches hold smaller tiles.
     usual = way.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else way.block
-    way = replace(way, travel=read_travel(options.get("travel")), block=options.get("block") or usual)
+    way = replace(
+        way, kv_grad_dtype=read_kv_grad_dtype(options.get("kv_grad_dtype")), block=options.get("block") or usual
+    )
     asked, swapped = options.get("order"), exchange.ways_of(way.heads)
     lengths = lengths[0] * swapped, lengths[1] * swapped
     causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None

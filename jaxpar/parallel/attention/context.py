@@ -12,7 +12,7 @@ from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.attention import attention, shares
 from jaxpar.parallel.attention.attention_local import attention_local, roles
 from jaxpar.parallel.attention.cost_model import Asked, Spread
-from jaxpar.parallel.attention.options import IMPLS, TRAVEL, Impl
+from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
 from jaxpar.parallel.attention.select import choice
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
 from jaxpar.sharding.hardware.links import links_of
@@ -32,29 +32,29 @@ class Context:
 
     Attributes:
       impl: the implementation.
-      order: how tokens lie along the devices of a ring; ``None`` for zigzag where there is a ring and the sequence divides, as they come
+      load_balance: how tokens lie along the devices of a ring; ``None`` for zigzag where there is a ring and the sequence divides, as they come
         elsewhere. Tokens are brought into it once, before the first layer, and with them targets and positions. ``balanced`` is what the
         batch brings as ``order``; see :meth:`laid`.
-      travel: the dtype in which gradients of keys and values go from device to device.
+      grad_dtype: the dtype in which gradients of keys and values go from device to device.
       block: tokens of a tile's side, at most; ``None`` for what suits the device.
-      keep: for ``gather``: what is gathered in the forward pass stays for the backward pass, if the policy saves what attention makes.
+      keep_gathered_kv: for ``gather``: what is gathered in the forward pass stays for the backward pass, if the policy saves what attention makes.
 
     Raises:
-      ConfigError: a name that is none, a block of no tokens, or ``keep`` where nothing is gathered.
+      ConfigError: a name that is none, a block of no tokens, or ``keep_gathered_kv`` where nothing is gathered.
     """
 
     impl: Impl = "auto"
-    order: str | None = None
-    travel: str | None = None
+    load_balance: str | None = None
+    grad_dtype: str | None = None
     block: int | None = None
-    keep: bool = False
+    keep_gathered_kv: bool = False
 
     def __post_init__(self) -> None:
         # A model's queries are split as its keys are: nothing to merge.
         checks = (
-            ("impl", self.impl, tuple(name for name in IMPLS if name != "merge")),
-            ("order", self.order, (None, *ORDERS, BALANCED)),
-            ("travel", self.travel, (None, *TRAVEL)),
+            ("impl", self.impl, tuple(name for name in IMPLS if name != "split_kv")),
+            ("load_balance", self.load_balance, (None, *ORDERS, BALANCED)),
+            ("grad_dtype", self.grad_dtype, (None, *KV_GRAD_DTYPES)),
         )
         for name, value, known in checks:
             if value not in known:
@@ -66,10 +66,10 @@ class Context:
             isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1
         ):
             raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
-        if self.keep and self.impl != "gather":
+        if self.keep_gathered_kv and self.impl != "gather":
             raise ConfigError(
-                f"context: keep is true, but keys and values are gathered by impl gather alone, and impl is {self.impl!r}. Remedy: impl: gather, "
-                f"or leave keep out."
+                f"context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, and impl is {self.impl!r}. Remedy: impl: gather, "
+                f"or leave keep_gathered_kv out."
             )
 
     def laid(self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None) -> tuple[Laid, Any, tuple[Any, ...]]:
@@ -84,13 +84,13 @@ class Context:
           LayoutError: the order is ``balanced``, and none comes.
         """
         ring, seq = self.ring(q, k, given=order_BS is not None), q.shape[1]
-        order: Any = self.order or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
+        order: Any = self.load_balance or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
         if ring == 1 or (order == "contiguous" and order_BS is None):
             return None, None, arrays_BS
         if order == BALANCED and order_BS is None:
             raise LayoutError(
                 f"context: order is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-                f"np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.pack: true, or order: zigzag."
+                f"np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.packing: true, or order: zigzag."
             )
         at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
         name = order if order_BS is None else at
@@ -102,20 +102,20 @@ class Context:
         Args:
           given: the batch brings an order.
         """
-        order = "given" if given or self.order == BALANCED else self.order
-        return shares(self.impl, q, k, asks=Asked(order=order, free=True, travel=self.travel))[0]
+        order = "given" if given or self.load_balance == BALANCED else self.load_balance
+        return shares(self.impl, q, k, asks=Asked(order=order, free=True, kv_grad_dtype=self.grad_dtype))[0]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, order: Laid, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Causal attention of queries, keys and values whose tokens lie in this order, of documents [batch, seq] that lie so too."""
         # Asked for, contiguous is meant; else a ring lays out its tokens by itself.
-        order = ("contiguous" if self.order == "contiguous" else None) if order is None else order
+        order = ("contiguous" if self.load_balance == "contiguous" else None) if order is None else order
         how: dict[str, Any] = {
-            "travel": self.travel,
+            "kv_grad_dtype": self.grad_dtype,
             "block": self.block,
             "segment_ids": segment_ids,
-            "keep": self.keep,
+            "keep_gathered_kv": self.keep_gathered_kv,
         }
         axes = _split_here()
         if axes:
@@ -135,12 +135,12 @@ class Context:
         Raises:
           ConfigError: the order is ``balanced``, which is of a batch, not of its microbatches.
         """
-        if self.order == BALANCED:
+        if self.load_balance == BALANCED:
             raise ConfigError(
                 "context: order is 'balanced', which a pipeline's stages cannot take. Remedy: order: zigzag."
             )
         _, ring = self._settled(q, k, ways)
-        order = self.order or ("zigzag" if q.shape[1] * ways % (2 * ring) == 0 else "contiguous")
+        order = self.load_balance or ("zigzag" if q.shape[1] * ways % (2 * ring) == 0 else "contiguous")
         return None if ring == 1 or order == "contiguous" else order
 
     def settled_ring(self, q: Any, k: Any) -> int:
@@ -153,7 +153,7 @@ class Context:
         q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * ways, *x.shape[2:]), x.dtype) for x in (q, k))
         split: tuple[Axes, ...] = ((), _rule_axes(), (), ())
         how: dict[str, Any] = {"heads_axis": HEADS_AXIS}
-        how["asks"] = Asked(order=self.order, free=True, travel=self.travel)
+        how["asks"] = Asked(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
         how["links"] = links_of(layout.mesh) if self.impl == "auto" else None
         impl = choice(self.impl, q, k, Spread(split, split), layout.sizes, **how).impl if split[1] else "flash"
         ring, _ = roles(impl, split[1], HEADS_AXIS)

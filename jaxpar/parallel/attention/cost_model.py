@@ -47,7 +47,7 @@ class Asked:
       mask: which keys a query sees; of a function of positions, and of packed documents, nothing is taken to be hidden.
       order: how tokens lie, a name, or ``given`` by positions; ``None`` where a ring may lay them out itself.
       free: they do not lie so yet, but are brought into the order of a ring, if there is one, once for all layers.
-      travel: the dtype of travelling gradients.
+      kv_grad_dtype: the dtype of travelling gradients.
       offset: the first query's position.
       hops: whether mask and order tell which hops of a ring see nothing; arrays may decide it.
     """
@@ -55,7 +55,7 @@ class Asked:
     mask: Mask = CAUSAL
     order: str | None = None
     free: bool = False
-    travel: str | None = None
+    kv_grad_dtype: str | None = None
     offset: int = 0
     hops: bool = True
 
@@ -213,7 +213,7 @@ def _parts(
     batch, repeat = q.shape[0] / share(spread.q[0]), repeats(kv_heads, apart)
     each = q.dtype.itemsize * batch * q.shape[3] / share(spread.q[1])
     queries, keys = each * q.shape[1] * local_heads, 2 * each * k.shape[1] * kv_heads
-    wide = 2 if asked.travel == "bfloat16" else 4
+    wide = 2 if asked.kv_grad_dtype == "bfloat16" else 4
     exchanged = (4 * queries + 2 * keys * repeat) if apart > 1 else 0.0
     gradients = keys * repeat * wide / min(4, q.dtype.itemsize)
     per_score = batch * local_heads / apart * q.shape[3]

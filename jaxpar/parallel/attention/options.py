@@ -16,9 +16,9 @@ from jaxpar.parallel.attention.integers import clipped, exact_ids, exact_offset,
 from jaxpar.parallel.attention.mask import Mask, Rule, mask_of
 from jaxpar.parallel.attention.tiled.tile import Beside, Rules, Segments
 
-Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "merge"]
+Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "split_kv"]
 IMPLS: tuple[str, ...] = get_args(Impl)
-TRAVEL = ("float32", "bfloat16")
+KV_GRAD_DTYPES = ("float32", "bfloat16")
 
 
 class Options(TypedDict, total=False):
@@ -48,8 +48,8 @@ class Options(TypedDict, total=False):
       order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
         out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
         what :func:`jaxpar.balanced_packing` gives; it may be traced.
-      travel: the dtype in which gradients of keys and values go from device to device.
-      keep: for ``gather``: the keys and values of all devices stay from the forward to the backward pass, which then gathers nothing. Under
+      kv_grad_dtype: the dtype in which gradients of keys and values go from device to device.
+      keep_gathered_kv: for ``gather``: the keys and values of all devices stay from the forward to the backward pass, which then gathers nothing. Under
         a policy of recomputation they are among what attention makes (``save_attention``), by the name ``attention_keys``; where that is not
         saved, they are gathered again.
       block: tokens of a tile's side, at most; ``None`` for 512, and 256 on CPUs.
@@ -68,8 +68,8 @@ class Options(TypedDict, total=False):
     key: Any
     q_offset: Any
     order: Any
-    travel: str | None
-    keep: bool
+    kv_grad_dtype: str | None
+    keep_gathered_kv: bool
     block: int | None
 
 
@@ -135,23 +135,23 @@ def read(
     return Rules(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
 
 
-def read_travel(travel: str | None) -> str | None:
-    if travel is not None and travel not in TRAVEL:
+def read_kv_grad_dtype(kv_grad_dtype: str | None) -> str | None:
+    if kv_grad_dtype is not None and kv_grad_dtype not in KV_GRAD_DTYPES:
         raise ConfigError(
-            f"attention: travel is {travel!r}, but {' or '.join(map(repr, TRAVEL))} is wanted.{did_you_mean(str(travel), TRAVEL)}"
+            f"attention: kv_grad_dtype is {kv_grad_dtype!r}, but {' or '.join(map(repr, KV_GRAD_DTYPES))} is wanted.{did_you_mean(str(kv_grad_dtype), KV_GRAD_DTYPES)}"
         )
-    return travel
+    return kv_grad_dtype
 
 
 def read_keep(impl: str, options: Options) -> bool:
     """Whether gathered keys are kept; raises where nothing is gathered."""
-    keep = options.get("keep", False)
+    keep = options.get("keep_gathered_kv", False)
     if not isinstance(keep, bool):
-        raise ConfigError(f"attention: keep is {keep!r}, but True or False is wanted.")
+        raise ConfigError(f"attention: keep_gathered_kv is {keep!r}, but True or False is wanted.")
     if keep and impl != "gather":
         raise ConfigError(
-            f"attention(impl={impl!r}): keep=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
-            f"Remedy: impl='gather', or leave keep out."
+            f"attention(impl={impl!r}): keep_gathered_kv=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
+            f"Remedy: impl='gather', or leave keep_gathered_kv out."
         )
     return keep
 

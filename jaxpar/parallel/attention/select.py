@@ -64,11 +64,11 @@ def choice(
         )
     over = lambda axes: listing(axes) if axes else "nothing"
     apart = f"the queries' sequence is split over {over(seq)}, the keys' over {over(spread.kv[1])}"
-    if asked in ("auto", "merge") and _merges(spread):
+    if asked in ("auto", "split_kv") and _merges(spread):
         return Choice(
-            "merge", "", f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said
+            "split_kv", "", f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said
         )
-    if asked == "merge":
+    if asked == "split_kv":
         raise LayoutError(
             f"attention(impl='merge'): it wants queries whole, and keys split over axes that split nothing of the queries, but {apart}. Remedy: "
             f"impl='auto'."

@@ -17,17 +17,17 @@ class Branch:
 
     Attributes:
       before: ``before(block, x) -> h`` token by token, as a norm. It sees what lies by ``residual_seq``.
-      first, second: ``first(block, h, side) -> hidden`` and ``second(block, hidden) -> y`` [rows, seq, embed], of about equal work. The axes that
+      compute, output_projection: ``compute(block, h, side) -> hidden`` and ``output_projection(block, hidden) -> y`` [rows, seq, embed], of about equal work. The axes that
         split ``residual_seq`` and not ``seq`` are manual in them: weights, heads and hidden units are those of one device, and ``y`` is its share of
         a sum over them.
       name: of what is added, for policies of recomputation.
-      carried: ``carried(block, h, side, carry) -> (hidden, carry)`` in the place of ``first`` where sequences are cut: ``carry`` is what it gave for the
-        tokens before these, ``None`` for the first of a sequence. Without it ``first`` is taken, token by token.
+      carried: ``carried(block, h, side, carry) -> (hidden, carry)`` in the place of ``compute`` where sequences are cut: ``carry`` is what it gave for the
+        tokens before these, ``None`` for the first of a sequence. Without it ``compute`` is taken, token by token.
     """
 
     before: Callable[[Any, jax.Array], jax.Array]
-    first: Callable[[Any, jax.Array, Any], Any]
-    second: Callable[[Any, Any], jax.Array]
+    compute: Callable[[Any, jax.Array, Any], Any]
+    output_projection: Callable[[Any, Any], jax.Array]
     name: str = ""
     carried: Callable[[Any, jax.Array, Any, Any], tuple[Any, Any]] | None = None
 
@@ -97,7 +97,7 @@ class _Chain:
         if kind == 0:
             self.now = self._first(step // 4)
         elif kind == 1:
-            self.now = branch.second(self.block, self.now)
+            self.now = branch.output_projection(self.block, self.now)
         elif kind == 2:
             y = self.how.apart(self.now)
             self.x += checkpoint_name(y, branch.name) if branch.name else y
@@ -111,7 +111,7 @@ class _Chain:
     def _first(self, number: int) -> Any:
         branch = self.branches[number]
         if self.how.dim == "batch" or branch.carried is None:
-            return branch.first(self.block, self.now, self.side)
+            return branch.compute(self.block, self.now, self.side)
         carry = None if self.ahead is None else self.ahead.carries[number]
         hidden, self.carries[number] = branch.carried(self.block, self.now, self.side, carry)
         return hidden

@@ -173,11 +173,11 @@ def check_count(count: int, dim: str = "batch") -> None:
     """Raises ConfigError for a number of copies that is none, or a dim that is not cut."""
     if isinstance(count, bool) or count not in COUNTS:
         raise ConfigError(
-            f"interleave_copies is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or 1 for none."
+            f"overlap.ways is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or 1 for none."
         )
     if dim not in CUTS:
         raise ConfigError(
-            f"interleave_dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each device's rows, seq its tokens."
+            f"overlap.dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each device's rows, seq its tokens."
         )
 
 
@@ -245,9 +245,9 @@ class _How:
         if count > 1 and not self.splits and self.layout.mesh.size > 1:
             sizes = ", ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1)
             raise ConfigError(
-                f"interleave_copies is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
+                f"overlap.ways is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
                 f"parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
-                f"interleave_copies: 1."
+                f"overlap: {{ways: 1}}."
             )
         if count > 1 and self.dim == "seq" and (self.seq or not self.hand) and self.layout.mesh.size > 1:
             split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
@@ -257,8 +257,8 @@ class _How:
                 else "the rules of 'residual_seq' split it over no axis that 'seq' and 'batch' leave"
             )
             raise ConfigError(
-                f"interleave_copies is {count} and interleave_dim is 'seq', but {why}. Remedy: residual_seq: model beside heads: model and seq: null, or "
-                f"interleave_dim: batch."
+                f"overlap.ways is {count} and overlap.dim is 'seq', but {why}. Remedy: residual_seq: model beside heads: model and seq: null, or "
+                f"overlap.dim: batch."
             )
 
     def whole_shape(self, x: Rows) -> tuple[int, ...]:
@@ -284,16 +284,16 @@ class _How:
             if seq % (ways * count):
                 over = f" ({seq} over {ways} devices of {', '.join(self.hand)})" if ways > 1 else ""
                 raise ConfigError(
-                    f"interleave_copies is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} equal parts. Remedy: a sequence "
-                    f"of a multiple of {ways * count} tokens, or interleave_copies: 1."
+                    f"overlap.ways is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} equal parts. Remedy: a sequence "
+                    f"of a multiple of {ways * count} tokens, or overlap: {{ways: 1}}."
                 )
             return
         rows, ways = shape[0], self.ways(self.rows)
         if rows % (ways * count):
             over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
             raise ConfigError(
-                f"interleave_copies is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal parts. Remedy: a batch, or "
-                f"microbatches, of a multiple of {ways * count} rows, interleave_dim: seq, or interleave_copies: 1."
+                f"overlap.ways is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal parts. Remedy: a batch, or "
+                f"microbatches, of a multiple of {ways * count} rows, overlap.dim: seq, or overlap: {{ways: 1}}."
             )
 
     def together(self, h: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ class Pipeline:
       recompute: for each stage, how many of the first layers of each of its pieces keep their input alone and compute the rest again in the
         backward; the others keep their residuals. Buffers are as large as the stage with most needs. Empty: all keep theirs.
       embedding: ``per_step`` does what comes before the layers for the whole batch, outside of the ticks, and back again: what the first layer is given, and
-        its cotangent, wait whole in one place, split over all devices. ``per_microbatch`` does it for one microbatch at a time (of sequences in chunks: for
+        its cotangent, wait whole in one place, split over all devices. ``per_microbatch`` does it for one microbatch at a time (of sequences in virtual_stages: for
         one chunk), on all stages at once, so nothing of the batch waits; its weights are gathered for all of the ticks, and their gradients are
         summed there, in fp32. Less memory where a batch's activations are more than these weights. It sees one device's rows of a microbatch then.
     """

@@ -50,7 +50,7 @@ def sharded_dot(
     *weights: tuple[jax.Array | Int8, _Dims],
     dtype: Any = None,
     summed: int = 1,
-    regather: Regather = True,
+    reshard_after_forward: Regather = True,
 ) -> tuple[jax.Array, ...]:
     """``x`` [batch, ..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
 
@@ -67,14 +67,14 @@ def sharded_dot(
       weights: pairs of a weight and its logical dims; the first is the one that is summed over.
       dtype: of the weights in the compute; their own if not given.
       summed: how many dims are summed over, the last of ``x`` and the first of the weights.
-      regather: a number makes neighbours in groups of so many devices keep a part of each weight for the backward pass, which then gathers
+      reshard_after_forward: a number makes neighbours in groups of so many devices keep a part of each weight for the backward pass, which then gathers
         within groups. Otherwise the policy of :class:`jaxpar.RematPolicy` says what is kept.
 
     Returns:
       For each weight an array [..., *weight.shape[summed:]].
 
     Raises:
-      ConfigError: ``regather`` does not divide the devices that share a weight.
+      ConfigError: ``reshard_after_forward`` does not divide the devices that share a weight.
       LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``, or do not share its scales.
 
     >>> import jax.numpy as jnp
@@ -102,7 +102,10 @@ def sharded_dot(
     one_token = x.ndim > 2 and x.shape[1] == 1
     if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
         # A token a row, as in decoding: to be put side by side, weights would be read and written once more than for their product.
-        apart = [sharded_dot(x, one, dtype=dtype, summed=summed, regather=regather) for one in weights]
+        apart = [
+            sharded_dot(x, one, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward)
+            for one in weights
+        ]
         return tuple(y for (y,) in apart)
     first, dims = weights[0]
     if isinstance(first, Int8):
@@ -115,19 +118,23 @@ def sharded_dot(
     results: dict[int, jax.Array] = {}
     for ways, group in groups:
         results |= zip(
-            group, _times(x, ways, weights[group[0]][1], [ws[i] for i in group], summed, regather), strict=True
+            group,
+            _times(x, ways, weights[group[0]][1], [ws[i] for i in group], summed, reshard_after_forward),
+            strict=True,
         )
     return tuple(results[i] for i in range(len(ws)))
 
 
 def _times(
-    x: jax.Array, ways: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, regather: Regather
+    x: jax.Array, ways: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
 ) -> list[jax.Array]:
     """The products with weights that can be one matrix in so many ways; 0 for a weight as it is stored."""
     shapes = tuple(w.shape for w in ws)
     shape = (shapes[0][0], ways, sum(math.prod(s[1:]) for s in shapes) // ways) if ways else shapes[0]
     as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
-    way = route(x, as_one, (*dims[:2], None) if ways else dims, summed=summed, regather=regather)
+    way = route(
+        x, as_one, (*dims[:2], None) if ways else dims, summed=summed, reshard_after_forward=reshard_after_forward
+    )
     precision, wide = asked(), summing(ws[0].dtype)
     if way is not None:
         y = product(x, _side_by_side(ws, ways) if ways else ws[0], way)

@@ -50,16 +50,21 @@ class Route:
 
 
 def route(
-    x: jax.Array, w: jax.Array | jax.ShapeDtypeStruct, dims: tuple[str | None, ...], *, summed: int, regather: Regather
+    x: jax.Array,
+    w: jax.Array | jax.ShapeDtypeStruct,
+    dims: tuple[str | None, ...],
+    *,
+    summed: int,
+    reshard_after_forward: Regather,
 ) -> Route | None:
     """The route of a weight with these logical dims, or ``None`` where the compiler's own way is as good.
 
     Raises:
-      ConfigError: ``regather`` is a number that does not divide the devices which share the weight.
+      ConfigError: ``reshard_after_forward`` is a number that does not divide the devices which share the weight.
       LayoutError: the rules cannot place it, or do not know ``batch``.
     """
     layout, precision = current_layout(), gather_reduce.asked()
-    if INT8 not in (precision.gather, precision.reduce) and isinstance(regather, bool):
+    if INT8 not in (precision.gather, precision.reduce) and isinstance(reshard_after_forward, bool):
         return None
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None  # gathered and reduced already, by those who made them manual
@@ -80,12 +85,16 @@ def route(
     devices = math.prod(layout.sizes[axis] for axes in spread for axis in axes)
     if not batch or (devices == 1 and precision.reduce != INT8):
         return None
-    group = {True: devices, False: 1}[regather] if isinstance(regather, bool) else regather
+    group = (
+        {True: devices, False: 1}[reshard_after_forward]
+        if isinstance(reshard_after_forward, bool)
+        else reshard_after_forward
+    )
     group = group if spread else 1
     if group < 1 or devices % group or (len(spread) > 1 and 1 < group < devices):
         over = ", ".join(axis for axes in spread for axis in axes)
         raise ConfigError(
-            f"regather is {group}, but the {devices} devices over {over} which share a weight {dims} of shape {w.shape} make no "
+            f"reshard_after_forward is {group}, but the {devices} devices over {over} which share a weight {dims} of shape {w.shape} make no "
             f"groups of {group}. Remedy: a divisor of {devices}, true or false."
         )
     return Route(batch, parts, wanted, summed, group, precision)

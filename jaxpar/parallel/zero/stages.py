@@ -29,14 +29,14 @@ class Zero:
       stage: 0 (nothing is sharded) to 3.
       axis: the mesh axis, or several.
       min_bytes: smaller tensors stay whole; a number, or a text as ``64KiB``.
-      shard_group: shard within groups of so many devices of ``data``, replicate across them (hybrid sharding, HSDP):
+      fsdp_group_size: shard within groups of so many devices of ``data``, replicate across them (hybrid sharding, HSDP):
         ``data`` becomes ``replica`` × ``data``.
 
     Raises:
       RulesError: a stage beyond 3, a size that is none, a group of less than one device or on another axis than ``data``.
 
     >>> from jaxpar import MeshSpec, Rules
-    >>> zero = Zero(stage=1, shard_group=4)
+    >>> zero = Zero(stage=1, fsdp_group_size=4)
     >>> zero.mesh(MeshSpec(data=-1), 16).to_dict()
     {'replica': 4, 'data': 4}
     >>> zero.rules(Rules(batch=("replica", "data"), embed=None)).to_dict()["optimizer"]
@@ -46,7 +46,7 @@ class Zero:
     stage: int = 1
     axis: str | tuple[str, ...] = "data"
     min_bytes: int | str = "64KiB"
-    shard_group: int | None = None
+    fsdp_group_size: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in STAGES:
@@ -55,12 +55,12 @@ class Zero:
                 f"weights where they are used) is wanted."
             )
         self._spread()
-        group = self.shard_group
+        group = self.fsdp_group_size
         if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-            raise RulesError(f"optimizer: shard_group is {group!r}, but a number of devices, 1 or more, is wanted.")
+            raise RulesError(f"optimizer: fsdp_group_size is {group!r}, but a number of devices, 1 or more, is wanted.")
         if group is not None and self.axis != "data":
             raise RulesError(
-                f"optimizer: shard_group splits the axis 'data', but axis is {self.axis!r}. Remedy: leave axis out, or give "
+                f"optimizer: fsdp_group_size splits the axis 'data', but axis is {self.axis!r}. Remedy: leave axis out, or give "
                 f"the sizes in the mesh, as {{replica: 4, data: 4}}."
             )
 
@@ -76,16 +76,16 @@ class Zero:
         A role that the table already lays out is left as it is: an FSDP table stays the FSDP table.
 
         Raises:
-          RulesError: with a ``shard_group``, the batch is split over ``data`` but not over ``replica``, so that groups would all
+          RulesError: with a ``fsdp_group_size``, the batch is split over ``data`` but not over ``replica``, so that groups would all
             compute the same.
         """
         if self.stage == 0:
             return rules
-        if self.shard_group is not None:
+        if self.fsdp_group_size is not None:
             for dim, (_, rule) in rules.for_role("activations")[0].items():
                 if any("data" in axes and "replica" not in axes for axes in options(rule)):
                     raise RulesError(
-                        f"optimizer: shard_group={self.shard_group} makes groups along 'replica', but {dim} is split over 'data' "
+                        f"optimizer: fsdp_group_size={self.fsdp_group_size} makes groups along 'replica', but {dim} is split over 'data' "
                         f"alone, so each group would compute the same. Remedy: {dim}: [replica, data]."
                     )
         given = {role for role, _ in rules.overlays}
@@ -97,20 +97,20 @@ class Zero:
         Raises:
           MeshError: the groups do not divide ``data``; as :meth:`MeshSpec.sizes`.
         """
-        if self.shard_group is None or self.stage == 0:
+        if self.fsdp_group_size is None or self.stage == 0:
             return spec
         sizes = spec.sizes(devices)
-        if sizes["data"] % self.shard_group:
+        if sizes["data"] % self.fsdp_group_size:
             raise MeshError(
-                f"optimizer: shard_group={self.shard_group} does not divide the axis data of size {sizes['data']} (on {devices} "
+                f"optimizer: fsdp_group_size={self.fsdp_group_size} does not divide the axis data of size {sizes['data']} (on {devices} "
                 f"devices). Remedy: a divisor of {sizes['data']}."
             )
-        groups = sizes["data"] // self.shard_group
-        return replace(MeshSpec(**sizes), replica=sizes["replica"] * groups, data=self.shard_group)
+        groups = sizes["data"] // self.fsdp_group_size
+        return replace(MeshSpec(**sizes), replica=sizes["replica"] * groups, data=self.fsdp_group_size)
 
     @property
     def step(self) -> dict[str, Any]:
         """What the stage asks of :func:`jaxpar.train_step`."""
         if self.stage in (0, 3):
             return {}
-        return {"weight_gather": "per_step", "grad_reduction": "per_step" if self.stage == 1 else "each"}
+        return {"weight_gather": "per_step", "grad_reduction": "per_step" if self.stage == 1 else "per_microbatch"}

@@ -35,8 +35,8 @@ from jaxpar.training.state import TrainState
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "rest", "key", "scale", "flight"],
-    meta_fields=["static"],
+    data_fields=["step", "params", "opt_state", "variables", "key", "loss_scale", "flight"],
+    meta_fields=["metadata"],
 )
 @dataclass(frozen=True)
 class InFlight(TrainState):
@@ -172,7 +172,7 @@ class Call:
 
     def put_params(self, params: Any, *lead: Any) -> Any:
         """Parameters, or several versions of them, where parameters lie."""
-        names = dict(self.state.static.dims)
+        names = dict(self.state.metadata.dims)
 
         def one(keys: Any, w: jax.Array) -> jax.Array:
             shape = w.shape[len(lead) :]
@@ -184,7 +184,7 @@ class Call:
     def placed(self, flight: dict[str, Any]) -> dict[str, Any]:
         """What is on its way, each array where the next call wants it."""
         axes, layout, split = self.board.axes or None, self.layout, self.split
-        aboard, names = flight["aboard"], dict(self.state.static.dims)
+        aboard, names = flight["aboard"], dict(self.state.metadata.dims)
         manual = (AXIS, *self.board.axes)
 
         def of_layer(keys: Any, x: jax.Array) -> jax.Array:
@@ -264,6 +264,6 @@ def two_versions(
     grads = jax.tree.map(lambda g: jnp.where(flight["pending"] == 1, g, 0), grads)
     loss, metrics, _ = means_of((*sums, {}), seen)
     _, _, grads = means_of((jnp.zeros(()), {}, grads), weight)
-    found = Found(loss, metrics, state.rest, unscaled(state, grads, None))
+    found = Found(loss, metrics, state.variables, unscaled(state, grads, None))
     going = {"pending": have[1], "batch": own, "previous": state.params, "aboard": aboard, "layers": flight["layers"]}
     return found, call.placed(going)

@@ -69,12 +69,12 @@ class Groups:
 
     def start(self, params: Any) -> dict[str, Any]:
         """The optimizer's states."""
-        tx, cut = self.call.state.static.tx, self.cut(params)
+        tx, cut = self.call.state.metadata.tx, self.cut(params)
         return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
 
     def update(self, grads: Any, states: dict[str, Any], params: Any, takes: dict[str, jax.Array]) -> tuple[Any, Any]:
         """Parameters and states after an update of the groups that take one; ``takes["layers"]`` is of each stage."""
-        tx, cut, given = self.call.state.static.tx, self.cut(params), self.cut(grads)
+        tx, cut, given = self.call.state.metadata.tx, self.cut(params), self.cut(grads)
         new, after = {}, {}
         for name in GROUPS:
             f = jax.vmap(tx.update) if name == "layers" else tx.update
@@ -94,7 +94,7 @@ class Groups:
 
     def placed(self, states: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's states, where their parameters' moments lie."""
-        call, dims = self.call, dict(self.call.state.static.dims)
+        call, dims = self.call, dict(self.call.state.metadata.dims)
         shapes, names = {}, {}
         for group, tree in jax.eval_shape(self.cut, call.state.params).items():
             for keys, w in jax.tree_util.tree_leaves_with_path(tree):

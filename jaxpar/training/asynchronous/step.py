@@ -175,7 +175,7 @@ class PipedreamStep:
             grads, norm = clipped(found.grads, self.clip_norm)
             finite = jnp.isfinite(norm)
             ready = state.flight["pending"] == 1
-            updates, opt_state = state.static.tx.update(grads, state.opt_state, state.params)
+            updates, opt_state = state.metadata.tx.update(grads, state.opt_state, state.params)
             takes = ready & finite if self.skip_nonfinite else ready
             params = optax.apply_updates(state.params, updates)
             keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(takes, a, b), new, old)
@@ -264,7 +264,7 @@ def _check(pipeline: Asynchronous, how: How, clip_norm: float | None) -> None:
 def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
     """What no state of an asynchronous pipeline can be."""
     what = None
-    if isinstance(state.static.tx, one_bit_adam.OneBit):
+    if isinstance(state.metadata.tx, one_bit_adam.OneBit):
         what = "an optimizer that reduces gradients itself (one_bit_adam)"
     elif disk_of(state) is not None:
         what = "an optimizer's state on disk"

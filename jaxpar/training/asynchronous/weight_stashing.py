@@ -214,7 +214,7 @@ class _Run:
 
     def put_late(self, late: Any) -> Any:
         """Gradients that wait, where gradients lie."""
-        call, names = self.call, dict(self.call.state.static.dims)
+        call, names = self.call, dict(self.call.state.metadata.dims)
 
         def one(keys: Any, g: jax.Array) -> jax.Array:
             shape = g.shape[1:]

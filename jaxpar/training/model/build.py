@@ -22,7 +22,7 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[Parts, dict[str, Cause
         parts = read(_call(make_model, key))
         _check_trainable(parts.params)
         static.append((parts.dims, parts.kind))
-        return parts.params, parts.rest
+        return parts.params, parts.variables
 
     (params, rest), found = in_fixed_order(arrays, key)
     paths = [show(("params", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -23,12 +23,12 @@ class NNXKind:
 
     graphdef: Any
     params: Any
-    rest: Any
+    variables: Any
 
     def merge(self, params: Any, rest: Any) -> Any:
         states = [
             jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=lambda leaf: is_waiting(leaf) or is_int8(leaf)))
-            for d, x in ((self.params, params), (self.rest, rest))
+            for d, x in ((self.params, params), (self.variables, rest))
         ]
         return nnx.merge(self.graphdef, *states)
 
@@ -39,7 +39,7 @@ class NNXKind:
                 "(loss, aux), and assign to the module's variables instead."
             )
         _, *now = nnx.split(model, nnx.Param, ...)
-        before = _paths(jax.tree.unflatten(d, range(d.num_leaves)) for d in (self.params, self.rest))
+        before = _paths(jax.tree.unflatten(d, range(d.num_leaves)) for d in (self.params, self.variables))
         after = _paths(now)
         changes = {"added": after - before, "removed": before - after}
         if before != after:
@@ -59,7 +59,7 @@ def read(module: Any) -> Parts:
     """An NNX module taken apart: ``nnx.Param`` variables are trained, all others carried."""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     names: list[tuple[Path, Names]] = []
-    for part, state in (("params", params), ("rest", rest)):
+    for part, state in (("params", params), ("variables", rest)):
         for keys, variable in nnx.to_flat_state(state):
             path = (part, *map(str, keys))
             dims = names_of(variable.get_metadata(), show(path))

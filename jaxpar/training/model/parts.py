@@ -53,10 +53,10 @@ class Kind(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """A model taken apart. ``dims`` has the names of each annotated leaf, keyed by ("params" | "rest", *path)."""
+    """A model taken apart. ``dims`` has the names of each annotated leaf, keyed by ("params" | "variables", *path)."""
 
     params: Any
-    rest: Any
+    variables: Any
     dims: tuple[tuple[Path, Names], ...]
     kind: Kind
 

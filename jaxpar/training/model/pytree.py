@@ -45,14 +45,14 @@ def read(model: Any) -> Parts:
         part: jax.tree_util.tree_map_with_path(
             lambda path, leaf, part=part: _unbox((part, *to_path(path)), leaf, names), tree, is_leaf=_is_box
         )
-        for part, tree in (("params", params), ("rest", rest))
+        for part, tree in (("params", params), ("variables", rest))
     }
     if not jax.tree.leaves(plain["params"]):
         raise ModelError(
             f"make_model returned {type(model).__name__} with no parameters. Remedy: return an nnx.Module, Linen "
             f"variables or a pytree of arrays."
         )
-    return Parts(plain["params"], plain["rest"], tuple(names), TreeKind(collections))
+    return Parts(plain["params"], plain["variables"], tuple(names), TreeKind(collections))
 
 
 def _is_box(x: Any) -> bool:

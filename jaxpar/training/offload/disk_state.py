@@ -64,7 +64,7 @@ def is_stored(x: Any) -> bool:
 
 def disk_of(state: TrainState) -> OnDisk | None:
     """The optimizer, if it was made to keep its state on disk."""
-    tx: Any = state.static.tx
+    tx: Any = state.metadata.tx
     return tx if isinstance(tx, OnDisk) else None
 
 
@@ -75,7 +75,7 @@ def in_memory(state: TrainState) -> TrainState:
         return state
     one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_stored(x) else x
     whole = jax.tree.map(one, state.opt_state, is_leaf=is_stored)
-    return replace(state, opt_state=whole, static=replace(state.static, tx=tx.inner))
+    return replace(state, opt_state=whole, metadata=replace(state.metadata, tx=tx.inner))
 
 
 def stored_tensors(layout: Layout, state: TrainState) -> list[Tensor]:
@@ -99,7 +99,7 @@ def refusal(state: TrainState) -> str | None:
     if disk_of(state) is None:
         return None
     whole = in_memory(state)
-    operation = entangled(whole, offered(whole.static.tx, np.float32(0), None))
+    operation = entangled(whole, offered(whole.metadata.tx, np.float32(0), None))
     if operation is not None:
         return (
             f"offload: the optimizer makes a number of several ({operation}), so its state cannot come from the disk piece by piece. "
@@ -155,7 +155,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[Group]:
         raise ConfigError(text)
     tensors = [tensor for tensor in place(layout, in_memory(state)) if tensor.role == "opt_state"]
     owned = [(owner, tensors[i], is_stored(x)) for i, (_, x, owner) in enumerate(_owned(state))]
-    groups, dims = [], dict(state.static.dims)
+    groups, dims = [], dict(state.metadata.dims)
     for number, (keys, w) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
         path = to_path(keys)
         mine = [(i, tensor, away) for i, (owner, tensor, away) in enumerate(owned) if owner == path]
@@ -178,7 +178,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[Group]:
 def _owned(state: TrainState) -> list[tuple[Any, Any, Any]]:
     """Path, array (or what stands for it) and owner's path of each leaf of the optimizer's state."""
     params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
-    dims = dict(state.static.dims)
+    dims = dict(state.metadata.dims)
     leaves = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=is_stored)
     paths = [(to_path(keys), x) for keys, x in leaves]
     return [(("opt_state", *path), x, moment_names(path, tuple(x.shape), params, dims)[0]) for path, x in paths]

@@ -85,7 +85,7 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
       grads: of the parameters, on the device.
       extra: what the optimizer is given beside gradients.
     """
-    tx, (weights, structure) = state.static.tx, jax.tree.flatten(state.params)
+    tx, (weights, structure) = state.metadata.tx, jax.tree.flatten(state.params)
     states, state_structure = jax.tree.flatten(state.opt_state)
     gradients = jax.tree.leaves(grads)
 
@@ -125,7 +125,7 @@ def _by_layers(
     state: TrainState, extra: dict[str, Any], placed: Any, specs: Sequence[PartitionSpec]
 ) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
     """Which parameters, and which arrays of the optimizer, go layer by layer; where each such parameter's state lies."""
-    dims = dict(state.static.dims)
+    dims = dict(state.metadata.dims)
     params = {to_path(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
     owners: list[Any] = []
     for keys, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
@@ -192,7 +192,7 @@ def entangled(state: TrainState, extra: Mapping[str, Any] | None = None) -> str 
     given = jax.tree.map(shape, (state.params, state.opt_state, state.params))
 
     def run(g: Any, s: Any, p: Any) -> Any:
-        return state.static.tx.update(g, s, p, **(dict(extra) | ({"grad": g} if "grad" in extra else {})))
+        return state.metadata.tx.update(g, s, p, **(dict(extra) | ({"grad": g} if "grad" in extra else {})))
 
     return _entangled(jax.make_jaxpr(run)(*given).jaxpr)
 

@@ -88,7 +88,7 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         (grads_before,) = pull(x)
         grads = split.add(grads, jax.tree.map(wide, grads_before))
     loss, metrics, grads = means_of((*sums, grads), weight)
-    return Found(loss, metrics, state.rest, unscaled(state, grads, scale))
+    return Found(loss, metrics, state.variables, unscaled(state, grads, scale))
 
 
 def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pipeline | Asynchronous) -> None:
@@ -140,8 +140,8 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipel
     if any(map(on_host, jax.tree.leaves(state.params))):
         raise ConfigError("pipeline: parameters in the host's memory cannot be. Remedy: leave it out, or the pipeline.")
     carried = [
-        show(("rest", *to_path(keys)))
-        for keys, x in jax.tree_util.tree_leaves_with_path(state.rest)
+        show(("variables", *to_path(keys)))
+        for keys, x in jax.tree_util.tree_leaves_with_path(state.variables)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     if carried:

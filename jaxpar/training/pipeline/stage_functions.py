@@ -193,9 +193,9 @@ def _called(split: Split, what: str, call: Callable[[Any], Any], others: Any) ->
 
 def _check_carried(what: str, split: Split, model: Any) -> None:
     """A piece changes no variable of the model: microbatches come in an order of their own, and nobody would see the change."""
-    now = split.kind.carried(model, split.rest, None)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.rest), strict=True)
-    changed = [show(("rest", *to_path(keys))) for (keys, new), old in pairs if new is not old]
+    now = split.kind.carried(model, split.variables, None)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.variables), strict=True)
+    changed = [show(("variables", *to_path(keys))) for (keys, new), old in pairs if new is not old]
     if changed:
         raise ModelError(
             f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a model that changes none; for random "

@@ -200,11 +200,11 @@ class Split:
     """A state's parameters as the stack of layers and all others."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        self.kind, self.path, self.rest = state.static.kind, loss_fn.path, state.rest
+        self.kind, self.path, self.variables = state.metadata.kind, loss_fn.path, state.variables
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
-        self.model = lambda params: self.kind.merge(params, self.rest)
+        self.model = lambda params: self.kind.merge(params, self.variables)
         _, self.block = stacked_part(self.model(self.shapes), self.path)
-        self.names = dict(state.static.dims)
+        self.names = dict(state.metadata.dims)
         self.read: dict[str, frozenset[Path]] = {}
         """Which parameters a piece of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`."""
 

@@ -58,8 +58,8 @@ def test_the_text_says_whether_it_fits_and_what_to_change() -> None:
 
 def test_the_memory_that_kept_weights_take_is_told_with_the_key_that_asked_for_it() -> None:
     line = r"^  kept weights +336.00 MiB{}$"
-    asked = dataclasses.replace(ABOUT, regather=False)
-    for about, said in ((asked, re.escape("  (parallel: {regather: false})")), (ABOUT, "")):
+    asked = dataclasses.replace(ABOUT, reshard_after_forward=False)
+    for about, said in ((asked, re.escape("  (parallel: {reshard_after_forward: false})")), (ABOUT, "")):
         kept = examine(step("tpu_kept"), facts("tpu_kept")["mesh"], (), about)
         assert re.search(line.format(said), str(kept), re.MULTILINE)
         assert json.loads(kept.to_json())["memory_by_category"]["kept weights"] == 336 * 2**20

@@ -91,7 +91,7 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
     assert not first.cached and again.cached and again.text == first.text  # type: ignore[attr-defined]
     report = audit(first, mesh=layout.mesh)
     total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
-        "params", "opt_state", "rest", "batch", "other"
+        "params", "opt_state", "variables", "batch", "other"
     )
     # Arrays are tiled on a TPU, so small ones take a little more there than their elements.
     assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here(cache: Path) -> None:
     assert first.device_kind == "NVIDIA H100 80GB HBM3"  # type: ignore[attr-defined]
     report = audit(first, mesh=layout.mesh)
     total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
-        "params", "opt_state", "rest", "batch", "other"
+        "params", "opt_state", "variables", "batch", "other"
     )
     assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
     assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0

@@ -76,7 +76,9 @@ def tpu() -> Iterator[Fixture]:
     devices = topologies.get_topology_desc("v5e:4x4", platform="tpu").devices
     yield llama("tpu_fsdp", programs.layout_on("fsdp", devices, data=16), remat="full")
     wide = {"embed": 2048, "mlp": 8192}  # else the compiler keeps them in vector memory
-    yield llama("tpu_kept", programs.layout_on("fsdp", devices, data=16), remat="full", regather=False, **wide)
+    yield llama(
+        "tpu_kept", programs.layout_on("fsdp", devices, data=16), remat="full", reshard_after_forward=False, **wide
+    )
     yield llama("tpu_fsdp_tp", programs.layout_on("fsdp_tp", devices, data=4, model=4), remat="full")
     yield llama("tpu_tp_sp", programs.layout_on("tp_sp", devices, data=4, model=4), remat="full")
     yield llama("tpu_unrolled", programs.layout_on("tp", devices, data=4, model=4), "UnrolledLlama", layers=2)

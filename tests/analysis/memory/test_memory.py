@@ -113,11 +113,11 @@ def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -
     assert again.parts["gradients"] == kept.parts["gradients"] == 8 * MIB
 
 
-@pytest.mark.parametrize(("regather", "share"), [(True, 0), (4, 4), (False, 1)])
-def test_gathered_weights_that_are_kept_are_a_part_of_their_own(regather: Any, share: int) -> None:
+@pytest.mark.parametrize(("reshard_after_forward", "share"), [(True, 0), (4, 4), (False, 1)])
+def test_gathered_weights_that_are_kept_are_a_part_of_their_own(reshard_after_forward: Any, share: int) -> None:
     """All of the layers' matrices in 16 bits, or a part of them within groups; else the estimate has no such line."""
     sizes = {"embed": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "mlp": 4096, "vocab": 2048, "layers": 3}
-    config = LlamaConfig(**sizes, dtype="bfloat16", remat="full", regather=regather)
+    config = LlamaConfig(**sizes, dtype="bfloat16", remat="full", reshard_after_forward=reshard_after_forward)
     layout = jp.Layout(
         jp.MeshSpec(data=16).abstract(), jp.Layout.from_yaml("configs/layouts/fsdp.yaml", devices=16).rules
     )
@@ -127,7 +127,9 @@ def test_gathered_weights_that_are_kept_are_a_part_of_their_own(regather: Any, s
     assert memory is not None and memory.unknown == ()
     matrices = 2 * (config.matmul_params - config.embed * config.vocab)
     assert memory.parts["kept weights"] == (matrices // share if share else 0)
-    assert (("kept weights (by regather)", f"{matrices // max(share, 1)}") in memory.cells(str)) == bool(share)
+    assert (("kept weights (by reshard_after_forward)", f"{matrices // max(share, 1)}") in memory.cells(str)) == bool(
+        share
+    )
 
 
 @pytest.mark.parametrize(("rows_of_all", "fits"), [(4 * 4096, True), (4 * 65536, False)])

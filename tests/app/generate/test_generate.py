@@ -39,7 +39,7 @@ LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN: dict[str, Any] = {
     "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 64, "heads": 2, "head_dim": 8, "mlp": 24},
     "layout": str(LAYOUTS / "fsdp_tp.yaml"),
-    "simulate": 8,
+    "cpu_devices": 8,
     "data": {"source": "synthetic", "batch": 8, "seq": 16},
 }
 
@@ -79,7 +79,7 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
             manager.save(step, {"params": saying(shapes, step), "opt_state": jnp.ones(3)}, layout=layout)
     piece = max((folder / "2").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
     piece.write_bytes(piece.read_bytes()[:-1] + b"?")
-    asked = ["--prompt", "abc", "--prompt", "uv", "--max-new", "5", "--checkpoint", str(folder)]
+    asked = ["--prompt", "abc", "--prompt", "uv", "--max-new-tokens", "5", "--checkpoint", str(folder)]
     mesh = ["--set", f"layout={LAYOUTS / 'fsdp.yaml'}"]
     assert main(["generate", str(config), *asked, *mesh]) == 0
     out, told = capsys.readouterr()
@@ -112,8 +112,19 @@ def test_two_processes_restore_their_own_bytes_and_one_streams(
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"uv\nlmnopqrst\n")))
-    asked = ["--prompt", "abc", "--prompts", "-", "--max-new", "5", "--checkpoint", str(folder), "--json", str(answers)]
-    mesh = ["--set", f"layout={LAYOUTS / 'fsdp.yaml'}", "--set", "simulate=2", "--processes", "2"]
+    asked = [
+        "--prompt",
+        "abc",
+        "--prompts",
+        "-",
+        "--max-new-tokens",
+        "5",
+        "--checkpoint",
+        str(folder),
+        "--json",
+        str(answers),
+    ]
+    mesh = ["--set", f"layout={LAYOUTS / 'fsdp.yaml'}", "--set", "cpu_devices=2", "--processes", "2"]
     assert main(["generate", str(config), *asked, *mesh]) == 0, capfd.readouterr()
     out, told = capfd.readouterr()
     assert out == "[0] abcdefgh\n[1] uvwxyz{\n[2] lmnopqrstuvwxy\n", "nothing but text"
@@ -142,7 +153,7 @@ def test_prompts_of_a_file_in_int8_until_a_text(
         manager.save(1, {"params": saying(shapes, 1)}, layout=job.layout())
     prompts, answers = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     prompts.write_text("abc\n\nuv\nh\n", encoding="utf-8")
-    asked = ["--prompts", str(prompts), "--max-new", "5", "--checkpoint", str(folder), "--json", str(answers)]
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "5", "--checkpoint", str(folder), "--json", str(answers)]
     how = ["--stop", "gh", "--stop", "m", "--int8", "weights", "cache"]
     assert main(["generate", str(config), *asked, *how]) == 0
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] abcdef", "[1] uvwxyz{", "[2] hijkl"]
@@ -239,7 +250,7 @@ def test_a_command_line_comes_again_as_it_was() -> None:
         "a b",
         "--prompt=--x",
         "--prompts=-",
-        "--max-new",
+        "--max-new-tokens",
         "3",
         "--temperature",
         "0.5",
@@ -309,9 +320,9 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
     assert said("--prompt", "abc", "--checkpoint", str(tmp_path)) == (
         f"CheckpointError: {tmp_path}: no checkpoint. Remedy: the folder of a run's checkpoints, as runs/one/checkpoints, or of one of its steps.\n"
     )
-    assert said("--prompt", "abcd", "--cache", "16", "--max-new", "20") == (
+    assert said("--prompt", "abcd", "--cache", "16", "--max-new-tokens", "20") == (
         "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. Remedy: --cache 24 or more, a "
-        "shorter prompt, or --max-new 12.\n"
+        "shorter prompt, or --max-new-tokens 12.\n"
     )
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
         "ConfigError: model: vocab is 208, but text is bytes, 256 different tokens. Remedy: the model.vocab of the training, 256 or more.\n"
@@ -339,7 +350,7 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
     )
     assert said() == "ConfigError: generate: there is no prompt. Remedy: one or more.\n"
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
-        "--prompt", "abc", "--cache", "18", "--max-new", "8", "--set", f"layout={LAYOUTS / 'ring.yaml'}"
+        "--prompt", "abc", "--cache", "18", "--max-new-tokens", "8", "--set", f"layout={LAYOUTS / 'ring.yaml'}"
     )
 
 
@@ -347,7 +358,7 @@ def test_stages_of_a_pipeline_need_no_schedule_to_generate(
     config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     mesh = ["--set", f"layout={LAYOUTS / 'pp_tp.yaml'}", "--set", "model.layers=2"]
-    said = ["--prompt", "a", "--prompt", "b", "--max-new", "15", "--int8", "cache", "--explain"]
+    said = ["--prompt", "a", "--prompt", "b", "--max-new-tokens", "15", "--int8", "cache", "--explain"]
     assert main(["generate", str(config), *said, *mesh]) == 0
     out = capsys.readouterr().out
     # Two prompts; groups of rows for two stages, each of a row for each of two devices.

@@ -192,8 +192,8 @@ def test_the_devices_of_this_host(tmp_path: Path) -> None:
         (4, 4, {"data": -1}, {"batch": "data"}, Zero(0), "a batch of 24 rows cannot be divided by the 16 devices of its axes"),
         (4, 4, {"data": -1}, {"batch": [["data"], None]}, Zero(0), None),
         (2, 6, {"data": -1, "model": 4}, {}, Zero(0), "the 4 devices from model inwards would lie across processes of 6"),
-        (3, 2, {"data": -1}, {}, Zero(1, shard_group=4),
-         "optimizer: shard_group=4 does not divide the axis data of size 6 (on 6 devices)"),
+        (3, 2, {"data": -1}, {}, Zero(1, fsdp_group_size=4),
+         "optimizer: fsdp_group_size=4 does not divide the axis data of size 6 (on 6 devices)"),
     ],
 )  # fmt: skip
 def test_whether_a_run_fits(

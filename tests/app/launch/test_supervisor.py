@@ -315,7 +315,7 @@ def made(*changes: dict[str, object]) -> list[Peer]:
         ([{"code": -6, "step": 3}, {"step": 3, "doing": "step", "tick": 1.0}], 12,
          "process 1 of 2 has not finished a step for 12 s (allowance 60 s), last step 3; no sign of life for 11 s, as of a process that is stopped", (1,)),
         ([{"tick": 601.0}, {"doing": "compile", "tick": 601.0, "sign": 300.0}], 601,
-         "process 0 of 2 has not ended its start for 601 s (compile_allowance 600 s)", ()),
+         "process 0 of 2 has not ended its start for 601 s (compile_timeout 600 s)", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0}, {"step": 3, "doing": "step", "tick": 70.0}], 70,
          "process 1 of 2 has not finished a step for 70 s (allowance 60 s), last step 3", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0, "waits": True, "where": "loop.py:1"}] * 2, 70,

@@ -37,7 +37,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def run(*words: str, **changes: Any) -> str:
         file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump({**RUN, "simulate": 8, "output": str(tmp_path / "run"), **changes}))
+        file.write_text(yaml.safe_dump({**RUN, "cpu_devices": 8, "output": str(tmp_path / "run"), **changes}))
         assert main(["train", str(file), *words]) == 1
         assert not (tmp_path / "run").exists()
         return capsys.readouterr().err.strip()
@@ -58,7 +58,7 @@ def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
         "mesh or batch."
     )
     allowance = refused("--processes", "2", supervise={"allowance": 0})
-    assert allowance == "ConfigError: supervise.allowance is 0, but seconds above 0 are wanted."
+    assert allowance == "ConfigError: supervise.step_timeout is 0, but seconds above 0 are wanted."
     restarts = refused(supervise={"processes": 2, "restarts": -1})
     assert restarts == "ConfigError: supervise.restarts is -1, but 0 or more is wanted."
 
@@ -107,9 +107,12 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     # What is tested is not the compiler.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     output, file = tmp_path / "run", tmp_path / "run.yaml"
-    changes = {"train": {"steps": 3000, "eval_every": 3000, "eval_batches": 1}, "checkpoint": {"every": 10}}
+    changes = {
+        "train": {"steps": 3000, "eval_every": 3000, "eval_batches": 1},
+        "checkpoint": {"save_interval_steps": 10},
+    }
     supervise = {"processes": 1, "backoff": 0, "elastic": True, "restarts": 1}
-    file.write_text(yaml.safe_dump({**RUN, "simulate": 2, "output": str(output), "supervise": supervise, **changes}))
+    file.write_text(yaml.safe_dump({**RUN, "cpu_devices": 2, "output": str(output), "supervise": supervise, **changes}))
     ended = threading.Event()
 
     def kill() -> None:

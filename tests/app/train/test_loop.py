@@ -25,7 +25,7 @@ LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN = {
     "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 32, "heads": 2, "head_dim": 16, "mlp": 48},
     "layout": str(LAYOUTS / "fsdp_tp.yaml"),
-    "simulate": 8,
+    "cpu_devices": 8,
     "data": {"source": "synthetic", "batch": 16, "seq": 32},
     "optimizer": {"learning_rate": 1e-2, "warmup": 2},
     "train": {"steps": 12, "eval_every": 5, "eval_batches": 2},
@@ -78,7 +78,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
 
 
 def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["optimizer.learning_rate=1e38", "optimizer.warmup=0", "train.max_skipped=2"]
+    settings = ["optimizer.learning_rate=1e38", "optimizer.warmup=0", "train.max_consecutive_nonfinite=2"]
     assert main(["train", str(config), *(f"--set={setting}" for setting in settings)]) == 1
     captured = capsys.readouterr()
     skipped = [line for line in captured.out.splitlines() if "skipped" in line]
@@ -88,7 +88,10 @@ def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: py
         "are finite"
     )
     assert "2 steps in a row, up to step 3, were not finite, first in" in captured.err
-    assert "Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_skipped=2 allows more" in captured.err
+    assert (
+        "Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=2 allows more"
+        in captured.err
+    )
 
 
 def test_the_same_run_twice_is_the_same_run(config: Path) -> None:

@@ -35,12 +35,12 @@ LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN: dict[str, Any] = {
     "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
     "layout": str(LAYOUTS / "fsdp_tp.yaml"),
-    "simulate": 8,
+    "cpu_devices": 8,
     "precision": {"compute": "bfloat16", "scale": {"initial": 65536, "interval": 2}},
     "data": {"source": "synthetic", "batch": 8, "seq": 16},
     "optimizer": {"learning_rate": 1e-2, "warmup": 2},
     "train": {"steps": 6, "eval_every": 4, "eval_batches": 1, "grad_accum_steps": 2},
-    "checkpoint": {"every": 2, "best": {"metric": "heldout_loss", "keep": 2}},
+    "checkpoint": {"save_interval_steps": 2, "best": {"metric": "heldout_loss", "keep": 2}},
 }
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
     assert f"resumed from step 2 of {folder}" in screen and " was " not in screen
     assert f"checkpoints       2 in {folder}; the longest pause " in screen
     assert sums(folder, 4) == sums(whole, 4) and sums(folder, 6) == sums(whole, 6)
-    one, other = (check(at / "6").about for at in (folder, whole))
+    one, other = (check(at / "6").metadata for at in (folder, whole))
     assert (
         "scale/scale" in sums(folder, 6) and one["position"] == other["position"] and one["config"] == other["config"]
     )
@@ -132,19 +132,24 @@ def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_pat
     """And the folder keeps the best, also after a restart: test_retention_the_best_steps in tests/checkpoint/test_checkpoint.py."""
     lines = [json.loads(line) for line in (whole.parent / "metrics.jsonl").read_text().splitlines()]
     known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
-    assert [check(whole / str(step)).about.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
+    assert [check(whole / str(step)).metadata.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
     config = write(tmp_path, "run")
     never = (
         "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
         "Remedy: every: 4, or metric: loss."
     )
     none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
-    for change, text in (("checkpoint.every=5", never), ("checkpoint.best.keep=0", none)):
+    for change, text in (("checkpoint.save_interval_steps=5", never), ("checkpoint.best.keep=0", none)):
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
             saver(config, change)
     with pytest.raises(ConfigError, match=r"best: metric is 'accuracy', but 'heldout_loss' or 'loss' is wanted"):
         saver(config, "checkpoint.best.metric=accuracy")
-    with saver(config, "checkpoint.every=null", "checkpoint.minutes=1", "checkpoint.best.metric=loss"):
+    with saver(
+        config,
+        "checkpoint.save_interval_steps=null",
+        "checkpoint.save_interval_minutes=1",
+        "checkpoint.best.metric=loss",
+    ):
         pass
 
 
@@ -158,7 +163,7 @@ def test_another_layout_gets_the_same_bytes(whole: Path, tmp_path: Path) -> None
     first = jp.restore(whole / "4", likes[0])
     jp.save(tmp_path / "again", first)
     second = jp.restore(tmp_path / "again", likes[1])
-    assert first.scale["scale"].dtype == "float32" and int(second.step) == 4
+    assert first.loss_scale["scale"].dtype == "float32" and int(second.step) == 4
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(second), strict=True):
         one, two = ((jax.random.key_data(x) if path[0].name == "key" else x) for x in (a, b))
         assert jax.device_get(one).tobytes() == jax.device_get(two).tobytes(), path
@@ -174,14 +179,14 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
             one.restore()
         return str(error.value)
 
-    assert refused(CheckpointError, "checkpoint.resume=must") == (
+    assert refused(CheckpointError, "checkpoint.resume=required") == (
         f"checkpoint: resume is must, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the run to go on with, or resume: auto."
     )
     assert refused(ConfigError, at, "checkpoint.resume=never") == (
         f"checkpoint: resume is never, but {copy} holds steps [2, 4, 6] of another run. Remedy: another directory, or resume: auto."
     )
     assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
-    assert refused(ConfigError, "checkpoint.minutes=1").startswith(
+    assert refused(ConfigError, "checkpoint.save_interval_minutes=1").startswith(
         "checkpoint: every and minutes both say when to save."
     )
     assert refused(ConfigError, "checkpoint.keep=0") == "checkpoint: keep is 0, but a number above 0 is wanted."
@@ -192,11 +197,11 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     with saver(file, at, "train.steps=9") as one:
         found = one.restore()
         assert found is not None and found.step == 6 and one.disk(found) is None
-        assert list(_changes(found.manifest.about["config"], _plain(job_of(file, "train.steps=9")))) == [
+        assert list(_changes(found.manifest.metadata["config"], _plain(job_of(file, "train.steps=9")))) == [
             "train.steps was 6, is 9"
         ]
     stream = batches(range(400), batch=8, seq=16, seed=1)
-    position = here({**found.manifest.about["position"]})
+    position = here({**found.manifest.metadata["position"]})
     position["fingerprint"]["process_count"] = 4
     with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is 1"):
         stream.set_state(here(position))
@@ -209,7 +214,7 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     assert main(["doctor", "--checkpoint", str(whole)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["ok", "step"]] * 3 and lines[-1] == "3 checks: all is well"
-    assert main(["convert", "--verify", str(whole / "4")]) == 0
+    assert main(["verify-checkpoint", str(whole / "4")]) == 0
     assert re.fullmatch(rf"{whole}/4: step 4, \d+ tensors, [\d.]+ [KM]iB, all as written\n", capsys.readouterr().out)
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
@@ -217,9 +222,9 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     file.write_bytes(file.read_bytes()[::-1])
     assert main(["doctor", "--checkpoint", str(copy)]) == 1
     assert f"{file}, which holds key, is not what was written" in capsys.readouterr().out
-    assert main(["convert", "--verify", str(copy / "4")]) == 1
+    assert main(["verify-checkpoint", str(copy / "4")]) == 1
     assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, is not")
-    assert main(["convert", "--verify", str(tmp_path)]) == 1
+    assert main(["verify-checkpoint", str(tmp_path)]) == 1
     assert "holds no whole checkpoint: manifest.json is missing." in capsys.readouterr().err
 
 
@@ -242,14 +247,14 @@ def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: An
 
     tx, layout, stream = optax.adam(1e-2), mlp.layout(), text()
     state, _, _ = go(layout, jp.init(layout, mlp.make, tx), stream, 5)
-    jp.save(tmp_path / "5", state, layout=layout, about={"position": stream.get_state()})
+    jp.save(tmp_path / "5", state, layout=layout, metadata={"position": stream.get_state()})
     _, losses, seen = go(layout, state, stream, 50)
     stream.close()
     assert len(set(seen)) == 50 and losses[-1] < losses[0] / 2
     rules = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
     mesh = jp.MeshSpec(data=2, model=2).build(jax.devices()[:4])
     other, again = mlp.layout(rules, mesh), text()
-    again.set_state(read(tmp_path / "5").about["position"])
+    again.set_state(read(tmp_path / "5").metadata["position"])
     found = jp.restore(tmp_path / "5", jp.abstract_state(other, mlp.make, tx))
     _, theirs, also = go(other, found, again, 50)
     again.close()

@@ -35,8 +35,8 @@ RUN: dict[str, Any] = {
     "layout": str(LAYOUTS / "fsdp_tp.yaml"),
     "data": {"source": "synthetic", "batch": 8, "seq": 16},
     "optimizer": {"learning_rate": 1e-2, "warmup": 0},
-    "train": {"steps": 10, "eval_every": 5, "eval_batches": 1, "max_skipped": 2},
-    "checkpoint": {"every": 2},
+    "train": {"steps": 10, "eval_every": 5, "eval_batches": 1, "max_consecutive_nonfinite": 2},
+    "checkpoint": {"save_interval_steps": 2},
 }
 
 
@@ -199,7 +199,7 @@ def test_a_spike_under_a_loss_scale_is_undone_and_a_resume_is_the_same(ran: Any,
 def test_the_optimizer_on_disk_goes_back_too(ran: Any, tmp_path: Path) -> None:
     def run(name: str, **batches: set[int]) -> Any:
         disk = f"parallel.offload={{optimizer: disk, path: {tmp_path / name / 'moments'}, min_bytes: 0}}"
-        folder, _, summary = ran(name, nan, disk, "train.max_skipped=1", **batches)
+        folder, _, summary = ran(name, nan, disk, "train.max_consecutive_nonfinite=1", **batches)
         found = check(folder / "checkpoints/10")
         moments = {name: crc for name, (_, crc) in found.files.items() if name.startswith("disk/") and ".opt" in name}
         return summary.losses, state(folder, 10), sorted(moments.values())
@@ -212,7 +212,7 @@ def test_the_optimizer_on_disk_goes_back_too(ran: Any, tmp_path: Path) -> None:
 # stage updates with the first of its microbatches in step 6.
 @pytest.mark.parametrize(("name", "seen"), [("pipedream_2bw", 7), ("pipedream", 6)])
 def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ran: Any, name: str, seen: int) -> None:
-    settings = ("optimizer.clip_norm=null", "train.max_skipped=1", "simulate=8")
+    settings = ("optimizer.clip_norm=null", "train.max_consecutive_nonfinite=1", "cpu_devices=8")
     folder, screen, summary = ran("bad", STAGED[name], *settings, bad={6})
     never, _, expected = ran("never", STAGED[name], *settings, dropped=range(5, seen + 1))
     assert f"rolled back from step {seen} to 4: step {seen} was not finite" in screen and summary.passed == [[5, seen]]
@@ -225,12 +225,12 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
 
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
     what = "step 5 was not finite, first in the loss; every activation is finite. Nothing of them was kept, and"
-    text = f"{what} the run was rolled back 1 time, as often as train.rollbacks=1 allows. Remedy: a smaller optimizer.learning_rate"
+    text = f"{what} the run was rolled back 1 time, as often as train.max_rollbacks=1 allows. Remedy: a smaller optimizer.learning_rate"
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
-        ran("often", nan, "train.max_skipped=1", "train.rollbacks=1", bad={6, 7})
+        ran("often", nan, "train.max_consecutive_nonfinite=1", "train.max_rollbacks=1", bad={6, 7})
     text = f"{what.replace('5', '1')} there is no good checkpoint of a step before 1 to roll back to. Remedy: "
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
-        ran("early", nan, "train.max_skipped=1", bad={1})
+        ran("early", nan, "train.max_consecutive_nonfinite=1", bad={1})
     assert steps_in(tmp_path / "early/checkpoints") == []
 
 
@@ -255,7 +255,7 @@ def test_sigterm_ends_a_run_after_its_step_and_says_that_nothing_is_saved(
 
 def test_a_manager_goes_back_before_a_step_and_takes_the_clock_of_the_first_process(tmp_path: Path) -> None:
     like = {"w": jax.ShapeDtypeStruct((4,), "float32")}
-    with jp.CheckpointManager(tmp_path, minutes=10, asynchronous=False) as manager:
+    with jp.CheckpointManager(tmp_path, save_interval_minutes=10, asynchronous=False) as manager:
         for step in (1, 2, 3):
             assert manager.save(step, {"w": jnp.full(4, step, jnp.float32)})
         found = manager.restore_latest(like, before=3)

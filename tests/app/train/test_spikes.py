@@ -179,17 +179,17 @@ def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
         (
             "skipped", 0, False,
             ("X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a smaller optimizer.learning_rate or a "
-            "clip_norm; train.max_skipped=1 allows more of them; checkpoint: {every: 100}, to go back and pass over these batches."),
+            "clip_norm; train.max_consecutive_nonfinite=1 allows more of them; checkpoint: {save_interval_steps: 100}, to go back and pass over these batches."),
         ),
         (
             "skipped", 3, True,
-            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.rollbacks=3 allows. Remedy: a smaller "
-            "optimizer.learning_rate or a clip_norm; train.max_skipped=1 allows more of them."),
+            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.max_rollbacks=3 allows. Remedy: a smaller "
+            "optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=1 allows more of them."),
         ),
         (
             "spike", 1, True,
             ("X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: a smaller "
-            "optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a smaller checkpoint.every."),
+            "optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a smaller checkpoint.save_interval_steps."),
         ),
     ],
 )  # fmt: skip
@@ -197,7 +197,10 @@ def test_why_a_run_cannot_go_back_is_said(trouble: str, rollbacks: int, checkpoi
     watch = Watch(1, SpikeConfig(window=2, patience=1))
     watch.see(math.nan, skipped=trouble == "skipped")
     passed = Passed(rollbacks=rollbacks)
-    assert hopeless("X.", watch, passed, TrainConfig(max_skipped=1), first=9, checkpoints=checkpoints) == text
+    assert (
+        hopeless("X.", watch, passed, TrainConfig(max_consecutive_nonfinite=1), first=9, checkpoints=checkpoints)
+        == text
+    )
 
 
 def test_a_process_is_slow_where_its_own_time_counts() -> None:
@@ -256,7 +259,7 @@ def test_outside_of_the_main_thread_no_handler_is_set() -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("train.rollbacks=-1", "train.rollbacks is -1, but 0 or more is wanted."),
+        ("train.max_rollbacks=-1", "train.max_rollbacks is -1, but 0 or more is wanted."),
         ("train.spike={sigmas: 3, factor: 2}", "train.spike.sigmas=3 and train.spike.factor=2 both say what a spike is. Remedy: leave one out."),
         ("train.spike={factor: 1}", "train.spike.factor is 1, but a number above 1 is wanted."),
         ("train.spike={sigmas: 0}", "train.spike.sigmas is 0, but a number above 0 is wanted."),

@@ -72,7 +72,7 @@ def test_nor_where_the_sequence_is_split(impl: str, words: str) -> None:
 
 def check(impl: str, words: dict[str, Any]) -> None:
     x, gradient = arrays(np.random.default_rng(0), 16, 16)
-    run = compiled(impl, forward=True, **words, **({"q_offset": 0} if impl == "merge" else {}))
+    run = compiled(impl, forward=True, **words, **({"q_offset": 0} if impl == "split_kv" else {}))
     before = run(x, gradient)[0]
     for token in (1, 5, 8, 15):
         after = run(changed_later(x, token), gradient)[0]
@@ -83,7 +83,7 @@ def check(impl: str, words: dict[str, Any]) -> None:
 @pytest.mark.parametrize("impl", MESHES)
 def test_a_prefix_shows_its_own_tokens_to_each_other_and_no_others(impl: str) -> None:
     x, gradient = arrays(np.random.default_rng(1), 16, 16)
-    run = compiled(impl, forward=True, mask=jp.Mask(prefix=6), **({"q_offset": 0} if impl == "merge" else {}))
+    run = compiled(impl, forward=True, mask=jp.Mask(prefix=6), **({"q_offset": 0} if impl == "split_kv" else {}))
     before = run(x, gradient)[0]
     for token in (6, 11):
         np.testing.assert_array_equal(run(changed_later(x, token), gradient)[0][:, :token], before[:, :token])

@@ -268,7 +268,7 @@ class Attention(nnx.Module):
 @pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"model": 4}], ids=str)
 def test_woven_branches_drop_the_same_weights(sizes: dict[str, int]) -> None:
     block, x = Attention(nnx.Rngs(0)), jnp.asarray(batch_of()["x"])
-    branch = jp.Branch(before=lambda block, x: x, first=Attention.first, second=Attention.second)
+    branch = jp.Branch(before=lambda block, x: x, compute=Attention.first, output_projection=Attention.second)
     with on({"data": 1}), jax.default_matmul_precision("highest"):
         want = np.asarray(jax.jit(lambda x: x + block.second(block.first(x, None)))(x))
     with on(sizes), jax.default_matmul_precision("highest"):

@@ -40,7 +40,7 @@ def poisoned(x: Arrays, ids: np.ndarray, poison: float) -> Arrays:
 def test_what_stands_in_padding_changes_no_bit(impl: str, words: dict[str, Any]) -> None:
     """NaN and inf in queries, keys, values and the result's gradient: bitwise what zeros there give; and padding's own gradients are 0."""
     rng = np.random.default_rng(1)
-    run = compiled(impl, **words, **({"q_offset": 0} if impl == "merge" else {}), block=5)
+    run = compiled(impl, **words, **({"q_offset": 0} if impl == "split_kv" else {}), block=5)
     ids = documents(rng)
     x, gradient = arrays(rng, SEQ, SEQ, batch=3)
     *x, gradient = poisoned([*x, gradient], ids, 0)

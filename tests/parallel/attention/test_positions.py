@@ -85,7 +85,7 @@ PROBLEMS: dict[str, list[jp.Mask]] = {
     "ring_self_attention": [jp.Mask(chunk=4), jp.Mask(window=2**31 - 1)],
     "ulysses": [jp.Mask(window=5), jp.Mask(where=WHERE)],
     "hybrid": [jp.Mask(window=2**40, chunk=2**31)],
-    "merge": [jp.Mask(window=6), jp.Mask(causal=False, chunk=5)],
+    "split_kv": [jp.Mask(window=6), jp.Mask(causal=False, chunk=5)],
 }
 """Each meets causal and other masks; queries and keys are of lengths that do not divide into blocks of 3."""
 

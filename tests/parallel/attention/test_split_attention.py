@@ -259,7 +259,7 @@ def test_kept_keys_are_gathered_once(keep: bool, saved: bool, gathers: int) -> N
     """Keys and values: forward, and once more for the backward pass, unless they are kept and the policy saves what attention makes."""
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(SAVED, KEPT) if saved else policies.nothing_saveable
-    once = jax.checkpoint(lambda *x: jp.attention(*x, impl="gather", keep=keep), policy=policy)
+    once = jax.checkpoint(lambda *x: jp.attention(*x, impl="gather", keep_gathered_kv=keep), policy=policy)
     with layout(context=4):
         grad = jax.jit(jax.grad(lambda *x: jnp.sum(once(*x) ** 2), argnums=(0, 1, 2)))
         assert grad.lower(*arrays(2)).as_text().count("stablehlo.all_gather") == gathers
@@ -268,7 +268,10 @@ def test_kept_keys_are_gathered_once(keep: bool, saved: bool, gathers: int) -> N
 def test_kept_keys_change_no_number(wanted: dict[str, list[np.ndarray]]) -> None:
     case = "window, alibi, dropout, one key head"
     kv_heads, options = CASES[case]
-    assert gap(run(layout(context=4), "gather", arrays(kv_heads), options | {"keep": True}), wanted[case]) <= 1e-5
+    assert (
+        gap(run(layout(context=4), "gather", arrays(kv_heads), options | {"keep_gathered_kv": True}), wanted[case])
+        <= 1e-5
+    )
 
 
 def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,24 +430,24 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
         ),
         (
             {"context": 4},
-            {"impl": "ring", "travel": "float16"},
+            {"impl": "ring", "kv_grad_dtype": "float16"},
             ConfigError,
-            "attention: travel is 'float16', but 'float32' or 'bfloat16' is wanted. Did you mean 'bfloat16'?",
+            "attention: kv_grad_dtype is 'float16', but 'float32' or 'bfloat16' is wanted. Did you mean 'bfloat16'?",
         ),
         (
             {"context": 4},
-            {"impl": "ring", "keep": True},
+            {"impl": "ring", "keep_gathered_kv": True},
             ConfigError,
             (
-                "attention(impl='ring'): keep=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
-                "Remedy: impl='gather', or leave keep out."
+                "attention(impl='ring'): keep_gathered_kv=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
+                "Remedy: impl='gather', or leave keep_gathered_kv out."
             ),
         ),
         (
             {"context": 4},
             {"impl": "gather", "keep": "all"},
             ConfigError,
-            "attention: keep is 'all', but True or False is wanted.",
+            "attention: keep_gathered_kv is 'all', but True or False is wanted.",
         ),
         (
             {"data": 1},

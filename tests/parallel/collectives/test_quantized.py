@@ -92,7 +92,9 @@ def test_sums_in_int8_are_off_by_the_roundings_alone(shape: tuple[int, ...]) -> 
         assert np.abs(whole - np.concatenate(x, 1)).max() <= most
 
 
-def product_and_grads(mesh: jp.MeshSpec, devices: int = 8, regather: Any = True, **precision: Any) -> tuple[Any, str]:
+def product_and_grads(
+    mesh: jp.MeshSpec, devices: int = 8, reshard_after_forward: Any = True, **precision: Any
+) -> tuple[Any, str]:
     """Products with a group of weights and with one that is summed over two dims; their gradients; the jaxpr."""
     random = np.random.default_rng(1)
     x = random.normal(size=(16, 3, 16)).astype(np.float32)
@@ -101,8 +103,15 @@ def product_and_grads(mesh: jp.MeshSpec, devices: int = 8, regather: Any = True,
     def loss(x: jax.Array, q: jax.Array, k: jax.Array, o: jax.Array) -> jax.Array:
         with asking(jp.Precision.of(precision)):
             kv = ("embed", "kv_heads", "head_dim")
-            a, b = jp.sharded_dot(x, (q, ("embed", "heads", "head_dim")), (k, kv), regather=regather)
-            (y,) = jp.sharded_dot(jnp.sin(a) * b, (o, ("heads", "head_dim", "embed")), summed=2, regather=regather)
+            a, b = jp.sharded_dot(
+                x, (q, ("embed", "heads", "head_dim")), (k, kv), reshard_after_forward=reshard_after_forward
+            )
+            (y,) = jp.sharded_dot(
+                jnp.sin(a) * b,
+                (o, ("heads", "head_dim", "embed")),
+                summed=2,
+                reshard_after_forward=reshard_after_forward,
+            )
             return jnp.sum(y * jnp.cos(x))
 
     with jp.Layout(mesh.build(jax.devices()[:devices]), jp.Rules(**FSDP)), jax.default_matmul_precision("highest"):
@@ -113,7 +122,7 @@ def product_and_grads(mesh: jp.MeshSpec, devices: int = 8, regather: Any = True,
 @pytest.mark.parametrize("mesh", MESHES)
 def test_groups_that_keep_a_part_change_no_number(mesh: str) -> None:
     (value, grads), _ = product_and_grads(jp.MeshSpec(data=1), 1)
-    (got, others), text = product_and_grads(MESHES[mesh], regather=2)
+    (got, others), text = product_and_grads(MESHES[mesh], reshard_after_forward=2)
     assert "axis_index_groups=((0, 1)" in text
     np.testing.assert_allclose(got, value, rtol=1e-5)
     for a, b in zip(others, grads, strict=True):
@@ -123,7 +132,7 @@ def test_groups_that_keep_a_part_change_no_number(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_products_in_int8_are_near_and_alike_whatever_is_kept(mesh: str) -> None:
     (_, grads), _ = product_and_grads(jp.MeshSpec(data=1), 1)
-    found = {r: product_and_grads(MESHES[mesh], regather=r, **INT8) for r in (True, 2, False)}
+    found = {r: product_and_grads(MESHES[mesh], reshard_after_forward=r, **INT8) for r in (True, 2, False)}
     for (_, others), text in found.values():
         assert "i8[" in text
         for a, b, c in zip(others, grads, found[True][0][1], strict=True):
@@ -249,8 +258,8 @@ def test_a_model_that_hands_nothing_over_is_told_so() -> None:
 @pytest.mark.parametrize("group", [3, 0, -2, 16])
 def test_groups_that_do_not_divide_are_named(group: int) -> None:
     with pytest.raises(ConfigError) as error:
-        product_and_grads(jp.MeshSpec(data=8), regather=group)
+        product_and_grads(jp.MeshSpec(data=8), reshard_after_forward=group)
     assert str(error.value) == (
-        f"regather is {group}, but the 8 devices over data which share a weight ('embed', 'heads', None) of shape (16, 1, 48) make no "
+        f"reshard_after_forward is {group}, but the 8 devices over data which share a weight ('embed', 'heads', None) of shape (16, 1, 48) make no "
         f"groups of {group}. Remedy: a divisor of 8, true or false."
     )

@@ -170,7 +170,7 @@ def test_a_state_goes_on_from_a_copy_of_it() -> None:
             state.opt_state,
         ),
     )
-    again = jp.TrainState(state.step, *copy, state.rest, state.key, state.static)
+    again = jp.TrainState(state.step, *copy, state.variables, state.key, state.metadata)
     for a, b in zip(jax.tree.leaves(step(state, batch(1))[0].params), jax.tree.leaves(step(again, batch(1))[0].params)):
         np.testing.assert_array_equal(a, b)
 

@@ -193,22 +193,22 @@ def test_each_copy_on_each_device_draws_its_own() -> None:
 def test_what_copies_cannot_do() -> None:
     x, block = jnp.ones((ROWS, SEQ, 8)), {"w": jnp.ones((8, 8))}
     run = jp.interleave_batches(layer)
-    with pytest.raises(ConfigError, match=re.escape("interleave_copies is 3, but 1 or 2 is wanted")):
+    with pytest.raises(ConfigError, match=re.escape("overlap.ways is 3, but 1 or 2 is wanted")):
         jp.interleave_batches(layer, 3)
     plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
     with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         run(block, x, None)
     assert str(said.value) == (
-        "interleave_copies is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
+        "overlap.ways is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
         "parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
-        "interleave_copies: 1."
+        "overlap: {ways: 1}."
     )
     with layout_of(RULES, {"data": 2, "context": 2}):
         with pytest.raises(ConfigError) as said:
             run(block, x[:6], None)
         assert str(said.value) == (
-            "interleave_copies is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. Remedy: a batch, or "
-            "microbatches, of a multiple of 4 rows, interleave_dim: seq, or interleave_copies: 1."
+            "overlap.ways is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. Remedy: a batch, or "
+            "microbatches, of a multiple of 4 rows, overlap.dim: seq, or overlap: {ways: 1}."
         )
         with pytest.raises(
             LayoutError, match=re.escape("side holds an array of shape (5, 32) beside 8 rows of 32 tokens")
@@ -230,26 +230,26 @@ def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
         jp.interleave_batches(layer, dim="sequence")  # type: ignore[arg-type]
     assert str(said.value) == (
-        "interleave_dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
+        "overlap.dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
     )
     with layout_of(RULES, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_of_halves(30)
     assert str(said.value) == (
-        "interleave_copies is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
-        "of 4 tokens, or interleave_copies: 1."
+        "overlap.ways is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
+        "of 4 tokens, or overlap: {ways: 1}."
     )
-    remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or interleave_dim: batch."
+    remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or overlap.dim: batch."
     with layout_of(RULES, {"context": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_of_halves(32)
     assert str(said.value) == (
-        "interleave_copies is 2 and interleave_dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "
+        "overlap.ways is 2 and overlap.dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "
         + remedy
     )
     with pytest.raises(ConfigError) as said:
-        llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(order="zigzag"))
+        llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(load_balance="zigzag"))
     assert str(said.value) == (
-        "interleave_dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. Remedy: leave the order out, or "
-        "interleave_dim: batch."
+        "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. Remedy: leave the order out, or "
+        "overlap.dim: batch."
     )
 
 
@@ -259,19 +259,19 @@ def job_of(**parallel: Any) -> Any:
 
 
 def test_the_configuration_of_a_run() -> None:
-    assert job_of(interleave_copies=2).model.copies == 2
-    assert job_of(interleave_copies=2, interleave_dim="seq").model.copies_dim == "seq"
-    with pytest.raises(ConfigError, match=re.escape("parallel.interleave_dim is 'seq', but interleave_copies is 1")):
-        job_of(interleave_dim="seq")
-    with pytest.raises(ConfigError, match=re.escape("parallel.interleave_copies is 0, but 1 or 2 is wanted")):
-        job_of(interleave_copies=0)
+    assert job_of(overlap={"ways": 2}).model.copies == 2
+    assert job_of(overlap={"ways": 2, "dim": "seq"}).model.copies_dim == "seq"
+    with pytest.raises(ConfigError, match=re.escape("parallel.overlap.dim is 'seq', but overlap.ways is 1")):
+        job_of(overlap={"dim": "seq"})
+    with pytest.raises(ConfigError, match=re.escape("parallel.overlap.ways is 0, but 1 or 2 is wanted")):
+        job_of(overlap={"ways": 0})
     with pytest.raises(ConfigError) as said:
-        job_of(interleave_copies=2, regather=2)
+        job_of(overlap={"ways": 2}, reshard_after_forward=2)
     assert str(said.value) == (
-        "parallel.interleave_copies is 2, but regather is 2: the copies gather a layer's weights once for both, from all devices. Remedy: "
-        "regather: true or false, or interleave_copies: 1."
+        "parallel.overlap.ways is 2, but reshard_after_forward is 2: the copies gather a layer's weights once for both, from all devices. Remedy: "
+        "reshard_after_forward: true or false, or overlap: {ways: 1}."
     )
     with pytest.raises(
-        ConfigError, match=re.escape("parallel.interleave_copies is 2, but parallel.offload.parameters is host")
+        ConfigError, match=re.escape("parallel.overlap.ways is 2, but parallel.offload.parameters is host")
     ):
-        job_of(interleave_copies=2, offload={"parameters": "host", "optimizer": "host"})
+        job_of(overlap={"ways": 2}, offload={"parameters": "host", "optimizer": "host"})

@@ -79,7 +79,7 @@ def test_every_layout_skips_the_same_steps_and_scales_alike(name: str) -> None:
     for batch, (finite, before, after) in zip(batches(), TABLE, strict=True):
         new, metrics = step(state, batch)
         assert (bool(metrics["skipped"]), float(metrics["loss_scale"])) == (not finite, before)
-        assert float(new.scale["scale"]) == after
+        assert float(new.loss_scale["scale"]) == after
         kept = np.array_equal(jax.device_get(new.params["w"]), jax.device_get(state.params["w"]))
         assert kept is not finite
         state = new

@@ -86,7 +86,7 @@ def test_every_stage_with_any_optimizer_equals_one_device(
 def test_groups_that_replicate_across_one_another_equal_one_device(
     stage: int, mlp: Any, on_one_device: Callable[[str], Any]
 ) -> None:
-    zero = jp.Zero(stage, min_bytes=256, shard_group=4)
+    zero = jp.Zero(stage, min_bytes=256, fsdp_group_size=4)
     layout = sharded(zero, mlp)
     assert (layout.sizes["replica"], layout.sizes["data"]) == (2, 4)
     losses, _ = run(layout, mlp, "adamw", **zero.step)
@@ -171,7 +171,7 @@ PARAMETERS = 2 * 64 * 64
         (jp.Zero(1, min_bytes=0), 12 * PARAMETERS // 8),
         (jp.Zero(2, min_bytes=0), 12 * PARAMETERS // 8),
         (jp.Zero(3, min_bytes=0), 12 * PARAMETERS // 8),
-        (jp.Zero(3, min_bytes=0, shard_group=2), 12 * PARAMETERS // 2),
+        (jp.Zero(3, min_bytes=0, fsdp_group_size=2), 12 * PARAMETERS // 2),
         (jp.Zero(1, min_bytes=64 * 64 * 4 + 1), 12 * PARAMETERS),
     ],
     ids=str,
@@ -233,7 +233,7 @@ def test_a_table_that_shards_parameters_by_name_keeps_doing_so() -> None:
 
 
 def test_stage_0_changes_nothing() -> None:
-    zero = jp.Zero(0, shard_group=4)
+    zero = jp.Zero(0, fsdp_group_size=4)
     assert zero.rules(RULES) is RULES
     assert zero.mesh(jp.MeshSpec(data=8), 8) == jp.MeshSpec(data=8)
     assert zero.step == {}
@@ -249,11 +249,11 @@ def test_stage_0_changes_nothing() -> None:
                 "used) is wanted."
             ),
         ),
-        ({"shard_group": 0}, "optimizer: shard_group is 0, but a number of devices, 1 or more, is wanted."),
+        ({"fsdp_group_size": 0}, "optimizer: fsdp_group_size is 0, but a number of devices, 1 or more, is wanted."),
         (
-            {"shard_group": 4, "axis": "model"},
+            {"fsdp_group_size": 4, "axis": "model"},
             (
-                "optimizer: shard_group splits the axis 'data', but axis is 'model'. Remedy: leave axis out, or give the sizes in "
+                "optimizer: fsdp_group_size splits the axis 'data', but axis is 'model'. Remedy: leave axis out, or give the sizes in "
                 "the mesh, as {replica: 4, data: 4}."
             ),
         ),
@@ -271,17 +271,17 @@ def test_what_is_no_zero(options: dict[str, Any], text: str) -> None:
 
 def test_a_group_that_does_not_divide() -> None:
     with pytest.raises(MeshError) as error:
-        jp.Zero(1, shard_group=3).mesh(jp.MeshSpec(data=-1, model=2), 16)
+        jp.Zero(1, fsdp_group_size=3).mesh(jp.MeshSpec(data=-1, model=2), 16)
     assert str(error.value) == (
-        "optimizer: shard_group=3 does not divide the axis data of size 8 (on 16 devices). Remedy: a divisor of 8."
+        "optimizer: fsdp_group_size=3 does not divide the axis data of size 8 (on 16 devices). Remedy: a divisor of 8."
     )
 
 
 def test_groups_that_would_all_compute_the_same() -> None:
     with pytest.raises(RulesError) as error:
-        jp.Zero(1, shard_group=4).rules(jp.Rules(batch="data", embed=None))
+        jp.Zero(1, fsdp_group_size=4).rules(jp.Rules(batch="data", embed=None))
     assert str(error.value) == (
-        "optimizer: shard_group=4 makes groups along 'replica', but batch is split over 'data' alone, so each group would "
+        "optimizer: fsdp_group_size=4 makes groups along 'replica', but batch is split over 'data' alone, so each group would "
         "compute the same. Remedy: batch: [replica, data]."
     )
 

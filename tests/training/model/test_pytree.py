@@ -87,8 +87,8 @@ def test_beside_params_collections_are_carried_and_not_trained(mlp: Any) -> None
     loss = lambda model, batch: jnp.sum(model["params"] * model["buffers"]["table"])
     state, _ = jp.train_step(mlp.layout(), loss)(jp.init(mlp.layout(), make, TX), None)
     np.testing.assert_allclose(state.params, 1 - 0.1 * np.arange(8), rtol=1e-6)
-    np.testing.assert_array_equal(state.rest["buffers"]["table"], np.arange(8))
-    assert state.rest["buffers"]["table"].sharding.spec == P("data")
+    np.testing.assert_array_equal(state.variables["buffers"]["table"], np.arange(8))
+    assert state.variables["buffers"]["table"].sharding.spec == P("data")
 
 
 def test_unannotated_replicate_allows_what_carries_no_dims(mlp: Any) -> None:

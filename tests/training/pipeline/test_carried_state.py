@@ -70,19 +70,19 @@ INSIDE = (
 CARRIED: dict[str, tuple[Any, str]] = {
     "linen, layers": (
         of_linen("layers"),
-        f"pipeline: the model carries rest/batch_stats/blocks/norm/mean, rest/batch_stats/blocks/norm/var, {ORDER}",
+        f"pipeline: the model carries variables/batch_stats/blocks/norm/mean, variables/batch_stats/blocks/norm/var, {ORDER}",
     ),
     "linen, head": (
         of_linen("head"),
-        f"pipeline: the model carries rest/batch_stats/norm/mean, rest/batch_stats/norm/var, {ORDER}",
+        f"pipeline: the model carries variables/batch_stats/norm/mean, variables/batch_stats/norm/var, {ORDER}",
     ),
     "nnx, statistics of layers": (
         of_modules(inside="statistics"),
-        f"pipeline: the model carries rest/blocks/norm/mean, rest/blocks/norm/var, {ORDER}",
+        f"pipeline: the model carries variables/blocks/norm/mean, variables/blocks/norm/var, {ORDER}",
     ),
     "nnx, statistics of the head": (
         of_modules(outside="statistics"),
-        f"pipeline: the model carries rest/norm/mean, rest/norm/var, {ORDER}",
+        f"pipeline: the model carries variables/norm/mean, variables/norm/var, {ORDER}",
     ),
     "nnx, keys of layers": (
         of_modules(inside="keys"),
@@ -91,7 +91,7 @@ CARRIED: dict[str, tuple[Any, str]] = {
     "nnx, keys of the head": (
         of_modules(outside="keys"),
         (
-            "PipelineLoss(embed=...) changed rest/drop/rngs/count, but a pipeline carries no variables. Remedy: a model that changes none; for random "
+            "PipelineLoss(embed=...) changed variables/drop/rngs/count, but a pipeline carries no variables. Remedy: a model that changes none; for random "
             "numbers of layers PipelineLoss(keys=True)."
         ),
     ),

@@ -429,7 +429,7 @@ def test_carried_state_is_named() -> None:
         return {"params": make_model(key), "statistics": {"mean": jnp.zeros(3)}}
 
     text = (
-        "pipeline: the model carries rest/statistics/mean, but microbatches pass the stages in an order of their own, so no state can be "
+        "pipeline: the model carries variables/statistics/mean, but microbatches pass the stages in an order of their own, so no state can be "
         "carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
@@ -437,7 +437,10 @@ def test_carried_state_is_named() -> None:
 
 
 def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
-    with pytest.raises(ConfigError, match=r"^pipeline: grad_reduction is 'never', but 'per_step', 'per_chunk' or 'per_microbatch' is wanted\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^pipeline: grad_reduction is 'never', but 'per_step', 'per_chunk' or 'per_microbatch' is wanted\.$",
+    ):
         jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
 
 

@@ -32,7 +32,7 @@ class Way:
       heads: the mesh axes that exchange sequence for heads before, and back after.
       order: how the tokens lie on the devices of ``ring``, unless the extras have their positions.
       relay: they come contiguous, and are brought into that order first and back after.
-      travel: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
+      kv_grad_dtype: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
       keep: gathered keys and values are kept for the backward pass.
       block: tokens of a tile's side, at most.
       tile: scores of a tile, at most, if one head's do not exceed it: heads go in parts.
@@ -48,7 +48,7 @@ class Way:
     heads: tuple[str, ...] = ()
     order: Order = "contiguous"
     relay: bool = False
-    travel: str | None = None
+    kv_grad_dtype: str | None = None
     keep: bool = False
     block: int = 512
     tile: int = 2**16

@@ -165,7 +165,7 @@ def _passed(split: Split, tree: Any, steps: int) -> Any:
 
 
 def _for_travel(split: Split, tree: Any) -> Any:
-    return tree if split.way.travel is None else jax.tree.map(lambda x: x.astype(split.way.travel), tree)
+    return tree if split.way.kv_grad_dtype is None else jax.tree.map(lambda x: x.astype(split.way.kv_grad_dtype), tree)
 
 
 def _with_bias(split: Split, found: Gradients, distance: int | None) -> Gradients:

@@ -84,7 +84,7 @@ def _backward(way: Way, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> An
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
     repeat = ulysses.repeats(kv_heads, ulysses.ways_of(way.heads))
     # What is summed on the way stays as wide as the sums, unless it is to travel in less.
-    narrow = way.travel or (found.k.dtype if repeat > 1 else k.dtype)
+    narrow = way.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
     dk, dv = (_returned(way, x.astype(narrow) if way.heads else x, repeat) for x in (dk, dv))
     beside = Extras(
         bias=None if found.bias is None else split.bias_gradient(found.bias).astype(extras.bias.dtype),

@@ -1,4 +1,4 @@
-"""What ``jaxpar plan schedule`` prints."""
+"""What ``jaxpar schedule`` prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.registry import NAMES, schedule
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.parallel.pipeline.schedules.simulate import How
+from jaxpar.parallel.pipeline.schedules.simulate import Timing
 from jaxpar.parallel.pipeline.schedules.text import chart, comparison, summary
 
 
@@ -22,7 +22,7 @@ class Question(Protocol):
     @property
     def microbatches(self) -> int: ...
     @property
-    def chunks(self) -> int | None: ...
+    def virtual_stages(self) -> int | None: ...
     @property
     def sequence_chunks(self) -> int: ...
     @property
@@ -30,7 +30,7 @@ class Question(Protocol):
     @property
     def draw(self) -> Path | None: ...
     @property
-    def how(self) -> How: ...
+    def timing(self) -> Timing: ...
     @property
     def width(self) -> int: ...
 
@@ -50,14 +50,14 @@ def answer(asked: Question) -> str:
         return comparison([_made(name, asked, alone=False) for name in asked.names], costs)
     one = _made(asked.names[0], asked, alone=True)
     if asked.draw is not None:
-        one.draw(asked.draw, costs=costs, how=asked.how)
+        one.draw(asked.draw, costs=costs, timing=asked.timing)
     return f"{summary(one, costs)}\n\n{chart(one, asked.width)}"
 
 
 def _made(name: str, asked: Question, alone: bool) -> Schedule:
     """A schedule; among several a name that takes no chunks goes without."""
     named = NAMES.get(name)
-    chunks, parts = asked.chunks, asked.sequence_chunks
+    chunks, parts = asked.virtual_stages, asked.sequence_chunks
     if named is not None and not alone:
         chunks = chunks if named.chunks == "any" else None
         parts = parts if named.sequences else 1

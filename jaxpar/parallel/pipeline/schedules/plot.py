@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpar.parallel.pipeline.schedules.simulate import How, Simulated, simulate
+from jaxpar.parallel.pipeline.schedules.simulate import Simulated, Timing, simulate
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
 from jaxpar.utils.plotting import new_figure
 
@@ -17,9 +17,9 @@ NARROW = 0.09
 """Inches: bars narrower than this have no number."""
 
 
-def picture(schedule: ScheduleSpec, path: Any, costs: Mapping[str, float] | None, how: How) -> Any:
+def picture(schedule: ScheduleSpec, path: Any, costs: Mapping[str, float] | None, timing: Timing) -> Any:
     """See :meth:`Schedule.draw`."""
-    found = simulate(schedule, costs, how)
+    found = simulate(schedule, costs, timing)
     width, height = min(16.0, max(7.0, 0.16 * _operations(found))), 1.1 + 0.34 * schedule.stages
     figure = new_figure("Schedule.draw()", figsize=(width, height), layout="constrained")
     ax = figure.subplots()
@@ -36,7 +36,7 @@ def picture(schedule: ScheduleSpec, path: Any, costs: Mapping[str, float] | None
                     if (span.end - span.start) * scale >= NARROW * max(digits, 1.3):
                         middle = (span.start + span.end) / 2
                         ax.text(middle, stage, span.op.microbatch, ha="center", va="center_baseline", fontsize=7)
-    _label(ax, schedule, found, how)
+    _label(ax, schedule, found, timing)
     if path is not None:
         figure.savefig(path)
     return figure
@@ -56,7 +56,7 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
     return tuple(white + (1 - white) * part for part in COLOURS[kind])
 
 
-def _label(ax: Any, schedule: ScheduleSpec, found: Simulated, how: str) -> None:
+def _label(ax: Any, schedule: ScheduleSpec, found: Simulated, timing: str) -> None:
     from matplotlib.patches import Patch
 
     ax.set_xlim(0, found.time)
@@ -68,7 +68,7 @@ def _label(ax: Any, schedule: ScheduleSpec, found: Simulated, how: str) -> None:
     parts = schedule.sequence_chunks
     sequences = f" of {parts} sequence chunks" if parts > 1 else ""
     ax.set_title(
-        f"{schedule.name}: {schedule.microbatches // parts} microbatches{sequences}, bubble {found.bubble:.1%} by {how}",
+        f"{schedule.name}: {schedule.microbatches // parts} microbatches{sequences}, bubble {found.bubble:.1%} by {timing}",
         loc="left",
         fontsize=10,
     )

@@ -9,7 +9,7 @@ from typing import Any, Never, get_args
 from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.orders import KINDS, Op
 from jaxpar.parallel.pipeline.schedules.plot import picture
-from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
+from jaxpar.parallel.pipeline.schedules.simulate import Timing, simulate
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
 from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing, Table, table_of
 from jaxpar.parallel.pipeline.schedules.text import chart, summary
@@ -36,13 +36,13 @@ class Schedule(ScheduleSpec):
         """The part of the time that a stage stands still; a tick lasts as long as all kinds of operations in it together."""
         return simulate(self).bubble
 
-    def simulate(self, costs: Mapping[str, float] | None = None, how: How = "ticks") -> float:
+    def simulate(self, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> float:
         """How long it lasts, in units of ``costs``; see :func:`jaxpar.parallel.pipeline.schedules.simulate.simulate`.
 
         Raises:
           ScheduleError: costs that cannot be.
         """
-        return simulate(self, costs, how).time
+        return simulate(self, costs, timing).time
 
     def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
         """The numbers that an executor reads."""
@@ -103,15 +103,15 @@ class Schedule(ScheduleSpec):
         """Every tick as text, a line for each stage, in blocks of at most ``width`` characters."""
         return chart(self, width)
 
-    def draw(self, path: Any = None, *, costs: Mapping[str, float] | None = None, how: How = "ticks") -> Any:
+    def draw(self, path: Any = None, *, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Any:
         """A picture of who does what when, time to scale: a matplotlib figure, which shows itself in a notebook.
 
         Args:
           path: where to save it, if anywhere; the ending says the format.
-          costs, how: as for :meth:`simulate`.
+          costs, timing: as for :meth:`simulate`.
 
         Raises:
           MissingExtraError: matplotlib is not installed.
           ScheduleError: costs that cannot be.
         """
-        return picture(self, path, costs, how)
+        return picture(self, path, costs, timing)

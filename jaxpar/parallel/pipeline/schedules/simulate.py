@@ -11,7 +11,7 @@ from jaxpar.parallel.pipeline.schedules.orders import KINDS, Op
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
 from jaxpar.parallel.pipeline.schedules.ticks import needs
 
-How = Literal["ticks", "neighbours", "stages"]
+Timing = Literal["ticks", "neighbours", "stages"]
 
 
 class Span(NamedTuple):
@@ -70,25 +70,25 @@ def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[
     return {kind: given[kind] / parts for kind in here}
 
 
-def simulate(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None, how: How = "ticks") -> Simulated:
+def simulate(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Simulated:
     """The time of a schedule.
 
     Args:
       costs: of F, B and W, of all the layers of a stage; see :func:`costs_of`.
-      how: ``ticks``: all stages go on together, and a tick lasts as long as the kinds of operations in it, which is what one program for all
+      timing: ``ticks``: all stages go on together, and a tick lasts as long as the kinds of operations in it, which is what one program for all
         stages does. ``neighbours``: each stage does its own operations alone, and waits after every tick for the stages that it exchanges
         with. ``stages``: each stage goes on as soon as what it waits for is there, which no program can do better.
 
     Raises:
-      ScheduleError: costs that cannot be, or another ``how``.
+      ScheduleError: costs that cannot be, or another ``timing``.
     """
-    if how not in get_args(How):
+    if timing not in get_args(Timing):
         raise ScheduleError(
-            f"schedule {schedule.name!r}: how is {how!r}, but one of {', '.join(get_args(How))} is wanted."
+            f"schedule {schedule.name!r}: timing is {timing!r}, but one of {', '.join(get_args(Timing))} is wanted."
         )
     cost = costs_of(schedule, costs)
     work = max(sum(cost[op.kind] for op in order) for order in schedule.orders)
-    spans = {"ticks": _by_ticks, "neighbours": _by_neighbours, "stages": _by_stages}[how](schedule, cost)
+    spans = {"ticks": _by_ticks, "neighbours": _by_neighbours, "stages": _by_stages}[timing](schedule, cost)
     time = max(stage[-1].end for stage in spans)
     return Simulated(time, work, tuple(map(tuple, spans)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
+from jaxpar.parallel.pipeline.schedules.simulate import Timing, simulate
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
 from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing, table_of
 
@@ -23,7 +23,14 @@ def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) ->
         found = ", ".join(
             f"{name} {size}" for name, size in table_of(schedule, activation_checkpointing).sizes.items() if size
         )
-        lines += [("buffers", found if schedule.forward_only else f"{found} with activation checkpointing {activation_checkpointing!r}")]
+        lines += [
+            (
+                "buffers",
+                found
+                if schedule.forward_only
+                else f"{found} with activation checkpointing {activation_checkpointing!r}",
+            )
+        ]
     return "\n".join([_title(schedule), *(f"{label:<8}{text}" for label, text in lines)])
 
 
@@ -35,8 +42,8 @@ def _title(schedule: ScheduleSpec) -> str:
 
 
 def _bubbles(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> str:
-    found = [(how, simulate(schedule, costs, how)) for how in get_args(How)]
-    each = ", ".join(f"{one.bubble:.1%} of {one.time:g} by {how}" for how, one in found)
+    found = [(timing, simulate(schedule, costs, timing)) for timing in get_args(Timing)]
+    each = ", ".join(f"{one.bubble:.1%} of {one.time:g} by {timing}" for timing, one in found)
     return f"{each} ({found[-1][1].idle:g} between a stage's first and last operation)"
 
 
@@ -76,10 +83,10 @@ def comparison(schedules: Sequence[ScheduleSpec], costs: Mapping[str, float] | N
     Behind them the slots of each buffer: ``act`` if inputs are kept, the others if residuals are.
     """
     rows = [["", "ticks"]]
-    rows[0] += [title for how in get_args(How) for title in (f"by {how}", "bubble")]
+    rows[0] += [title for timing in get_args(Timing) for title in (f"by {timing}", "bubble")]
     rows[0] += ["stash", "until W", "act", "cot", "res", "own"]
     for one in schedules:
-        found = [simulate(one, costs, how) for how in get_args(How)]
+        found = [simulate(one, costs, timing) for timing in get_args(Timing)]
         sizes = table_of(one, "none").sizes | {"act": table_of(one).sizes["act"]}
         parts = one.pieces.chunks * one.sequence_chunks
         row = [one.name, f"{len(one.ticks.rows)}"]

@@ -210,7 +210,7 @@ def test_a_run_says_how_many_layers_of_each_stage_recompute() -> None:
 def test_the_configuration_of_the_70b_uses_all_its_rules() -> None:
     """In two copies, halves of sequences, the residual stream is laid out by a pipeline alone; and no gradient is summed in 16 bits."""
     job, topology = make_job(load_run(CONFIG)), Topology.parse("v5p:4x4x4")
-    assert job.model.copies == 2 and job.step_options()["pipeline"].before == "each"
+    assert job.model.copies == 2 and job.step_options()["pipeline"].embedding == "per_microbatch"
     given = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.check(aim(job.layout(64), topology), job.make_model, job.tx, **given)
     assert report.problems == () and report.unused == () and not [note for note in report.notes if "16-bit" in note]

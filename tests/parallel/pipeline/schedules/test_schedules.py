@@ -59,7 +59,7 @@ def test_bubbles_by_ticks_are_the_formulas(stages: int, microbatches: int) -> No
         assert max(found.stash) == 2 * stages + chunks - 2
     uniform = jp.schedule("zb_uniform", *one)
     assert uniform.bubble == pytest.approx(2 * wait / (3 * microbatches + 2 * wait))
-    assert simulate(uniform, how="stages").bubble == pytest.approx(wait / (3 * microbatches + wait))
+    assert simulate(uniform, timing="stages").bubble == pytest.approx(wait / (3 * microbatches + wait))
     assert max(uniform.held) == 2 * stages - 1
 
 
@@ -72,14 +72,14 @@ def test_zero_bubbles_stand_still_as_long_as_their_papers_say(stages: int, micro
         if microbatches < 2 * stages - 1 and name != "zb_h1":
             continue  # the published order is for more
         one = jp.schedule(name, stages, microbatches)
-        found = simulate(one, how="stages")
+        found = simulate(one, timing="stages")
         assert found.idle == pytest.approx(wait)
         assert max(one.held) <= most[name]
         # The last stage (of a v: of its first half) begins so late; nothing can be faster.
         assert found.time == pytest.approx(3 * microbatches + (stages - 1) / one.pieces.chunks)
         # Each stage alone, and all in step with their neighbours, are as fast: an operation a tick.
-        assert one.simulate(how="neighbours") == pytest.approx(found.time)
-    textbook = simulate(jp.schedule("1f1b", stages, microbatches), how="stages")
+        assert one.simulate(timing="neighbours") == pytest.approx(found.time)
+    textbook = simulate(jp.schedule("1f1b", stages, microbatches), timing="stages")
     assert textbook.idle == pytest.approx(3 * (stages - 1))
 
 
@@ -88,7 +88,7 @@ def test_dualpipe_waits_no_longer_than_published(stages: int, microbatches: int)
     """(PP / 2 - 1) (F&B + B - 3 W) of PP pieces, B being a whole backward, and PP + 1 pieces kept; here a backward's inputs go on before its W."""
     one = jp.schedule("dualpipe_v", stages, microbatches)
     assert max(one.held) == 2 * stages + 1
-    assert simulate(one, how="stages").idle == pytest.approx((stages - 1) / 2)
+    assert simulate(one, timing="stages").idle == pytest.approx((stages - 1) / 2)
     for f, b, w in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.7), (1.0, 2.0, 1.0)):
         published = (stages - 1) * ((f + b + w) + (b + w) - 3 * w) / 2
         assert simulate(one, {"F": f, "B": b, "W": w}, "stages").idle <= published + 1e-9
@@ -122,7 +122,7 @@ def test_stash_does_not_grow_with_microbatches(microbatches: int) -> None:
     assert jp.schedule("1f1b", 4, microbatches).stash == (7, 5, 3, 1)
     textbook = jp.schedule("1f1b", 4, microbatches, fused=False)
     assert textbook.stash == (4, 3, 2, 1)
-    assert textbook.simulate(how="stages") == 3 * (microbatches + 3)
+    assert textbook.simulate(timing="stages") == 3 * (microbatches + 3)
     assert all(len(ops) <= 1 for row in textbook.ticks.rows for ops in row)
     assert max(jp.schedule("gpipe", 4, microbatches).stash) == microbatches
 
@@ -145,7 +145,7 @@ def test_costs() -> None:
         whole.simulate({"F": 0, "B": 0})
     assert str(error.value) == f"schedule '1f1b': the costs F=0, B=0 cannot be. {remedy}"
     with pytest.raises(ScheduleError) as error:
-        whole.simulate(how="tick")  # type: ignore[arg-type]
+        whole.simulate(timing="tick")  # type: ignore[arg-type]
     assert str(error.value) == "schedule '1f1b': how is 'tick', but one of ticks, neighbours, stages is wanted."
 
 
@@ -158,7 +158,7 @@ def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[
     orders, sizes = given
     one = jp.schedule(orders, **sizes)  # replays both tables
     assert one == jp.schedule([" ".join(map(str, order)) for order in orders], **sizes)
-    assert one.simulate(how="stages") <= one.simulate(how="neighbours") + 1e-9 <= one.simulate() + 2e-9
+    assert one.simulate(timing="stages") <= one.simulate(timing="neighbours") + 1e-9 <= one.simulate() + 2e-9
     for activation_checkpointing in get_args(ActivationCheckpointing):
         sizes = one.table(activation_checkpointing).sizes
         assert max(one.stash) <= (
@@ -396,12 +396,12 @@ def test_drawn(how: How, tmp_path: Path) -> None:
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ["--stages", "2", "--microbatches", "4"]
-    assert main(["plan", "schedule", "1f1b", *sizes, "--costs", "F=1,B=1", "--draw", str(tmp_path / "a.png")]) == 0
+    assert main(["schedule", "1f1b", *sizes, "--costs", "F=1,B=1", "--draw", str(tmp_path / "a.png")]) == 0
     printed = capsys.readouterr().out
     assert "bubble  20.0% of 10 by ticks" in printed
     assert "stage 0  F0  F1     F2 B0  F3 B1  B2     B3\n" in printed
     assert (tmp_path / "a.png").exists()
-    assert main(["plan", "schedule", "1f1b", "interleaved", "zb_v", *sizes, "--chunks", "3"]) == 0
+    assert main(["schedule", "1f1b", "interleaved", "zb_v", *sizes, "--virtual-stages", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines] == [
         ["ticks", "by", "ticks", "bubble"],
@@ -414,14 +414,14 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["gpipe", "1f1b", *sizes, "--draw", "a.png"], "a picture is of one schedule, not of gpipe, 1f1b. Remedy: one name."),
         (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is no cost. Remedy: as F=1,B=2."),
     ):  # fmt: skip
-        assert main(["plan", "schedule", *arguments]) == 1
+        assert main(["schedule", *arguments]) == 1
         assert capsys.readouterr().err == f"ScheduleError: {text}\n"
 
 
 def test_the_command_imports_no_jax() -> None:
     code = (
         "import sys, jaxpar.app.cli\n"
-        "jaxpar.app.cli.main('plan schedule 1f1b --stages 2 --microbatches 2'.split())\n"
+        "jaxpar.app.cli.main('schedule 1f1b --stages 2 --microbatches 2'.split())\n"
         "assert not {'jax', 'matplotlib'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
