@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxpar.analysis.checkup.footprint import Held
+from jaxpar.analysis.checkup.footprint import HeldTensor
 from jaxpar.analysis.compile.ahead_of_time import AheadOfTime
 
 FIXTURES = Path(__file__).parent / "analysis" / "hlo" / "fixtures"
@@ -40,7 +40,7 @@ def step(name: str, topology: str = "v5e:4x4", **fields: Any) -> AheadOfTime:
     )
 
 
-def held(path: str, shape: tuple[int, ...], spec: tuple[tuple[str, ...], ...], size: int, **fields: Any) -> Held:
+def held(path: str, shape: tuple[int, ...], spec: tuple[tuple[str, ...], ...], size: int, **fields: Any) -> HeldTensor:
     """An fp32 parameter, unless ``fields`` say otherwise; ``size`` is on one device."""
     plain = {"category": "parameters", "dims": ("embed", "mlp")[: len(shape)], "copies": 1}
-    return Held(path=path, shape=shape, spec=spec, bytes=size, **{**plain, **fields})
+    return HeldTensor(path=path, shape=shape, spec=spec, bytes=size, **{**plain, **fields})

@@ -47,9 +47,9 @@ class Train:
     ray: Annotated[bool, tyro.conf.arg(help="start the processes on a Ray cluster (extra ray)")] = False
 
     def run(self) -> int:
-        from jaxpar.app.train.launch import Asked, go
+        from jaxpar.app.train.launch import LaunchOptions, go
 
-        asked = Asked(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
+        asked = LaunchOptions(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
         return go(self.config, self.set, asked)
 
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import jax
 
-from jaxpar.checkpoint.manifest import ARRAYS, Tensor
+from jaxpar.checkpoint.manifest import ARRAYS, TensorRecord
 from jaxpar.checkpoint.snapshot import Leaf
 from jaxpar.errors import CheckpointError
 
@@ -59,7 +59,7 @@ def _names(path: str) -> list[str]:
     return [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") or "%" for part in path.split("/")]
 
 
-def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> Tensor:
+def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> TensorRecord:
     """A leaf's entry but for its checksums, with the pieces that orbax chose."""
     folder, chunk = f"{ARRAYS}/{'.'.join(_names(leaf.path))}", leaf.shape
     if leaf.value.size:
@@ -70,4 +70,4 @@ def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> Tensor:
                 f"{here / folder}: orbax wrote {leaf.path} in a form that this jaxpar does not know: {found}."
             )
     names = None if dims is None else tuple(dims)
-    return Tensor(str(leaf.dtype), leaf.dtype.itemsize, leaf.shape, chunk, folder, (), names, spec, leaf.key)
+    return TensorRecord(str(leaf.dtype), leaf.dtype.itemsize, leaf.shape, chunk, folder, (), names, spec, leaf.key)

@@ -29,7 +29,7 @@ _TENSOR = ("chunk", "dims", "dtype", "folder", "itemsize", "key", "shape", "spec
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorRecord:
     """A tensor in pieces: ``sums`` are CRC-32 of the values (row-major, little-endian) of each piece, in the order of :meth:`pieces`.
 
     Attributes:
@@ -83,7 +83,7 @@ class Tensor:
 class Manifest:
     """All that is known of a checkpoint. ``files`` has (bytes, CRC-32) of each file but the manifest, by name below the folder."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorRecord]
     files: Mapping[str, tuple[int, int]]
     step: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -229,7 +229,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _tensor_out(tensor: Tensor) -> dict[str, Any]:
+def _tensor_out(tensor: TensorRecord) -> dict[str, Any]:
     return {name: getattr(tensor, name) for name in _TENSOR}
 
 
@@ -242,14 +242,14 @@ def _file_in(name: str, pair: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> Tensor:
+def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> TensorRecord:
     at = f"tensor {path:.200}"
     if not isinstance(entry, dict) or tuple(sorted(entry)) != _TENSOR:
         raise ValueError(f"{at} is not described by {', '.join(_TENSOR)}")
     dims = entry["dims"]
     if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, str) for d in dims)):
         raise ValueError(f"{at}: dims is {dims!r:.40}, but a list of names is wanted")
-    tensor = Tensor(
+    tensor = TensorRecord(
         text(entry["dtype"], f"{at}: dtype"),
         count(entry["itemsize"], f"{at}: itemsize", 64),
         counts(entry["shape"], f"{at}: shape", _MOST_SIZE),

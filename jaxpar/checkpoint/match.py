@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpar.checkpoint.manifest import Tensor
+from jaxpar.checkpoint.manifest import TensorRecord
 from jaxpar.checkpoint.snapshot import Leaf
 from jaxpar.errors import CheckpointError, did_you_mean
 
@@ -19,14 +19,14 @@ _NUMBERED = re.compile(r"(?:(.*)_)?([0-9]{1,6})")
 class Source:
     """Where a tensor's values come from: one tensor of the checkpoint, one row of it, or a tensor for each of its own rows."""
 
-    tensors: tuple[tuple[str, Tensor], ...]
+    tensors: tuple[tuple[str, TensorRecord], ...]
     row: int | None = None
     stacked: bool = False
 
 
 def match(
     leaves: Sequence[Leaf],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, TensorRecord],
     where: str,
     *,
     only: Sequence[str] = (),
@@ -69,13 +69,13 @@ def match(
     return found
 
 
-def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str], where: str) -> dict[str, Tensor]:
+def _renamed(tensors: Mapping[str, TensorRecord], rename: Mapping[str, str], where: str) -> dict[str, TensorRecord]:
     """The tensors by the names that the state has for them; the longest old name that fits counts."""
     olds = sorted(rename, key=len, reverse=True)
     for old in olds:
         if not any(_below(path, old) for path in tensors):
             raise CheckpointError(f"rename: {where} has no tensor {old!r}.{did_you_mean(old, tensors)}")
-    named: dict[str, Tensor] = {}
+    named: dict[str, TensorRecord] = {}
     for path, tensor in tensors.items():
         fits = next((old for old in olds if _below(path, old)), None)
         name = path if fits is None else rename[fits] + path[len(fits) :]
@@ -108,7 +108,7 @@ def _rows(path: str) -> list[tuple[str, int]]:
     return found
 
 
-def _source(leaf: Leaf, named: Mapping[str, Tensor], stacks: Mapping[str, Mapping[int, str]]) -> Source | None:
+def _source(leaf: Leaf, named: Mapping[str, TensorRecord], stacks: Mapping[str, Mapping[int, str]]) -> Source | None:
     if leaf.path in named:
         return Source(((leaf.path, named[leaf.path]),))
     rows = stacks.get(leaf.path, {})

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.checkpoint.manifest import Tensor
+from jaxpar.checkpoint.manifest import TensorRecord
 from jaxpar.errors import CheckpointError
 
 _PATIENCE = 600.0  # seconds
 type Files = dict[str, tuple[int, int]]
 
 
-def gather(here: Path, tensors: dict[str, Tensor], files: Files) -> tuple[dict[str, Tensor], Files]:
+def gather(here: Path, tensors: dict[str, TensorRecord], files: Files) -> tuple[dict[str, TensorRecord], Files]:
     """Every piece's checksum and file, in the first process; the others leave theirs, and wait until the folder has its name.
 
     Raises:

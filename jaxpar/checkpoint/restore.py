@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxpar.checkpoint.manifest import Bounds, Manifest, Tensor, read
+from jaxpar.checkpoint.manifest import Bounds, Manifest, TensorRecord, read
 from jaxpar.checkpoint.match import Source, match
 from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
 from jaxpar.checkpoint.verify import check_values, load, wrong_step
@@ -109,7 +109,7 @@ def _fill(
 
 def _plan(
     source: Source, blocks: Mapping[Bounds, np.ndarray]
-) -> Iterator[tuple[str, Tensor, dict[Bounds, np.ndarray]]]:
+) -> Iterator[tuple[str, TensorRecord, dict[Bounds, np.ndarray]]]:
     """Each tensor of the checkpoint with the blocks to fill from it, whose bounds are in it."""
     for row, (path, tensor) in enumerate(source.tensors):
         if source.stacked:
@@ -125,7 +125,7 @@ def _piece(
     root: Path,
     manifest: Manifest,
     path: str,
-    tensor: Tensor,
+    tensor: TensorRecord,
     piece: tuple[str, Bounds, int],
     targets: list[tuple[Bounds, np.ndarray]],
 ) -> None:

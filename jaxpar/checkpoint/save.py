@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxpar.checkpoint import manifest
 from jaxpar.checkpoint.array_files import entry, write_arrays
-from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, Tensor
+from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, TensorRecord
 from jaxpar.checkpoint.metadata import keys_of, now, said_of, versions
 from jaxpar.checkpoint.multihost_merge import gather
 from jaxpar.checkpoint.snapshot import Leaf, copied, dims_of, leaves_of, on_disk, shards
@@ -177,7 +177,7 @@ def _finish(
 ) -> None:
     """All of a save that nothing waits for."""
     (waiting or write_arrays(here, leaves))()
-    tensors, files = dict[str, Tensor](), dict[str, tuple[int, int]]()
+    tensors, files = dict[str, TensorRecord](), dict[str, tuple[int, int]]()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         entries = [entry(here, leaf, dims.get(leaf.path), spec) for leaf, spec in zip(leaves, specs, strict=True)]
         for leaf, (tensor, some) in zip(
@@ -194,7 +194,9 @@ def _finish(
         _rename(here, target)
 
 
-def _sums(here: Path, tensor: Tensor, leaf: Leaf, verify: bool) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+def _sums(
+    here: Path, tensor: TensorRecord, leaf: Leaf, verify: bool
+) -> tuple[TensorRecord, dict[str, tuple[int, int]]]:
     """An entry with the checksums of its pieces, of the values in memory, and of their files, which are read back.
 
     Pieces that other processes vouch for have -1.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, Tensor, read
+from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorRecord, read
 from jaxpar.checkpoint.validate import inside, opened
 from jaxpar.errors import CheckpointError, DamagedError
 
@@ -179,7 +179,7 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
 
 
 def piece_problem(
-    root: Path, name: str, manifest: Manifest, path: str, tensor: Tensor, bounds: Bounds, total: int
+    root: Path, name: str, manifest: Manifest, path: str, tensor: TensorRecord, bounds: Bounds, total: int
 ) -> str | None:
     """What is wrong with a file that holds a piece of a tensor: in its bytes, or in the values that they are."""
     buffer = np.empty(tensor.piece_bytes, np.uint8)
@@ -220,7 +220,7 @@ def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview)
 
 
 def check_values(
-    file: Path, path: str, buffer: np.ndarray, tensor: Tensor, bounds: Bounds, total: int, of_file: int
+    file: Path, path: str, buffer: np.ndarray, tensor: TensorRecord, bounds: Bounds, total: int, of_file: int
 ) -> None:
     """Hold the values of a piece, whose file has the checksum ``of_file``, against the checksum that they had in memory.
 

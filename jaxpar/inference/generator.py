@@ -21,7 +21,7 @@ from jaxpar.analysis.layout.report import Report
 from jaxpar.errors import ConfigError, DivergedError, ModelError
 from jaxpar.inference import placement
 from jaxpar.inference.cached_model import CACHE_SEQ, DecoderFns
-from jaxpar.inference.pipeline import Circle, last_of, stages_of
+from jaxpar.inference.pipeline import PipelinedDecoder, last_of, stages_of
 from jaxpar.inference.request import Request, check_requests, check_top_k
 from jaxpar.inference.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
 from jaxpar.parallel.precision.int8 import is_int8
@@ -138,7 +138,7 @@ class Generator:
         self._state = state
         self._long = _with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
-        self.circle = Circle.of(cached, stages_of(layout, cached), batch)
+        self.circle = PipelinedDecoder.of(cached, stages_of(layout, cached), batch)
         self.prepared, weights = placement.prepared(layout, state, cached.prepare)
         cache, kept = placement.laid_cache(self._short, self._cache())
         self._tensors = [*weights, *kept]
@@ -311,7 +311,7 @@ class Generator:
             x, cache = self.cached.step(model, state.tokens, state.at, state.cache)
             return self._drawn(replace(state, cache=self._laid(cache)), self.cached.logits(model, x))
 
-    def _around(self, circle: Circle, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
+    def _around(self, circle: PipelinedDecoder, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
         """As many ticks as there are stages; in each, one group's next tokens."""
         names = ("tokens", "at", "left")
 
@@ -372,7 +372,7 @@ class Generator:
         moving = None if self.circle is None else self._moving(self.circle)
         return Decoding(cache, number, number, number, keys, moving)
 
-    def _moving(self, circle: Circle) -> Any:
+    def _moving(self, circle: PipelinedDecoder) -> Any:
         """As a prefill gives it."""
         with _under(self.layout, self._short):
             merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)

@@ -21,8 +21,8 @@ from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.model import tag
 
-type Part = jax.Array | Int8
-type Keys = dict[str, Part]
+type CachePart = jax.Array | Int8
+type CachedKeys = dict[str, CachePart]
 """``keys`` and ``values``."""
 Q_DIMS = ("batch", None, "heads", "head_dim")
 NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
@@ -37,7 +37,7 @@ def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dty
     return {"keys": made, "values": made}
 
 
-def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> Part:
+def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
     """Keys or values of whole prompts as one layer of a cache of ``dtype`` (theirs, if not given): [batch, kv_heads, slots, head_dim]."""
     x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
     missing = slots - x_BKSD.shape[2]
@@ -49,11 +49,11 @@ def cached_attention(
     q_B1HD: jax.Array,
     k_B1KD: jax.Array,
     v_B1KD: jax.Array,
-    cache: Keys,
+    cache: CachedKeys,
     layer: Any,
     at_B: jax.Array,
     group: tuple[Any, int] = (0, 1),
-) -> tuple[jax.Array, Keys]:
+) -> tuple[jax.Array, CachedKeys]:
     """Write a token's keys and values into a layer of the cache, and attend from it to all up to its own position.
 
     No device sees another's slots: where they are split, each attends to its own, and results are merged by the sums of their weights
@@ -102,7 +102,9 @@ def cached_attention(
 
     groups = group[1]
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: Keys, at_B: jax.Array, layer: Any, number: Any) -> Any:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: CachedKeys, at_B: jax.Array, layer: Any, number: Any
+    ) -> Any:
         first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
         new = (("keys", k), ("values", v))
         number = number if groups > 1 else 0  # known, the rows written are all rows to the compiler
@@ -115,9 +117,9 @@ def cached_attention(
     given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
     # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
     if not free:
-        found: tuple[jax.Array, Keys] = local(*given)
+        found: tuple[jax.Array, CachedKeys] = local(*given)
         return found
-    out: tuple[jax.Array, Keys] = jax.shard_map(
+    out: tuple[jax.Array, CachedKeys] = jax.shard_map(
         local,
         in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, PartitionSpec(), PartitionSpec()),
         out_specs=(q_spec, cache_specs),
@@ -138,14 +140,16 @@ def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array
     return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
 
 
-def _as_kept(x: jax.Array, dtype: Any) -> Part:
+def _as_kept(x: jax.Array, dtype: Any) -> CachePart:
     """Keys or values as a cache of ``dtype`` keeps them."""
     if dtype is not None and jnp.dtype(dtype) == jnp.int8:
         return Int8.of(x, [-1])
     return x if dtype is None else x.astype(dtype)
 
 
-def _written(cache_LBKTD: Part, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array, group: tuple[Any, int]) -> Part:
+def _written(
+    cache_LBKTD: CachePart, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array, group: tuple[Any, int]
+) -> CachePart:
     """A layer with one slot of each row written; a slot that is not here is another device's."""
     slots = cache_LBKTD.shape[3]
     # A negative index would count from the end.
@@ -155,7 +159,7 @@ def _written(cache_LBKTD: Part, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array
     return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
 
 
-def _attended(q_B1HD: jax.Array, keys: Part, values: Part, last_B: jax.Array, ring: Axes) -> jax.Array:
+def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax.Array, ring: Axes) -> jax.Array:
     """Attention to the slots here [batch, kv_heads, slots, head_dim] up to ``last_B``, merged over ``ring``."""
     wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
     q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
@@ -180,7 +184,7 @@ def _attended(q_B1HD: jax.Array, keys: Part, values: Part, last_B: jax.Array, ri
     return (o / jnp.where(total == 0, 1, total)).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
 
 
-def _apart(x: Part, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+def _apart(x: CachePart, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """What is multiplied, in ``dtype``, and what each slot's product is scaled by: [batch, kv_heads, 1, slots]."""
     return (x.values.astype(dtype), x.scales[:, :, None]) if isinstance(x, Int8) else (x.astype(dtype), None)
 

@@ -39,7 +39,7 @@ def stages_of(layout: Layout, cached: DecoderFns) -> int:
 
 
 @dataclass(frozen=True)
-class Circle:
+class PipelinedDecoder:
     """Groups of requests that go around a pipeline's stages.
 
     Attributes:
@@ -52,7 +52,7 @@ class Circle:
     rows: int
 
     @classmethod
-    def of(cls, cached: DecoderFns, stages: int, batch: int) -> Circle | None:
+    def of(cls, cached: DecoderFns, stages: int, batch: int) -> PipelinedDecoder | None:
         """``None`` where there is one stage.
 
         Raises:

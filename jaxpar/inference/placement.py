@@ -16,22 +16,22 @@ from jaxpar.parallel.precision.int8 import is_int8
 from jaxpar.sharding.layout import Layout, to_spec
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import Tagged, show, to_path
-from jaxpar.training.state import Tensor, TrainState, place
+from jaxpar.training.state import PlacedLeaf, TrainState, place
 
 
-def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
+def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[PlacedLeaf]]:
     """Parameters after ``prepare`` as shapes with shardings, and as what ``explain`` lists.
 
     What is still an array lies as before; of an :class:`jaxpar.Int8` the integers do, and the scales by the dims that are left.
     """
     dims = dict(state.metadata.dims)
     before = {tensor.path: tensor for tensor in place(layout, state) if tensor.role == "params"}
-    found: list[Tensor] = []
+    found: list[PlacedLeaf] = []
 
     def laid(path: str, x: Any, names: Names | None) -> Any:
         known = (None,) * x.ndim if names is None else names
         resolved = layout.resolve(known, x.shape, role="params", dtype=x.dtype, path=path)
-        found.append(Tensor("params", path, x.shape, x.dtype, names, resolved))
+        found.append(PlacedLeaf("params", path, x.shape, x.dtype, names, resolved))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
 
     def one(keys: Any, x: Any, old: Any) -> Any:
@@ -50,33 +50,33 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
     return params, _fitting(found)
 
 
-def laid_cache(layout: Layout, cache: Any) -> tuple[Any, list[Tensor]]:
+def laid_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
     """A cache, as a model says it, as shapes with shardings, and as what ``explain`` lists.
 
     Raises:
       LayoutError: with all that the mesh does not divide.
     """
-    found: list[Tensor] = []
+    found: list[PlacedLeaf] = []
 
     def one(keys: Any, tagged: Tagged) -> jax.ShapeDtypeStruct:
         shape, dtype = tagged.value.shape, tagged.value.dtype
         path = show(("cache", *to_path(keys)))
         resolved = layout.resolve(tagged.dims, shape, dtype=dtype, path=path)
-        found.append(Tensor("cache", path, shape, dtype, tagged.dims, resolved))
+        found.append(PlacedLeaf("cache", path, shape, dtype, tagged.dims, resolved))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
 
     shapes = jax.tree_util.tree_map_with_path(one, cache, is_leaf=lambda x: isinstance(x, Tagged))
     return shapes, _fitting(found)
 
 
-def report(layout: Layout, tensors: list[Tensor]) -> Report:
+def report(layout: Layout, tensors: list[PlacedLeaf]) -> Report:
     """What :meth:`jaxpar.Generator.explain` gives."""
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     rows = tuple(_row(layout, tensor, tensor.role) for tensor in tensors)
     return Report(sizes, layout.mesh.size, rows, (), False, ())
 
 
-def _fitting(tensors: list[Tensor]) -> list[Tensor]:
+def _fitting(tensors: list[PlacedLeaf]) -> list[PlacedLeaf]:
     problems = [text for tensor in tensors for text in tensor.problems]
     if problems:
         raise LayoutError(list(dict.fromkeys(problems)))

@@ -37,7 +37,7 @@ class ViTConfig:
     dtype: str = "float32"
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Pre-norm transformer layer, in the (carry, _) form that ``nn.scan`` wants."""
 
     config: ViTConfig
@@ -75,7 +75,7 @@ class ViT(nn.Module):
         x_BSE = _dense(c.embed, dtype, None, "embed")(patches)
         x_BSE = x_BSE + self.param("positions", axes(_NORMAL)(None, "embed"), (side * side, c.embed))
         blocks = nn.scan(
-            Block,
+            EncoderBlock,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=c.layers,

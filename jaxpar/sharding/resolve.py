@@ -12,7 +12,7 @@ from jaxpar.sharding.rules import Axes, FirstOf, Over, Rule, Rules, Sizes, optio
 
 
 @dataclass(frozen=True)
-class Dim:
+class ResolvedDim:
     """How one dim of a tensor is laid out: its axes (major to minor), the rule that said so, and why not more."""
 
     name: str | None
@@ -24,9 +24,9 @@ class Dim:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A resolved tensor: one ``Dim`` each, what is wrong, and which (role, dim) rules were used."""
+    """A resolved tensor: one ``ResolvedDim`` each, what is wrong, and which (role, dim) rules were used."""
 
-    dims: tuple[Dim, ...]
+    dims: tuple[ResolvedDim, ...]
     problems: tuple[str, ...] = ()
     used: frozenset[tuple[str, str]] = frozenset()
     note: str = ""
@@ -61,11 +61,11 @@ def resolve(
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
     if len(sizes) != len(names):
         text = messages.wrong_rank(len(sizes), len(names), stackable=role != "activations")
-        dims = [Dim(None, size, why="the names do not match the dims") for size in sizes]
+        dims = [ResolvedDim(None, size, why="the names do not match the dims") for size in sizes]
         return Resolved(tuple(dims), (f"{where}: {text}",))
     table, spread = rules.for_role(role)
     live = {axis: size for axis, size in axis_sizes.items() if size > 1}
-    dims = [Dim(None, size, why="the dim has no name") for size in sizes]
+    dims = [ResolvedDim(None, size, why="the dim has no name") for size in sizes]
     problems: list[str] = []
     claimed: dict[str, str] = {}
     named = [(i, name) for i, name in enumerate(names) if name is not None]
@@ -74,14 +74,14 @@ def resolve(
     for i, name in sorted(named, key=lambda item: item[1] in choosing):
         if name not in table:
             problems.append(f"{where}: {messages.unknown_dim(name, table)}")
-            dims[i] = Dim(name, sizes[i], why="no rule")
+            dims[i] = ResolvedDim(name, sizes[i], why="no rule")
             continue
         source, rule = table[name]
         shown = f"{messages.entry(source, name)} = {messages.written(rule)}"
         axes, why, remedy = _place(name, sizes[i], rule, live, claimed, name in rules.indivisible)
         if remedy:
             problems.append(f"{where}: {why} (rule {shown}). Remedy: {remedy}.")
-        dims[i] = Dim(name, sizes[i], axes, shown, why)
+        dims[i] = ResolvedDim(name, sizes[i], axes, shown, why)
         claimed |= dict.fromkeys(axes, name)
     used = {(table[name][0], name) for _, name in named if name in table}
     note = ""
@@ -117,7 +117,7 @@ def _place(
     return (), why, messages.remedy(name, rivals, chooses=isinstance(rule, FirstOf))
 
 
-def _spread(dims: list[Dim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
+def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
     """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not.
 
     The last dim stands back where another one is left 8 or more to a device: a TPU keeps tiles of 8 rows by 128 columns.
@@ -137,7 +137,7 @@ def _spread(dims: list[Dim], spread: Over, live: Sizes, claimed: Mapping[str, st
         best = max(fits, key=lambda i: (not dims[i].axes, i in rows, shard[i], -i))
         old = dims[best]
         rule = f"{old.rule} + {spread}" if old.axes else str(spread)
-        dims[best] = Dim(old.name, old.size, (*old.axes, *axes), rule)
+        dims[best] = ResolvedDim(old.name, old.size, (*old.axes, *axes), rule)
         return ""
     return f"{spread} does not apply: {note}"
 

@@ -23,12 +23,12 @@ from jaxpar.errors import ConfigError, DiskError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.disk_io import Staging
 from jaxpar.parallel.offload.disk_store import Entry, Store
-from jaxpar.parallel.precision.policy import Asked
+from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.training.gradients import place_gradients
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, WeightGather
-from jaxpar.training.offload.disk_state import Group, Moment, disk_of, groups_of, is_stored, offered, zeros
+from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, how_of, measure, place_state
 
@@ -44,7 +44,7 @@ def gradient_step(
     grad_accum_steps: int = 1,
     weight_gather: WeightGather = "per_use",
     grad_reduction: GradReduction | None = None,
-    precision: Asked = None,
+    precision: PrecisionLike = None,
     fusion: CollectiveFusion | None = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
@@ -264,7 +264,7 @@ class DiskOffloadedStep:
         for n, (m, x) in enumerate(zip(self._groups[g].stored, made, strict=True)):
             self._store.write(self._first[g] + n, row, self._bytes(m, x))
 
-    def _array(self, m: Moment, buffer: np.ndarray) -> jax.Array:
+    def _array(self, m: MomentLeaf, buffer: np.ndarray) -> jax.Array:
         shards = [
             jax.device_put(_view(buffer, at, shape, m.dtype), device)
             for _, devices, at, shape in self._parts[m.number][1]
@@ -272,7 +272,7 @@ class DiskOffloadedStep:
         ]
         return jax.make_array_from_single_device_arrays(m.shape, m.sharding, shards)
 
-    def _bytes(self, m: Moment, x: jax.Array) -> np.ndarray:
+    def _bytes(self, m: MomentLeaf, x: jax.Array) -> np.ndarray:
         size, shards = self._parts[m.number]
         buffer, found = np.zeros(size, np.uint8), {shard.device: shard.data for shard in x.addressable_shards}
         for _, devices, at, shape in shards:
@@ -309,7 +309,7 @@ class DiskOffloadedStep:
     def _rest(self, weights: list[Any], gradients: list[Any], states: list[Any]) -> list[tuple[list[Any], list[int]]]:
         return [(weights, self._alone), (gradients, self._alone), (states, self._staying)]
 
-    def _update_of(self, state: TrainState, group: Group) -> Any:
+    def _update_of(self, state: TrainState, group: LeafGroup) -> Any:
         """The program of a group's row: weights and what stays in memory are written in place."""
         calling = self._calling(state)
         numbers = [m.number for m in (*group.stored, *group.kept)]
@@ -354,7 +354,7 @@ class DiskOffloadedStep:
         homes = ([self._homes[i] for i in alone], places)
         return jax.jit(run, donate_argnums=(0, 2) if self._donate else (), out_shardings=homes)
 
-    def _init_of(self, state: TrainState, group: Group) -> Any:
+    def _init_of(self, state: TrainState, group: LeafGroup) -> Any:
         """The program that makes the moments of a row."""
         shapes, structure = jax.tree.flatten(jax.eval_shape(lambda p: p, state.params))
 
@@ -392,7 +392,7 @@ def _opt(layout: Layout, state: TrainState) -> list[Any]:
 type Shard = tuple[tuple[tuple[int, int], ...], list[Any], int, tuple[int, ...]]
 
 
-def _parts(m: Moment) -> tuple[int, list[Shard]]:
+def _parts(m: MomentLeaf) -> tuple[int, list[Shard]]:
     """Bytes of a row, and its different shards: bounds in it, the devices that hold it, where it begins in the bytes, its shape."""
     found: dict[Any, list[Any]] = {}
     for device, index in m.sharding.addressable_devices_indices_map(m.shape).items():
@@ -406,7 +406,7 @@ def _parts(m: Moment) -> tuple[int, list[Shard]]:
     return at, parts
 
 
-def _entry(m: Moment, rows: int, parts: tuple[int, Any]) -> Entry:
+def _entry(m: MomentLeaf, rows: int, parts: tuple[int, Any]) -> Entry:
     spec = ", ".join("+".join(axes) or "·" for axes in m.tensor.resolved.axes)
     shards = [list(bounds) for bounds, *_ in parts[1]]
     about = {"dtype": str(m.dtype), "shape": list(m.tensor.shape), "spec": f"over ({spec})", "shards": shards}
@@ -417,11 +417,11 @@ def _view(buffer: np.ndarray, at: int, shape: tuple[int, ...], dtype: Any) -> np
     return buffer[at : at + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _row(x: Any, row: Any, group: Group) -> Any:
+def _row(x: Any, row: Any, group: LeafGroup) -> Any:
     return jax.lax.dynamic_slice_in_dim(x, row, 1, 0) if group.rows > 1 else x
 
 
-def _put_row(x: Any, new: Any, row: Any, group: Group) -> Any:
+def _put_row(x: Any, new: Any, row: Any, group: LeafGroup) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(x, new, row, 0) if group.rows > 1 else new
 
 

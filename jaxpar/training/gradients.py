@@ -29,8 +29,8 @@ from jaxpar.sharding.resolve import Resolved
 from jaxpar.training.loss import key_of, loss_of
 from jaxpar.training.manual_gradients import once, spec_of
 from jaxpar.training.microbatches import (
-    Found,
-    How,
+    GradientResult,
+    StepConfig,
     each_parameter,
     means_of,
     pieces_of,
@@ -47,7 +47,9 @@ from jaxpar.training.state import TrainState
 
 
 @numbering
-def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+def gradients(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+) -> GradientResult:
     """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
     with asking(how.precision):
         if how.pipeline is not None:
@@ -73,7 +75,9 @@ def gradients(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, ba
         return _by_compiler(layout, loss_fn, state, batch, how)
 
 
-def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+def _by_compiler(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+) -> GradientResult:
     """Gradients reduced where they arise."""
     weights, compute, scale = state.params, how.precision.computing, scale_of(state, how.precision)
     if how.weight_gather == "per_step":
@@ -100,7 +104,7 @@ def _by_compiler(layout: Layout, loss_fn: Callable[..., Any], state: TrainState,
         place = lambda grads: place_gradients(layout, state, grads)
         sums, weight, rest = sums_of(run, weights, state.variables, pieces, how.grad_accum_steps, place)
         loss, metrics, grads = means_of(sums, weight)
-    return Found(loss, metrics, rest, unscaled(state, grads, scale))
+    return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
 
 
 def rows_apart(layout: Layout, batch: Any) -> Any:
@@ -138,7 +142,7 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
     return placed
 
 
-def _hosted(state: TrainState, how: How) -> bool:
+def _hosted(state: TrainState, how: StepConfig) -> bool:
     """Whether parameters wait in the host's memory, which is for the compiler's own way only."""
     if not any(map(on_host, jax.tree.leaves(state.params))):
         return False
@@ -154,7 +158,7 @@ def _hosted(state: TrainState, how: How) -> bool:
     return True
 
 
-def _check_dtypes(how: How) -> None:
+def _check_dtypes(how: StepConfig) -> None:
     """The compiler gathers what is computed with, and reduces what was computed: neither a wider weight nor a narrower gradient."""
     precision, by_compiler = how.precision, {"reduce"} if how.weight_gather == "per_step" else {"reduce", "gather"}
     computed = precision.compute or "float32"
@@ -174,7 +178,7 @@ def _check_dtypes(how: How) -> None:
             )
 
 
-def _check_fusion(how: How) -> None:
+def _check_fusion(how: StepConfig) -> None:
     for name, value in vars(how.fusion).items():
         if isinstance(value, tuple):
             what = "gathers weights" if name == "gather" else "reduces gradients"
@@ -185,7 +189,7 @@ def _check_fusion(how: How) -> None:
 
 
 def _check_handed(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, crossing: Sequence[str]
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig, crossing: Sequence[str]
 ) -> None:
     """A dtype to cross in is for what a model hands to ``sharded_dot``; for one that hands it nothing, the key would be an empty word."""
     precision = how.precision

@@ -20,8 +20,8 @@ from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.loss import loss_of
 from jaxpar.training.microbatches import (
-    Found,
-    How,
+    GradientResult,
+    StepConfig,
     each_parameter,
     means_of,
     pieces_of,
@@ -36,7 +36,7 @@ from jaxpar.training.model import show, to_path
 from jaxpar.training.state import TrainState
 
 
-def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How) -> Found:
+def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig) -> GradientResult:
     """Each device's own sums, then one reduction; none where the optimizer sees to it (``how.own``)."""
     axes, precision, scale, fusion = batch_axes(layout), how.precision, scale_of(state, how.precision), how.fusion
     ways = math.prod(layout.sizes[axis] for axis in axes)
@@ -80,7 +80,7 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
     loss, metrics, grads = means_of(sums, weight)
     if how.own:  # so that their mean, and no longer their sum, is the gradient
         grads = jax.tree.map(lambda g: g * ways, grads)
-    return Found(loss, metrics, rest, unscaled(state, grads, scale))
+    return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
 
 
 def _cross(

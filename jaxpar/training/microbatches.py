@@ -26,7 +26,7 @@ GradReduction = Literal["per_step", "per_microbatch"]
 
 
 @dataclass(frozen=True)
-class How:
+class StepConfig:
     """The ways of :func:`jaxpar.train_step` to gradients; its arguments of the same names.
 
     ``own``: the optimizer reduces gradients itself. They are then the devices' own, along a leading dim that the batch's axes split.
@@ -42,7 +42,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Found:
+class GradientResult:
     """What one batch gave."""
 
     loss: jax.Array

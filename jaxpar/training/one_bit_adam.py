@@ -21,14 +21,14 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError, RulesError
 from jaxpar.parallel.collectives import one_bit
 from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
 from jaxpar.sharding.layout import Layout, current_layout
-from jaxpar.sharding.resolve import Dim, Resolved
+from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.sharding.rules import Axes, over
 from jaxpar.training.model import Names, Path, show, to_path
 
 NAME = "one_bit_adam"
 _ROLES = ("params", "gradients", "optimizer")
 
-type Dims = Mapping[Path, Names]
+type LeafDims = Mapping[Path, Names]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _init(settings: Settings, params: Any, dims: Dims | None = None) -> State:
+def _init(settings: Settings, params: Any, dims: LeafDims | None = None) -> State:
     if dims is None:
         _alone()
     layout = current_layout()
@@ -184,15 +184,17 @@ def _ways(layout: Layout, axes: Sequence[str]) -> int:
     return math.prod(layout.sizes[axis] for axis in axes)
 
 
-def _split(layout: Layout, dims: Dims, path: Path, shape: tuple[int, ...]) -> Resolved:
+def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> Resolved:
     """A parameter's place, but for the batch's axes (which :func:`place` has a problem for)."""
     names = dims.get(("params", *path), (None,) * len(shape))
     found, batch = layout.resolve(names, shape, role="params"), batch_axes(layout)
-    kept = tuple(Dim(d.name, d.size, tuple(a for a in d.axes if a not in batch), d.rule, d.why) for d in found.dims)
+    kept = tuple(
+        ResolvedDim(d.name, d.size, tuple(a for a in d.axes if a not in batch), d.rule, d.why) for d in found.dims
+    )
     return Resolved(kept, found.problems, found.used)
 
 
-def _shapes(layout: Layout, dims: Dims, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def _shapes(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     ways = _ways(layout, batch_axes(layout))
     pieces = _ways(layout, _axes_of(_split(layout, dims, path, shape)))
     return {
@@ -206,7 +208,7 @@ def _axes_of(resolved: Resolved) -> Axes:
 
 
 def place(
-    layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: Dims
+    layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: LeafDims
 ) -> tuple[Names, Resolved] | None:
     """Names and place of an array of errors; ``None`` for what lies as any optimizer's.
 
@@ -222,15 +224,15 @@ def place(
     axes, batch = batch_axes(layout), layout.resolve(("batch",))
     own = _split(layout, dims, owner, params[owner])
     whose = {"worker": "what its own signs left out", "server": "what the signs of the average left out, of its part"}
-    first = Dim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {whose[kind]}")
+    first = ResolvedDim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {whose[kind]}")
     if kind == "worker":
         return ("batch", *(dim.name for dim in own.dims)), Resolved((first, *own.dims), (), own.used | batch.used)
-    pieces = Dim(None, shape[1], _axes_of(own), "", "as many as the parameter is split into")
-    part = Dim(None, shape[2], (), "", "the numbers that one device averages, in whole bytes of signs")
+    pieces = ResolvedDim(None, shape[1], _axes_of(own), "", "as many as the parameter is split into")
+    part = ResolvedDim(None, shape[2], (), "", "the numbers that one device averages, in whole bytes of signs")
     return ("batch", None, None), Resolved((first, pieces, part), (), batch.used)
 
 
-def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: Dims) -> tuple[str, ...]:
+def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) -> tuple[str, ...]:
     """What is wrong with a parameter's place: a device that keeps its own gradient holds all of it."""
     names = dims.get(("params", *path), (None,) * len(shape))
     for role in _ROLES:
@@ -245,7 +247,9 @@ def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: Dims) -> t
     return ()
 
 
-def update(layout: Layout, settings: Settings, dims: Dims, grads: Any, state: State, params: Any) -> tuple[Any, State]:
+def update(
+    layout: Layout, settings: Settings, dims: LeafDims, grads: Any, state: State, params: Any
+) -> tuple[Any, State]:
     """Updates of the parameters, and the new state.
 
     Args:
@@ -295,7 +299,7 @@ def _correction(decay: float, count: jax.Array) -> jax.Array:
     return 1 - jnp.asarray(decay, jnp.float32) ** count
 
 
-def _check_devices(layout: Layout, dims: Dims, state: State, sent: Sequence[tuple[Path, tuple[int, ...]]]) -> None:
+def _check_devices(layout: Layout, dims: LeafDims, state: State, sent: Sequence[tuple[Path, tuple[int, ...]]]) -> None:
     for name in ("worker", "server"):
         for (path, shape), x in zip(sent, jax.tree.leaves(getattr(state, name)), strict=True):
             wanted = _shapes(layout, dims, path, shape)[name]
@@ -347,7 +351,7 @@ def _moments(
         # Flattened before it is compared, and what comes back compared as it is: the TPU's compiler takes minutes to flatten booleans.
         live = [jax.lax.optimization_barrier(v.ravel()) > 0 for v in nu]
         parts = [
-            one_bit.Part(momentum(m, g).ravel(), alive, w.ravel(), s.ravel())
+            one_bit.SignPart(momentum(m, g).ravel(), alive, w.ravel(), s.ravel())
             for m, g, alive, w, s in zip(mu, grads, live, worker, server, strict=True)
         ]
         found = one_bit.average(parts, axes, index, settings.block)

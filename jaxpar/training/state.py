@@ -21,12 +21,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.offload.placement import KIND, hosted, hosted_layers, no_layers
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.precision.policy import Asked, Precision
+from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding import messages
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS
-from jaxpar.sharding.resolve import Dim, Resolved
+from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.training import one_bit_adam
 from jaxpar.training.model import Kind, MakeModel, Names, Path, show, to_path
 from jaxpar.training.model.build import build
@@ -77,7 +77,7 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class PlacedLeaf:
     """One leaf with its place, in the device's or the host's memory: what ``explain`` prints a row of."""
 
     role: str
@@ -100,7 +100,7 @@ def init(
     tx: optax.GradientTransformation,
     *,
     seed: int = 0,
-    precision: Asked = None,
+    precision: PrecisionLike = None,
 ) -> TrainState:
     """Build model and optimizer state in place: one jit with ``out_shardings``, so no array is ever whole on one device.
 
@@ -130,7 +130,7 @@ def init(
 
 
 def init_program(
-    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> jax.stages.Wrapped:
     """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
     abstract, causes = _abstract(layout, make_model, tx, precision)
@@ -153,7 +153,7 @@ def init_program(
 
 
 def abstract_state(
-    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> TrainState:
     """The state that :func:`init` would build, as ``ShapeDtypeStruct`` leaves with shardings. Needs no devices.
 
@@ -165,7 +165,7 @@ def abstract_state(
 
 
 def _abstract(
-    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike
 ) -> tuple[TrainState, dict[str, Causes]]:
     """:func:`abstract_state`, and the order-dependent primitives of each parameter that has any."""
     shapes, causes = shape_state_and_causes(layout, make_model, tx, precision)
@@ -187,20 +187,20 @@ def _abstract(
     return jax.tree.unflatten(treedef, placed), causes
 
 
-def _sharding(layout: Layout, tensor: Tensor) -> NamedSharding:
+def _sharding(layout: Layout, tensor: PlacedLeaf) -> NamedSharding:
     sharding = NamedSharding(layout.mesh, to_spec(tensor.resolved))
     return sharding.with_memory_kind(KIND) if tensor.host else sharding
 
 
 def shape_state(
-    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> TrainState:
     """The state as ``ShapeDtypeStruct`` leaves without shardings."""
     return shape_state_and_causes(layout, make_model, tx, precision)[0]
 
 
 def shape_state_and_causes(
-    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: Asked = None
+    layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> tuple[TrainState, dict[str, Causes]]:
     """The state as shapes, and by path the order-dependent primitives on the way to each parameter (:mod:`jaxpar.training.model.fixed_order`)."""
     found: dict[str, Causes] = {}
@@ -238,7 +238,7 @@ def _ignore(*_: Any) -> None:
     """An observer that lets every problem pass. One function for all calls: it is part of jit's cache key."""
 
 
-def place(layout: Layout, state: TrainState) -> list[Tensor]:
+def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
     """Where every leaf of ``state`` lies, in the order of ``jax.tree.leaves(state)``; problems are texts in the tensors."""
     dims = dict(state.metadata.dims)
     leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
@@ -253,7 +253,7 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
         if path[0] == "opt_state":
             found = one_bit_adam.place(layout, path[1:], leaf.shape, params, dims) if one_bit else None
             if found is not None:
-                placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, *found)
+                placed[path] = PlacedLeaf("opt_state", show(path), leaf.shape, leaf.dtype, *found)
                 continue
             owner, names, note = moment_names(path[1:], leaf.shape, params, dims)
             known = (None,) * len(leaf.shape) if names is None else names
@@ -265,11 +265,11 @@ def place(layout: Layout, state: TrainState) -> list[Tensor]:
                 found_too = one_bit_adam.problem(layout, path[2:], leaf.shape, dims)
                 resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
             host = hosted(state.metadata.tx, leaf.shape, leaf.dtype)
-            placed[path] = Tensor("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
+            placed[path] = PlacedLeaf("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)
     return [placed[path] for path, _ in leaves]
 
 
-def problems_of(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
+def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
     """What is wrong with any of them, each text once.
 
     Parameters that nobody annotated are one problem together, and so are stacks of layers that the stages of a pipeline do not divide.
@@ -277,12 +277,12 @@ def problems_of(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
     bare = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
     together = (messages.unannotated(list(bare.items())),) if bare else ()
     stages = layout.sizes.get(AXIS, 1)
-    stacks: dict[Dim, list[str]] = {}
+    stacks: dict[ResolvedDim, list[str]] = {}
     for tensor in tensors:
         if _undivided(tensor, stages):
             stacks.setdefault(tensor.resolved.dims[0], []).append(f"{tensor.path} {list(tensor.shape)}")
 
-    def one(tensor: Tensor) -> Sequence[str]:
+    def one(tensor: PlacedLeaf) -> Sequence[str]:
         if tensor.path in bare:
             return together
         if not _undivided(tensor, stages):
@@ -294,7 +294,7 @@ def problems_of(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
     return list(dict.fromkeys(text for tensor in tensors for text in one(tensor)))
 
 
-def _undivided(tensor: Tensor, stages: int) -> bool:
+def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
     """Whether it is a stack of layers that goes over a pipeline's stages, but not evenly."""
     if not tensor.problems or stages == 1 or (tensor.names or ())[:1] != (LAYERS,):
         return False
@@ -302,22 +302,22 @@ def _undivided(tensor: Tensor, stages: int) -> bool:
     return messages.no_multiple(LAYERS, first.size or 0, {AXIS: stages}) == first.why
 
 
-def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> Tensor:
+def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> PlacedLeaf:
     """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
     part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
     if names is not None:
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
         host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
-        return Tensor(part, full, shape, dtype, names, resolved, why, host)
+        return PlacedLeaf(part, full, shape, dtype, names, resolved, why, host)
     if part == "params":
         # Only `over` can place a parameter that nobody annotated.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
         if shape and layout.rules.unannotated == "error":
             resolved = dataclasses.replace(resolved, problems=(messages.unannotated([(full, shape)]),))
-        return Tensor(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
+        return PlacedLeaf(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
     why = "carried by the model, not annotated"
-    resolved = Resolved(tuple(Dim(None, size, why=why) for size in shape))
-    return Tensor(part, full, shape, dtype, None, resolved, why if part == "variables" else "")
+    resolved = Resolved(tuple(ResolvedDim(None, size, why=why) for size in shape))
+    return PlacedLeaf(part, full, shape, dtype, None, resolved, why if part == "variables" else "")
 
 
 def moment_names(

@@ -18,12 +18,12 @@ from jaxpar.parallel.collectives.gather_reduce import asking, wide
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.parallel.precision.policy import Asked, Precision
+from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
 from jaxpar.training import one_bit_adam
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import Metrics, loss_of
-from jaxpar.training.microbatches import Found, GradReduction, How, WeightGather
+from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import check_steps, check_update
@@ -38,7 +38,7 @@ def train_step(
     grad_accum_steps: int = 1,
     weight_gather: WeightGather = "per_use",
     grad_reduction: GradReduction | None = None,
-    precision: Asked = None,
+    precision: PrecisionLike = None,
     fusion: CollectiveFusion | None = None,
     pipeline: Pipeline | Schedule | None = None,
     clip_norm: float | None = None,
@@ -128,8 +128,8 @@ def train_step(
 
 
 def measure(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How, clip_norm: float | None
-) -> tuple[Found, Any, jax.Array, jax.Array]:
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig, clip_norm: float | None
+) -> tuple[GradientResult, Any, jax.Array, jax.Array]:
     """What a batch gave, its gradients after clipping, their norm before (L2, fp32), and whether it and the loss are finite."""
     found = gradients(layout, loss_fn, state, batch, how)
     grads, norm = clipped(found.grads, clip_norm, own=how.own)
@@ -137,7 +137,7 @@ def measure(
 
 
 def value_of(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: How
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
 ) -> Callable[[Any], jax.Array]:
     """``params -> loss``, the same function as the step's own loss: its keys, microbatches, precision, ZeRO stage and pipeline.
 
@@ -195,10 +195,10 @@ def how_of(
     grad_accum_steps: int,
     weight_gather: WeightGather,
     grad_reduction: GradReduction | None,
-    precision: Asked,
+    precision: PrecisionLike,
     skip_nonfinite: bool,
     fusion: CollectiveFusion | None,
-) -> How:
+) -> StepConfig:
     """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
     if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
         raise ConfigError(
@@ -217,10 +217,10 @@ def how_of(
             "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
             "skip_nonfinite out."
         )
-    return How(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
+    return StepConfig(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
 
-def _refuse(how: How, clip_norm: float | None) -> None:
+def _refuse(how: StepConfig, clip_norm: float | None) -> None:
     """What does not go with an optimizer that reduces gradients itself."""
     fusion = ((f"fusion: {name}", value) for name, value in vars(how.fusion).items())
     groups = [(name, list(value), None) for name, value in fusion if isinstance(value, tuple)]
@@ -239,7 +239,7 @@ def eval_step(
     layout: Layout,
     loss_fn: Callable[..., Any],
     *,
-    precision: Asked = None,
+    precision: PrecisionLike = None,
     pipeline: Pipeline | Schedule | None = None,
 ) -> jax.stages.Wrapped:
     """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated.

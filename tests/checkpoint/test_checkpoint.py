@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxpar as jp
 from jaxpar.checkpoint import manager as manager_module
 from jaxpar.checkpoint import save as writing
-from jaxpar.checkpoint.manifest import Manifest, Tensor, read
+from jaxpar.checkpoint.manifest import Manifest, TensorRecord, read
 from jaxpar.checkpoint.manifest import write as write_manifest
 from jaxpar.checkpoint.verify import check, health, problems_of, steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
@@ -363,7 +363,9 @@ JSON = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_malformed_manifests_are_checkpoint_errors(data: st.DataObject) -> None:
-    entry = {n: getattr(Tensor("float32", 4, (4,), (2,), "a/w", (1, 2)), n) for n in Tensor.__dataclass_fields__}
+    entry = {
+        n: getattr(TensorRecord("float32", 4, (4,), (2,), "a/w", (1, 2)), n) for n in TensorRecord.__dataclass_fields__
+    }
     whole = json.loads(Manifest({}, {"a/w/0": (8, 1), "a/w/1": (8, 2)}, 3).to_json())
     whole["tensors"] = {"w": json.loads(json.dumps(entry))}
     assert Manifest.from_data(whole, "m").tensors["w"].sums == (1, 2)

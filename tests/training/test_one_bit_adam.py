@@ -81,7 +81,7 @@ def sums_of_averages(values: np.ndarray, times: int) -> Callable[[float], np.nda
     def run(values: jax.Array, keep: jax.Array) -> jax.Array:
         def one(carry: Any, _: None) -> Any:
             total, worker, server = carry
-            part = one_bit.Part(values[0], jnp.ones(n, bool), worker, server)
+            part = one_bit.SignPart(values[0], jnp.ones(n, bool), worker, server)
             (found,) = one_bit.average([part], ("data",), jax.lax.axis_index("data"), BLOCK)
             total = total + found.values
             return (total, found.worker * keep, found.server * keep), total

@@ -12,7 +12,7 @@ from typing import Any
 import optax
 
 from jaxpar.analysis.checkup.findings import Evidence, Finding, find, knob
-from jaxpar.analysis.checkup.footprint import CATEGORIES, KEPT, Footprint, Held, footprint, held_by
+from jaxpar.analysis.checkup.footprint import CATEGORIES, KEPT, Footprint, HeldTensor, footprint, held_by
 from jaxpar.analysis.compile.ahead_of_time import AheadOfTime, CompilerOptions, aim, compile_for, step_for
 from jaxpar.analysis.compile.warnings import rematerialised
 from jaxpar.analysis.hlo.audit import Audit, audit
@@ -75,7 +75,7 @@ class Checkup:
     roofline: Roofline | None
     memory: Footprint | None
     findings: tuple[Finding, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     refused: str = ""
     reshard_after_forward: bool | int = True
 
@@ -203,7 +203,7 @@ def check_up(
 
 
 def examine(
-    step: AheadOfTime, sizes: Mapping[str, int], held: Sequence[Held] = (), about: About | None = None
+    step: AheadOfTime, sizes: Mapping[str, int], held: Sequence[HeldTensor] = (), about: About | None = None
 ) -> Checkup:
     """Take a compiled step apart.
 
@@ -249,7 +249,7 @@ def examine(
     )
 
 
-def too_large(text: str, remat: str = "", held: Sequence[Held] = ()) -> Finding | None:
+def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Finding | None:
     """The finding in a compiler's refusal of a program that exceeds the memory; ``None`` if it refused for another reason.
 
     >>> too_large("Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G.").text
@@ -273,7 +273,7 @@ def too_large(text: str, remat: str = "", held: Sequence[Held] = ()) -> Finding 
     return Finding("does not fit", category, said, knob(category, remat), 0.0, used - limit, used / limit)
 
 
-def _named(report: Audit, held: Sequence[Held]) -> Audit:
+def _named(report: Audit, held: Sequence[HeldTensor]) -> Audit:
     """The audit with paths in the place of numbers: an exported program calls its arguments ``args[7]``."""
 
     def name(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jaxpar.analysis.checkup.footprint import KEPT, Footprint, Held
+from jaxpar.analysis.checkup.footprint import KEPT, Footprint, HeldTensor
 from jaxpar.analysis.checkup.recognize import is_logits, is_scores
 from jaxpar.analysis.compile.warnings import Rematerialised
 from jaxpar.analysis.hlo.audit import Audit
@@ -74,7 +74,7 @@ class Evidence:
     roofline: Roofline
     times: Sequence[Transfers]
     memory: Footprint
-    held: Sequence[Held]
+    held: Sequence[HeldTensor]
     warnings: Sequence[Rematerialised] = ()
     vocab: int = 0
     seq: int = 0
@@ -208,7 +208,7 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
     )
 
 
-def _axes_of(held: Sequence[Held], category: str) -> set[str]:
+def _axes_of(held: Sequence[HeldTensor], category: str) -> set[str]:
     """The mesh axes that shard what is of a category."""
     return {axis for h in held if h.category == category for axes in h.spec for axis in axes}
 

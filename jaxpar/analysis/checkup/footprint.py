@@ -36,7 +36,7 @@ _PARTS = {"params": "parameters", "opt_state": "optimizer"}
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """An array that a step is given.
 
     Attributes:
@@ -89,7 +89,7 @@ class Footprint:
         return self.total - (self.total if self.limit is None else self.limit)
 
 
-def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[Held, ...]:
+def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[HeldTensor, ...]:
     """What a step is given, in the order of the compiled program's arguments.
 
     Args:
@@ -117,7 +117,7 @@ def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[Held, ...]:
     return (*found, *(_held(path, "batch", (), leaf, layout) for path, leaf in named))
 
 
-def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layout: Layout) -> Held:
+def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layout: Layout) -> HeldTensor:
     entries = (*leaf.sharding.spec, *(None,) * (len(leaf.shape) - len(leaf.sharding.spec)))
     spec = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
     ways = [math.prod(layout.sizes[axis] for axis in axes) for axes in spec]
@@ -127,12 +127,12 @@ def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layou
     # A key's dtype is an extended one: two words of 32 bits, whatever it says of its items.
     size = leaf.dtype.itemsize
     copies = layout.mesh.size // math.prod(ways)
-    return Held(path, category, tuple(dims), tuple(leaf.shape), spec, local * size, copies)
+    return HeldTensor(path, category, tuple(dims), tuple(leaf.shape), spec, local * size, copies)
 
 
 def footprint(
     peak: Peak,
-    held: Iterable[Held],
+    held: Iterable[HeldTensor],
     memory: Mapping[str, int],
     sizes: Mapping[str, int],
     device: Accelerator | None,
@@ -165,7 +165,7 @@ def footprint(
     return Footprint(found, total, total - attributed, memory.get("host", 0), limit, named)
 
 
-def _category(buffer: Buffer, gradients: frozenset[tuple[int, ...]], held: tuple[Held, ...]) -> str:
+def _category(buffer: Buffer, gradients: frozenset[tuple[int, ...]], held: tuple[HeldTensor, ...]) -> str:
     if buffer.argument:
         return held[buffer.number].category if buffer.number < len(held) else "other state"
     if buffer.gathered:
@@ -178,7 +178,7 @@ def _category(buffer: Buffer, gradients: frozenset[tuple[int, ...]], held: tuple
     return "temporaries"
 
 
-def _shapes(parameter: Held, sizes: Mapping[str, int]) -> set[tuple[int, ...]]:
+def _shapes(parameter: HeldTensor, sizes: Mapping[str, int]) -> set[tuple[int, ...]]:
     """The shapes that a parameter's gradient passes through: under any subset of its axes, whole or one layer of it."""
     if len(parameter.shape) < 2:  # a vector's shape says little
         return set()

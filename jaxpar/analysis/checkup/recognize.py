@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxpar.analysis.checkup.footprint import Held
+from jaxpar.analysis.checkup.footprint import HeldTensor
 from jaxpar.analysis.hlo.liveness import Buffer
 
 
-def is_logits(buffer: Buffer, held: Sequence[Held], sizes: Mapping[str, int], *, vocab: int) -> bool:
+def is_logits(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, int], *, vocab: int) -> bool:
     """Whether one dim is the vocabulary or its shard, and the others are not those of the tables that share it.
 
     Args:
@@ -34,7 +34,7 @@ def is_logits(buffer: Buffer, held: Sequence[Held], sizes: Mapping[str, int], *,
     return bool(rest) and not (len(rest) == 1 and rest[0] in partners)
 
 
-def is_scores(buffer: Buffer, held: Sequence[Held], sizes: Mapping[str, int], *, seq: int) -> bool:
+def is_scores(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, int], *, seq: int) -> bool:
     """Whether two dims are the whole sequence; where that is also a width of the model, jax's name must say so.
 
     >>> is_scores(Buffer(1, "f32[8,128,128]", "", "", "", False), (), {}, seq=128)

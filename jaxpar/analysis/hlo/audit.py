@@ -17,7 +17,7 @@ from typing import Any
 from jaxpar.analysis.hlo.collectives import KINDS, Collective
 from jaxpar.analysis.hlo.parser import Module, parse
 from jaxpar.analysis.hlo.slices import Slices, slices_named
-from jaxpar.analysis.hlo.walk import Walk
+from jaxpar.analysis.hlo.walk import HloWalk
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import AuditError, did_you_mean, listing
 
@@ -205,7 +205,7 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
     """
     module = parse(_text(program))
     sizes, slices = _mesh(module, mesh)
-    walk = Walk(module, sizes if slices is None else slices.inside, slices)
+    walk = HloWalk(module, sizes if slices is None else slices.inside, slices)
     work = walk.run()
     return Audit(
         mesh=sizes,

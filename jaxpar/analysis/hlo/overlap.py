@@ -18,7 +18,7 @@ _COMPUTE = frozenset(
 _Mark = tuple[str, str | None, str | None]
 
 
-class Schedule:
+class HloOrder:
     """Order and overlap in one module.
 
     TPU compilers fuse an asynchronous collective with the compute that it overlaps: a fusion that holds the custom call

@@ -14,7 +14,7 @@ from jaxpar.analysis.hlo.collectives import Collective, along, axes_of, groups_o
 from jaxpar.analysis.hlo.costs import Costs, Work
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.flops import kernel_flops, target
-from jaxpar.analysis.hlo.overlap import Schedule
+from jaxpar.analysis.hlo.overlap import HloOrder
 from jaxpar.analysis.hlo.parser import CALLS, FUSIONS, Computation, Instruction, Location, Module
 from jaxpar.analysis.hlo.slices import Slices, crosses, groups_between
 from jaxpar.analysis.hlo.trip_counts import trip_count
@@ -52,7 +52,7 @@ class Scope:
 
 
 @dataclass
-class Walk:
+class HloWalk:
     """What a walk found: ``collectives`` that count, those of the ``other_arms`` of conditionals, and what is unknown.
 
     ``sizes`` is the mesh of the program's own devices; of a program for several ``slices``, the part inside of one.
@@ -69,7 +69,7 @@ class Walk:
     def __post_init__(self) -> None:
         self.flow = Flow(self.module)
         self.costs = Costs(self.flow)
-        self._schedule = Schedule(self.costs)
+        self._schedule = HloOrder(self.costs)
         # Of each ring: its place in ``collectives``, and how many permutes it has.
         self._rings: dict[tuple[Any, ...], tuple[int, int]] = {}
         # Of each computation where exposed permutes are on their way till, and their number.

@@ -30,7 +30,7 @@ from jaxpar.training.loss import loss_of
 from jaxpar.training.model import MakeModel, Tagged, show, to_path
 from jaxpar.training.model.fixed_order import FIXED
 from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
-from jaxpar.training.state import Tensor, TrainState, place, problems_of, shape_state_and_causes
+from jaxpar.training.state import PlacedLeaf, TrainState, place, problems_of, shape_state_and_causes
 
 
 def explain(
@@ -88,7 +88,7 @@ def explain(
             problems += [] if tensor.problems else gradient.problems
     inputs, plain_batch = _batch(layout, batch)
     traced = loss_fn is not None and batch is not None
-    extra, attentions = inputs, ()  # type: list[Tensor], tuple[str, ...]
+    extra, attentions = inputs, ()  # type: list[PlacedLeaf], tuple[str, ...]
     if loss_fn is not None and batch is not None:
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
         extra = [*inputs, *activations]
@@ -161,7 +161,7 @@ def _memory(
     loss_fn: Callable[..., Any],
     state: Any,
     batch: Any,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[PlacedLeaf],
     problems: Sequence[str],
     step: Mapping[str, Any],
 ) -> Memory:
@@ -170,7 +170,7 @@ def _memory(
     return estimate(layout, loss_fn, state, batch, tensors, **step)
 
 
-def _row(layout: Layout, tensor: Tensor, part: str, *, disk: str = "") -> Row:
+def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Row:
     itemsize = tensor.dtype.itemsize  # a PRNG key has one too, though numpy knows no such dtype
     resolved = tensor.resolved
     dims = resolved.dims
@@ -214,7 +214,7 @@ def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) 
     )
 
 
-def _batch(layout: Layout, batch: Any) -> tuple[list[Tensor], Any]:
+def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
     """Tensors of the batch, and the batch without its tags."""
     tensors = []
 
@@ -227,7 +227,7 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[Tensor], Any]:
             )
         x = leaf.value
         resolved = layout.resolve(leaf.dims, x.shape, dtype=x.dtype, path=path)
-        tensors.append(Tensor("batch", path, x.shape, x.dtype, leaf.dims, resolved))
+        tensors.append(PlacedLeaf("batch", path, x.shape, x.dtype, leaf.dims, resolved))
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     plain = jax.tree_util.tree_map_with_path(one, batch, is_leaf=lambda x: isinstance(x, Tagged))
@@ -236,14 +236,14 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[Tensor], Any]:
 
 def _activations(
     layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
-) -> tuple[list[Tensor], tuple[str, ...]]:
+) -> tuple[list[PlacedLeaf], tuple[str, ...]]:
     """Every distinct activation that the model constrains, and what every distinct attention takes, found by tracing the loss once."""
-    found: dict[Any, Tensor] = {}
+    found: dict[Any, PlacedLeaf] = {}
     attentions: dict[str, None] = {}
 
     def note(place: str, dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
         key = (place, tuple(dims), x.shape, str(x.dtype))
-        found[key] = Tensor("activations", place, x.shape, x.dtype, tuple(dims), resolved)
+        found[key] = PlacedLeaf("activations", place, x.shape, x.dtype, tuple(dims), resolved)
 
     def take(place: str, q: Any, k: Any, choice: Choice) -> None:
         sizes = f"{' × '.join(map(str, q.shape))} queries, {k.shape[1]} keys of {k.shape[2]} heads, {q.dtype.name}"

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxpar.analysis.memory.jaxpr import Program, Reader
+from jaxpar.analysis.memory.jaxpr import Reader, TracedProgram
 from jaxpar.analysis.memory.low_precision_sums import narrow_sums
-from jaxpar.analysis.memory.walk import Moment, Value, Walk
+from jaxpar.analysis.memory.walk import MemoryWalk, Moment, Value
 from jaxpar.errors import JaxparError
 from jaxpar.parallel.collectives.gather_reduce import SMALL
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.layout import Layout, to_spec
 from jaxpar.training.disk_step import gradient_step
 from jaxpar.training.offload.disk_state import disk_of
-from jaxpar.training.state import Tensor
+from jaxpar.training.state import PlacedLeaf
 from jaxpar.training.step import train_step
 
 _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
@@ -90,7 +90,7 @@ class Memory:
 
 
 def estimate(
-    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, tensors: Sequence[Tensor], **options: Any
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, tensors: Sequence[PlacedLeaf], **options: Any
 ) -> Memory:
     """What a step needs, without compiling it.
 
@@ -130,14 +130,18 @@ def estimate(
     for tensor, value in zip(tensors, program.inputs, strict=True):
         known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
     made = gradients if step is gradient_step else ()
-    walk = Walk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
+    walk = MemoryWalk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
     walk.mark_gradients(made)
     parts = known | _sorted(walk.peak(), walk)
     return Memory(target, parts, (), narrow, sum(value.bytes for value in gradients), reader.assumed())
 
 
 def _narrow(
-    layout: Layout, program: Program, gradients: Sequence[Value], tensors: Sequence[Tensor], precision: Precision
+    layout: Layout,
+    program: TracedProgram,
+    gradients: Sequence[Value],
+    tensors: Sequence[PlacedLeaf],
+    precision: Precision,
 ) -> tuple[str, ...]:
     packed = precision.reduce == INT8
     if precision.reduce is not None and not packed and jnp.dtype(precision.reduce).itemsize < 4:
@@ -149,7 +153,7 @@ def _narrow(
     return tuple(t.path for t in found if not packed or 2 * math.prod(t.shape) >= SMALL)
 
 
-def _sorted(moment: Moment, walk: Walk) -> dict[str, int]:
+def _sorted(moment: Moment, walk: MemoryWalk) -> dict[str, int]:
     """What is held at the peak, by part."""
     parts = dict.fromkeys(PARTS[3:], 0)
     copies = walk.copies_of_inputs()

@@ -64,7 +64,7 @@ class Value:
 
 
 @dataclass(eq=False, slots=True)
-class Op:
+class JaxprOp:
     """One operation. ``reads`` and ``makes`` are its operands and results; loops and branches have ``bodies``.
 
     ``followed`` is false where no rule says how its large results are sharded.
@@ -73,18 +73,18 @@ class Op:
     name: str
     reads: list[Value]
     makes: list[Value]
-    bodies: list[Program] = field(default_factory=list)
+    bodies: list[TracedProgram] = field(default_factory=list)
     consts: int = 0
     carries: int = 0
     followed: bool = True
 
 
 @dataclass(eq=False, slots=True)
-class Program:
+class TracedProgram:
     """Operations in the order of the trace, on ``inputs``, for ``results``."""
 
     inputs: list[Value]
-    ops: list[Op]
+    ops: list[JaxprOp]
     results: list[Value]
 
 
@@ -102,21 +102,21 @@ class Reader:
         """The operations whose large results are taken as replicated."""
         return tuple(sorted({value.assumed for value in self._assumed if value.assumed}))
 
-    def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> Program:
+    def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> TracedProgram:
         """The program of a jaxpr whose arguments are divided as ``specs`` say, those at the places ``opened`` but for what they leave open."""
         inputs = [self._value(var.aval, spec) for var, spec in zip(jaxpr.invars, specs, strict=True)]
         for i in opened:
             inputs[i].open = True
-        ops: list[Op] = []
+        ops: list[JaxprOp] = []
         results = self._open(jaxpr, inputs, ops)
-        return Program(inputs, ops, results)
+        return TracedProgram(inputs, ops, results)
 
     def _value(self, aval: Any, spec: Spec | None) -> Value:
         shape = tuple(getattr(aval, "shape", ()))
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
         return Value(shape, itemsize, spec if spec is None else full(spec, len(shape)), self.sizes)
 
-    def _open(self, jaxpr: Any, inputs: Sequence[Value], ops: list[Op]) -> list[Value]:
+    def _open(self, jaxpr: Any, inputs: Sequence[Value], ops: list[JaxprOp]) -> list[Value]:
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {var: self._value(var.aval, None) for var in jaxpr.constvars}
 
@@ -128,7 +128,7 @@ class Reader:
             values.update(zip(eqn.outvars, self._eqn(eqn, reads, ops), strict=True))
         return [get(var) for var in jaxpr.outvars]
 
-    def _eqn(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+    def _eqn(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in _OPENED:
             inner = params[_OPENED[name]]
@@ -147,7 +147,7 @@ class Reader:
         if name in _NAMED:
             for value in (*reads, *makes):
                 value.gathered |= params.get("name") == GATHERED or reads[0].gathered
-        ops.append(Op(name, reads, makes, followed=followed))
+        ops.append(JaxprOp(name, reads, makes, followed=followed))
         return makes
 
     def _spread(self, eqn: Any, reads: list[Value], makes: list[Value]) -> bool:
@@ -172,7 +172,7 @@ class Reader:
             reads[0].spec, reads[0].assumed = makes[0].spec, ""
         return followed
 
-    def _shard_map(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+    def _shard_map(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:
         """The inside of a ``shard_map`` has the shapes of one device; only other axes divide its values further."""
         inner, manual = eqn.params["jaxpr"], frozenset(eqn.params["newly_manual_axes"])
         inputs = []
@@ -183,7 +183,7 @@ class Reader:
             moved = value.spec is not None and wanted != tuple(
                 tuple(axis for axis in axes if axis in manual) for axes in value.spec
             )
-            ops.append(Op("reshard" if moved else "local", [value], [local]))
+            ops.append(JaxprOp("reshard" if moved else "local", [value], [local]))
             inputs.append(local)
         results = self._open(inner, inputs, ops)
         outer = []
@@ -192,10 +192,10 @@ class Reader:
             joined = tuple((*axes, *more) for axes, more in zip(full(spec, len(rest)), rest, strict=True))
             outer.append(self._value(var.aval, joined))
             outer[-1].open = value.spec is None and value.bytes > SMALL
-            ops.append(Op("local", [value], [outer[-1]]))
+            ops.append(JaxprOp("local", [value], [outer[-1]]))
         return outer
 
-    def _scan(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+    def _scan(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:
         inner = eqn.params["jaxpr"].jaxpr
         consts, carries = _scan_counts(eqn, inner)
         specs = [v.spec for v in reads[: consts + carries]]
@@ -223,13 +223,13 @@ class Reader:
         for i, (result, var) in enumerate(zip(body.results, eqn.outvars, strict=True)):
             spec = specs[consts + i] if i < carries else None if result.spec is None else ((), *result.spec)
             makes.append(self._value(var.aval, spec))
-        ops.append(Op("scan", reads, makes, [body], consts, carries))
+        ops.append(JaxprOp("scan", reads, makes, [body], consts, carries))
         return [
             *(self._relaid(v, body, r, ops) for v, r in zip(makes[:carries], body.results, strict=False)),
             *makes[carries:],
         ]
 
-    def _relaid(self, value: Value, body: Program, result: Value, ops: list[Op]) -> Value:
+    def _relaid(self, value: Value, body: TracedProgram, result: Value, ops: list[JaxprOp]) -> Value:
         """What a loop fills along an inner dim lies in the loop's own order; what reads it later gets a copy."""
         made_by = {made: op for op in body.ops for made in op.makes}
         op = made_by.get(result)
@@ -243,17 +243,17 @@ class Reader:
         if outer == 1 or whole.spec is None:
             return value
         copy = Value(value.shape, value.itemsize, value.spec, self.sizes)
-        ops.append(Op("relaid", [value], [copy]))
+        ops.append(JaxprOp("relaid", [value], [copy]))
         return copy
 
-    def _branches(self, eqn: Any, reads: list[Value], ops: list[Op]) -> list[Value]:
+    def _branches(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:
         params = eqn.params
         if eqn.primitive.name == "cond":
             bodies = [self.read(b.jaxpr, [v.spec for v in reads[1:]]) for b in params["branches"]]
             makes = [
                 self._value(var.aval, result.spec) for var, result in zip(eqn.outvars, bodies[0].results, strict=True)
             ]
-            ops.append(Op("cond", reads, makes, bodies))
+            ops.append(JaxprOp("cond", reads, makes, bodies))
             return makes
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         inside = reads[skip:]
@@ -270,7 +270,7 @@ class Reader:
             del self._assumed[before:]
             body = self.read(params["body_jaxpr"].jaxpr, specs)
         makes = [self._value(var.aval, spec) for var, spec in zip(eqn.outvars, specs[consts:], strict=True)]
-        ops.append(Op("while", inside, makes, [body], consts, len(makes)))
+        ops.append(JaxprOp("while", inside, makes, [body], consts, len(makes)))
         return makes
 
 

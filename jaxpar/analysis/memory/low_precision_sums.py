@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from jaxpar.analysis.memory.jaxpr import Op, Program, Value
+from jaxpar.analysis.memory.jaxpr import JaxprOp, TracedProgram, Value
 
 _ONE = frozenset(
     (
@@ -41,20 +41,20 @@ _MANY = frozenset(
 _BY_HAND = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
 
 
-def narrow_sums(program: Program, gradients: Sequence[Value], axes: Collection[str], most: int) -> list[int]:
+def narrow_sums(program: TracedProgram, gradients: Sequence[Value], axes: Collection[str], most: int) -> list[int]:
     """The places among ``gradients`` of those that are summed over some of ``axes`` as numbers of at most so many bytes."""
     makers = dict(_makers(program))
     return [i for i, value in enumerate(gradients) if _summed(value, makers, frozenset(axes), most)]
 
 
-def _makers(program: Program) -> Iterator[tuple[Value, Op]]:
+def _makers(program: TracedProgram) -> Iterator[tuple[Value, JaxprOp]]:
     for op in program.ops:
         yield from ((value, op) for value in op.makes)
         for body in op.bodies:
             yield from _makers(body)
 
 
-def _summed(value: Value, makers: dict[Value, Op], axes: frozenset[str], most: int) -> bool:
+def _summed(value: Value, makers: dict[Value, JaxprOp], axes: frozenset[str], most: int) -> bool:
     """Whether parts of a value are summed so on the way to it."""
     todo, seen = [value], set[Value]()
     while todo:

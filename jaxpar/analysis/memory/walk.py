@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from jaxpar.analysis.memory.jaxpr import Op, Program, Value
+from jaxpar.analysis.memory.jaxpr import JaxprOp, TracedProgram, Value
 
 _SOLID = frozenset(
     ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "top_k", "pallas_call")
@@ -53,7 +53,7 @@ class Moment:
     held: tuple[Held, ...]
 
 
-class Walk:
+class MemoryWalk:
     """Liveness of one program; bodies of loops are walked on their own, and add their worst moment.
 
     ``vector`` is the size of the vector memory in bytes.
@@ -61,7 +61,7 @@ class Walk:
 
     def __init__(
         self,
-        program: Program,
+        program: TracedProgram,
         *,
         placed: Iterable[Value] = (),
         vector: int = 0,
@@ -69,7 +69,7 @@ class Walk:
         carries: slice | None = None,
     ):
         self.program, self.vector, self.depth = program, vector, depth
-        self.maker: dict[Value, Op] = {value: op for op in program.ops for value in op.makes}
+        self.maker: dict[Value, JaxprOp] = {value: op for op in program.ops for value in op.makes}
         self.free = set(program.inputs)
         if carries is not None:
             self.free -= set(program.inputs[carries])
@@ -107,9 +107,9 @@ class Walk:
             return Moment(0, ())
         return Moment(best, (*self._describe(held[0]), *held[1]))
 
-    def _inside(self, op: Op, dying: set[Value]) -> tuple[Moment, set[Value]]:
+    def _inside(self, op: JaxprOp, dying: set[Value]) -> tuple[Moment, set[Value]]:
         """The worst moment inside of an operation, and which arrays out here are counted there: what a loop carries."""
-        inside = partial(Walk, vector=self.vector, depth=self.depth + 1, carries=_carried(op))
+        inside = partial(MemoryWalk, vector=self.vector, depth=self.depth + 1, carries=_carried(op))
         walks = (inside(body).peak() for body in op.bodies)
         worst = max(walks, key=lambda moment: moment.bytes, default=Moment(0, ()))
         if op.name not in _LOOPS:
@@ -126,7 +126,7 @@ class Walk:
             for n, value in enumerate(op.makes):
                 self.parts[value] = self._parts_of(op, n, value in kernel_reads)
 
-    def _parts_of(self, op: Op, n: int, wanted: bool) -> frozenset[Value]:
+    def _parts_of(self, op: JaxprOp, n: int, wanted: bool) -> frozenset[Value]:
         value = op.makes[n]
         if op.name in _IN_PLACE:
             source = self._parts(op.reads[n if op.name == "optimization_barrier" else 0])
@@ -187,7 +187,7 @@ class Walk:
                     if total.gradient:
                         self._mark(value)
             if op.name in _LOOPS:
-                body = Walk(op.bodies[-1], carries=_carried(op))
+                body = MemoryWalk(op.bodies[-1], carries=_carried(op))
                 summed = [i for i, v in enumerate(op.makes[: op.carries]) if v.gradient]
                 for i in summed:
                     body.program.inputs[op.consts + i].gradient = True
@@ -207,7 +207,7 @@ class Walk:
         )
 
 
-def _slice(op: Op, made: Value) -> Value | None:
+def _slice(op: JaxprOp, made: Value) -> Value | None:
     """What a loop that fills this array makes of it in a round."""
     stacks = op.makes[op.carries :] if op.name == "scan" else []
     return op.bodies[0].results[op.makes.index(made)] if made in stacks else None
@@ -219,11 +219,11 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[first:]
 
 
-def _carried(op: Op) -> slice | None:
+def _carried(op: JaxprOp) -> slice | None:
     return slice(op.consts, op.consts + op.carries) if op.name in _LOOPS else None
 
 
-def _solid(op: Op) -> bool:
+def _solid(op: JaxprOp) -> bool:
     if not op.followed:
         return True
     if op.name == "sharding_constraint":
@@ -231,7 +231,7 @@ def _solid(op: Op) -> bool:
     return op.name in _SOLID
 
 
-def _needed(program: Program) -> list[Op]:
+def _needed(program: TracedProgram) -> list[JaxprOp]:
     """The operations that results depend on; of loops, only the stacked results that somebody reads."""
     wanted = set(program.results)
     kept = []
@@ -245,16 +245,16 @@ def _needed(program: Program) -> list[Op]:
     return kept[::-1]
 
 
-def _trimmed(op: Op, wanted: set[Value]) -> Op:
+def _trimmed(op: JaxprOp, wanted: set[Value]) -> JaxprOp:
     """A loop without the stacked results that nobody reads, nor the operands that only they need."""
     body = op.bodies[0]
     pairs = list(zip(op.makes, body.results, strict=True))
     pairs = pairs[: op.carries] + [pair for pair in pairs[op.carries :] if pair[0] in wanted]
     results = [result for _, result in pairs]
-    slim = Program(body.inputs, body.ops, results)
+    slim = TracedProgram(body.inputs, body.ops, results)
     read = {v for inner in _needed(slim) for v in inner.reads} | set(results)
     carried = range(op.consts, op.consts + op.carries)
     keep = [i for i, v in enumerate(body.inputs) if v in read or i in carried]
     consts = sum(i < op.consts for i in keep)
-    slim = Program([body.inputs[i] for i in keep], body.ops, results)
-    return Op(op.name, [op.reads[i] for i in keep], [make for make, _ in pairs], [slim], consts, op.carries)
+    slim = TracedProgram([body.inputs[i] for i in keep], body.ops, results)
+    return JaxprOp(op.name, [op.reads[i] for i in keep], [make for make, _ in pairs], [slim], consts, op.carries)

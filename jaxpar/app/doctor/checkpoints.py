@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxpar.app.doctor.machine import Check
+from jaxpar.app.doctor.machine import MachineCheck
 from jaxpar.checkpoint.verify import health, unfinished_in
 
 
-def examine(folder: Path) -> list[Check]:
+def examine(folder: Path) -> list[MachineCheck]:
     """A check for each step (every byte is read), and for each folder that a save did not finish.
 
     Raises:
@@ -21,7 +21,7 @@ def examine(folder: Path) -> list[Check]:
         back = f"a restart takes step {best}" if best is not None else "no step is good: begin anew"
         remedy = f"delete it; {back}"
         found.append(
-            Check(
+            MachineCheck(
                 f"step {one.step}",
                 "ok" if one.good else "bad",
                 said if one.good else " ".join(one.problems),
@@ -29,7 +29,7 @@ def examine(folder: Path) -> list[Check]:
             )
         )
     found += [
-        Check("unfinished", "warn", f"{folder / name}: a save was killed in it", "delete it")
+        MachineCheck("unfinished", "warn", f"{folder / name}: a save was killed in it", "delete it")
         for name in unfinished_in(folder)
     ]
     return found

@@ -36,7 +36,7 @@ print(json.dumps([[*kind, n, stats.get("bytes_limit")] for kind, n in kinds.item
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """One thing looked at. ``bad`` keeps a run from working, ``warn`` may; ``remedy`` says what to do about it."""
 
     name: str
@@ -45,7 +45,7 @@ class Check:
     remedy: str = ""
 
 
-def examine(*, timeout: float = 60.0) -> list[Check]:
+def examine(*, timeout: float = 60.0) -> list[MachineCheck]:
     """All checks of this machine, in the order in which they are printed; ``timeout`` in seconds bounds the search for devices."""
     requirements = importlib.metadata.requires("jaxpar") or []
     pins = pins_of(Path(__file__).parents[2] / "pyproject.toml")
@@ -79,39 +79,39 @@ def pins_of(file: Path) -> dict[str, str]:
     return {name: version for name, _, version in (line.partition(";")[0].strip().partition("==") for line in lines)}
 
 
-def python_check(version: Sequence[int], wanted: str) -> Check:
+def python_check(version: Sequence[int], wanted: str) -> MachineCheck:
     """The interpreter against the range that the project asks for."""
     text = ".".join(map(str, version))
     if satisfies(text, wanted):
-        return Check("python", "ok", f"{text} ({wanted})")
-    return Check("python", "bad", f"{text}, but jaxpar wants {wanted}", f"install Python {wanted}")
+        return MachineCheck("python", "ok", f"{text} ({wanted})")
+    return MachineCheck("python", "bad", f"{text}, but jaxpar wants {wanted}", f"install Python {wanted}")
 
 
 def versions(
     requirements: Iterable[str], pins: Mapping[str, str], version_of: Callable[[str], str | None]
-) -> list[Check]:
+) -> list[MachineCheck]:
     """Each package that jaxpar always needs, and what compilers are there, against range and pin."""
-    found = [Check("jaxpar", "ok", version_of("jaxpar") or "not installed")]
+    found = [MachineCheck("jaxpar", "ok", version_of("jaxpar") or "not installed")]
     always = {name: spec for name, spec, extra in map(_parse, requirements) if not extra}
     for name in sorted({*always, "jaxlib"} | {p for p in _EXACT if version_of(p)}):
         found.append(_version(name, version_of(name), always.get(name, ""), pins.get(name, "")))
     return found
 
 
-def _version(name: str, version: str | None, wanted: str, pin: str) -> Check:
+def _version(name: str, version: str | None, wanted: str, pin: str) -> MachineCheck:
     if version is None:
-        return Check(name, "bad", "not installed", f"pip install '{name}{wanted}'")
+        return MachineCheck(name, "bad", "not installed", f"pip install '{name}{wanted}'")
     if not satisfies(version, wanted):
-        return Check(name, "bad", f"{version}, but jaxpar wants {wanted}", f"pip install '{name}{wanted}'")
+        return MachineCheck(name, "bad", f"{version}, but jaxpar wants {wanted}", f"pip install '{name}{wanted}'")
     said = ", ".join(text for text in (wanted, f"pinned {pin}" if pin else "") if text)
     finding = f"{version} ({said})" if said else version
     if pin and pin != version:
         status: Status = "warn" if name in _EXACT else "ok"
-        return Check(name, status, finding, "uv sync" if status == "warn" else "")
-    return Check(name, "ok", finding)
+        return MachineCheck(name, status, finding, "uv sync" if status == "warn" else "")
+    return MachineCheck(name, "ok", finding)
 
 
-def extras(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Check]:
+def extras(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[MachineCheck]:
     """What each extra of jaxpar brings, and what of it is missing. A missing extra is no fault."""
     wanted: dict[str, list[str]] = {}
     brings = {"jax[tpu]": "libtpu", "jax[cuda13]": "jax-cuda13-plugin"}
@@ -123,11 +123,11 @@ def extras(requirements: Iterable[str], version_of: Callable[[str], str | None])
     for extra, packages in sorted(wanted.items()):
         missing = [package for package in packages if version_of(package) is None]
         finding = f"not installed: {', '.join(missing)}" if missing else "installed"
-        found.append(Check(f"extra {extra}", "ok", finding, f"pip install 'jaxpar[{extra}]'" if missing else ""))
+        found.append(MachineCheck(f"extra {extra}", "ok", finding, f"pip install 'jaxpar[{extra}]'" if missing else ""))
     return found
 
 
-def compilers() -> list[Check]:
+def compilers() -> list[MachineCheck]:
     """Whether the compilers for TPU and GPU that are there, here or where a variable points, fit this jax."""
     from jaxpar.analysis.compile.compilers import COMPILERS, versions_of
 
@@ -140,51 +140,55 @@ def compilers() -> list[Check]:
             version = versions_of(compiler)
         except JaxparError as error:
             finding, _, remedy = str(error).partition(" Remedy: ")
-            found.append(Check(name, "bad", finding, remedy.rstrip(".")))
+            found.append(MachineCheck(name, "bad", finding, remedy.rstrip(".")))
         else:
             at = f"{compiler.python}: {compiler.plugin} {version[compiler.plugin]} fits jax {version['jax']}"
-            found.append(Check(name, "ok", at))
+            found.append(MachineCheck(name, "ok", at))
     return found
 
 
-def devices(timeout: float, python: str = sys.executable) -> Check:
+def devices(timeout: float, python: str = sys.executable) -> MachineCheck:
     """What jax finds in a process of its own: without a limit a TPU that another process holds would be waited for."""
     try:
         run = subprocess.run([python, "-c", _DEVICES], capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         remedy = "see who holds the TPU or GPU, or set JAX_PLATFORMS=cpu"
-        return Check("devices", "bad", f"jax found no devices within {timeout:g} s", remedy)
+        return MachineCheck("devices", "bad", f"jax found no devices within {timeout:g} s", remedy)
     lines = run.stdout.splitlines()
     if run.returncode or not lines:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-        return Check("devices", "bad", f"jax does not start: {last}", "set JAX_PLATFORMS to what is here, as cpu")
+        return MachineCheck(
+            "devices", "bad", f"jax does not start: {last}", "set JAX_PLATFORMS to what is here, as cpu"
+        )
     kinds = json.loads(lines[-1])
     texts = [f"{n} × {kind} ({platform}{_memory(limit)})" for platform, kind, n, limit in kinds]
-    return Check("devices", "ok", ", ".join(texts))
+    return MachineCheck("devices", "ok", ", ".join(texts))
 
 
 def _memory(limit: int | None) -> str:
     return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
 
 
-def environment(variables: Mapping[str, str]) -> list[Check]:
+def environment(variables: Mapping[str, str]) -> list[MachineCheck]:
     """Variables that change what jax does."""
     found = []
     for name in sorted(variables):
         value = f"{name}={variables[name]}"
         if name in _SLOW and variables[name].lower() not in ("", "0", "false"):
-            found.append(Check("environment", "warn", f"{value} makes every step slow", f"unset {name} for real runs"))
+            found.append(
+                MachineCheck("environment", "warn", f"{value} makes every step slow", f"unset {name} for real runs")
+            )
         elif name in _FLAGS and "host_platform_device_count" in variables[name]:
-            found.append(Check("environment", "warn", f"{value}: CPU devices are simulated", f"unset {name}"))
+            found.append(MachineCheck("environment", "warn", f"{value}: CPU devices are simulated", f"unset {name}"))
         elif name in _FLAGS:
             finding = f"{value} changes what runs here, and does not reach programs compiled ahead of time"
-            found.append(Check("environment", "warn", finding, "say it under 'compiler:' in the run's file"))
+            found.append(MachineCheck("environment", "warn", finding, "say it under 'compiler:' in the run's file"))
         elif name.startswith(("JAX_", "JAXPAR_")):
-            found.append(Check("environment", "ok", value))
+            found.append(MachineCheck("environment", "ok", value))
     return found
 
 
-def cache(folder: Path) -> Check:
+def cache(folder: Path) -> MachineCheck:
     """The folder of programs compiled ahead of time: how many, how large, and whether it can be written."""
     kept = folder / "compiled"
     programs = list(kept.glob("*/result.json"))
@@ -192,13 +196,13 @@ def cache(folder: Path) -> Check:
     nearest = next(path for path in (kept, *kept.parents) if path.exists())
     finding = f"{kept}: {len(programs)} programs, {size / 2**20:.1f} MiB"
     if not os.access(nearest, os.W_OK) or not nearest.is_dir():
-        return Check(
+        return MachineCheck(
             "cache", "bad", f"{finding}; {nearest} cannot be written", "set JAXPAR_CACHE to a folder of your own"
         )
-    return Check("cache", "ok", finding)
+    return MachineCheck("cache", "ok", finding)
 
 
-def coordinator(variables: Mapping[str, str]) -> Check:
+def coordinator(variables: Mapping[str, str]) -> MachineCheck:
     """Whether jax's coordinator, which asks nobody who it is, would listen to more than it must."""
     address, source = address_in(variables)
     bind = variables.get("JAX_COORDINATOR_BIND_ADDRESS", "")
@@ -209,15 +213,15 @@ def coordinator(variables: Mapping[str, str]) -> Check:
     )
     if not address and not bind:
         finding = "no launcher asks for a coordinator; jax.distributed.initialize() would listen on every interface"
-        return Check("coordinator", "ok", finding, "pass coordinator_bind_address= when you call it")
+        return MachineCheck("coordinator", "ok", finding, "pass coordinator_bind_address= when you call it")
     where = f"{source} says {address}; " if address else ""
     if not _everywhere(listens):
-        return Check("coordinator", "ok", f"{where}listens on {listens} only")
+        return MachineCheck("coordinator", "ok", f"{where}listens on {listens} only")
     if _local(address):
         finding = f"{where}yet it would listen on {listens}, every interface, without any check of who connects"
-        return Check("coordinator", "bad", finding, remedy.format(address))
+        return MachineCheck("coordinator", "bad", finding, remedy.format(address))
     finding = f"{where}it would listen on {listens}, every interface, without any check of who connects"
-    return Check("coordinator", "warn", finding, remedy.format(f"{address or 'the cluster network address'}"))
+    return MachineCheck("coordinator", "warn", finding, remedy.format(f"{address or 'the cluster network address'}"))
 
 
 def _everywhere(address: str) -> bool:
@@ -229,20 +233,20 @@ def _local(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def port(variables: Mapping[str, str]) -> Check:
+def port(variables: Mapping[str, str]) -> MachineCheck:
     """Whether the coordinator's port is free on this machine."""
     address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or address_in(variables)[0]
     text = address.rpartition(":")[2] or str(TPU_PORT)
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        return Check("port", "bad", f"the coordinator's address {address!r} ends in no port", "write HOST:PORT")
+        return MachineCheck("port", "bad", f"the coordinator's address {address!r} ends in no port", "write HOST:PORT")
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind(("", int(text)))
         except OSError as error:
             remedy = "end the process that holds it, or take another port"
-            return Check("port", "bad", f"the coordinator's port {text} cannot be had: {error.strerror}", remedy)
-    return Check("port", "ok", f"the coordinator's port {text} is free")
+            return MachineCheck("port", "bad", f"the coordinator's port {text} cannot be had: {error.strerror}", remedy)
+    return MachineCheck("port", "ok", f"the coordinator's port {text} is free")
 
 
 def _parse(requirement: str) -> tuple[str, str, str]:
@@ -253,23 +257,23 @@ def _parse(requirement: str) -> tuple[str, str, str]:
     return (found[1].lower(), found[2].strip(), found[3] or "") if found else (requirement, "", "")
 
 
-def worst(checks: Iterable[Check]) -> Status:
+def worst(checks: Iterable[MachineCheck]) -> Status:
     """The worst status of all."""
     order: tuple[Status, ...] = ("ok", "warn", "bad")
     return max((check.status for check in checks), key=order.index, default="ok")
 
 
-def summary(checks: Sequence[Check]) -> str:
+def summary(checks: Sequence[MachineCheck]) -> str:
     """One line on all of them.
 
-    >>> summary([Check("python", "ok", "3.12"), Check("jax", "bad", "not installed")])
+    >>> summary([Check("python", "ok", "3.12"), MachineCheck("jax", "bad", "not installed")])
     '2 checks: jax is bad'
     """
     troubled = [f"{check.name} is {check.status}" for check in checks if check.status != "ok"]
     return f"{len(checks)} checks: {', '.join(troubled) or 'all is well'}"
 
 
-def report(checks: Sequence[Check], *, as_json: bool) -> str:
+def report(checks: Sequence[MachineCheck], *, as_json: bool) -> str:
     """All checks as text, a line each with its remedy below, or as JSON."""
     if as_json:
         return json.dumps({"worst": worst(checks), "checks": [asdict(check) for check in checks]}, indent=1) + "\n"

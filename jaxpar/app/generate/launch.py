@@ -20,8 +20,8 @@ from jaxpar.app.config import Loaded, load_run
 from jaxpar.app.generate.prompts import STDIN, as_bytes, read_prompts, write_answers
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
-from jaxpar.app.launch.join import Place, found, join, place_of
-from jaxpar.app.train.launch import Asked, Task, choose_devices, policy_of, reporting, supervise
+from jaxpar.app.launch.join import ProcessPlace, found, join, place_of
+from jaxpar.app.train.launch import LaunchOptions, Task, choose_devices, policy_of, reporting, supervise
 from jaxpar.errors import JaxparError, LaunchError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def go(command: Any) -> int:
       JaxparError: as :func:`jaxpar.app.generate.generate.generate`.
     """
     loaded = load_run(command.config, command.set)
-    asked = Asked(command.processes, command.coordinator, command.process_count, command.process_id)
+    asked = LaunchOptions(command.processes, command.coordinator, command.process_count, command.process_id)
     if command.explain:
         return _explain(command, loaded)
     try:
@@ -89,7 +89,7 @@ def _alone(command: Any, loaded: Loaded) -> int:
         return 141
 
 
-def _one_of_several(command: Any, loaded: Loaded, what: Place | Cluster | None) -> int:
+def _one_of_several(command: Any, loaded: Loaded, what: ProcessPlace | Cluster | None) -> int:
     """All compute; process 0 alone has something to say."""
     from rich.console import Console
 
@@ -154,7 +154,7 @@ def _read(command: Any, *, stdin: bool = True) -> list[str]:
     return [*command.prompt, *read_prompts(command.prompts)]
 
 
-def _supervise(command: Any, loaded: Loaded, asked: Asked, count: int) -> int:
+def _supervise(command: Any, loaded: Loaded, asked: LaunchOptions, count: int) -> int:
     """Start ``count`` processes, and end with the first of them that fails."""
     policy = dataclasses.replace(policy_of(loaded.config), restarts=None, elastic=False, signalled=True)
     logs, status = Path(tempfile.mkdtemp(prefix="jaxpar-generate-")), 1

@@ -14,7 +14,7 @@ from jaxpar.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Which process this is of how many, and where process 0 is: ``HOST:PORT``."""
 
     count: int
@@ -25,14 +25,14 @@ class Place:
         return f"process {self.rank} of {self.count}, coordinator {self.coordinator}"
 
 
-def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Place | None:
+def place_of(coordinator: str | None, count: int | None, rank: int | None) -> ProcessPlace | None:
     """The place that is given by hand; ``None`` where nothing is, or where it is a process alone.
 
     Raises:
       LaunchError: it is given in part, or contradicts itself.
 
     >>> place_of("127.0.0.1:1234", 4, 3)
-    Place(count=4, rank=3, coordinator='127.0.0.1:1234')
+    ProcessPlace(count=4, rank=3, coordinator='127.0.0.1:1234')
     """
     if count == 1 and rank in (None, 0):
         return None
@@ -51,17 +51,19 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pl
     if not 0 <= rank < count:
         raise LaunchError(f"--process-id is {rank}, but --process-count {count} has processes 0 to {count - 1}.")
     split_address(coordinator)
-    return Place(count, rank, coordinator)
+    return ProcessPlace(count, rank, coordinator)
 
 
-def found(place: Place | None, *, alone: bool, variables: Mapping[str, str] | None = None) -> Place | Cluster | None:
+def found(
+    place: ProcessPlace | None, *, alone: bool, variables: Mapping[str, str] | None = None
+) -> ProcessPlace | Cluster | None:
     """What to join: what is given by hand, else what a launcher says, unless this process is to be ``alone``."""
     if place is not None or alone:
         return place
     return detect(os.environ if variables is None else variables)
 
 
-def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) -> None:
+def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 300) -> None:
     """Make this process one of several. Call it before jax runs anything.
 
     The coordinator, which asks nobody who it is, listens at its own address alone: jax's default is every interface.
@@ -77,7 +79,7 @@ def join(what: Place | Cluster, *, heartbeat: int = 100, patience: int = 300) ->
     import jax
 
     try:
-        if isinstance(what, Place):
+        if isinstance(what, ProcessPlace):
             bind = os.environ.get(BIND, what.coordinator)
             if what.rank == 0:
                 check_free(bind)

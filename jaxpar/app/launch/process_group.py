@@ -1,4 +1,4 @@
-"""``Group``: processes that start and end together; ``Local`` ones are children of this process."""
+"""``ProcessGroup``: processes that start and end together; ``Local`` ones are children of this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ type Command = Callable[[int, int, str], Sequence[str]]
 """What to run as process ``rank`` of ``total``, with the address of process 0."""
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """What a supervisor needs of processes, wherever they run."""
 
     peers: list[Peer]

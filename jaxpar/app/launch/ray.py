@@ -24,7 +24,7 @@ _NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 """Where a Ray of one's own listens. Ray turns 127.0.0.1 into the host's address on its network, but leaves the rest of the loopback as it is."""
 
 
-class Member:
+class RayWorker:
     """What runs in an actor: one process, its messages with their ages, and what it printed."""
 
     def __init__(self, rank: int, logs: str, folder: str):
@@ -134,7 +134,7 @@ class RayGroup:
         kinds = {"CPU": "num_cpus", "GPU": "num_gpus"}
         options = {kinds[name]: value for name, value in self._resources.items() if name in kinds}
         others = {name: value for name, value in self._resources.items() if name not in kinds}
-        actor = self._ray.remote(Member).options(
+        actor = self._ray.remote(RayWorker).options(
             scheduling_strategy="SPREAD", max_concurrency=1, resources=others, **options
         )
         self._members = {rank: actor.remote(rank, str(self._logs), os.getcwd()) for rank in range(count)}

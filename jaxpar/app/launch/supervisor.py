@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxpar.app.launch.peers import Allowance, Cause, cause
-from jaxpar.app.launch.process_group import Command, Group
+from jaxpar.app.launch.process_group import Command, ProcessGroup
 from jaxpar.app.launch.signal_handlers import listening
 
 _POLL = 0.2
@@ -70,7 +70,7 @@ class Supervisor:
     1
     """
 
-    group: Group
+    group: ProcessGroup
     command: Command
     count: int
     policy: Policy = field(default_factory=Policy)

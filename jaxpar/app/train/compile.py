@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxpar.app.launch import heartbeat
-from jaxpar.app.train.process_sync import Exchange, News
+from jaxpar.app.train.process_sync import Exchange, ProcessStatus
 from jaxpar.app.train.signals import Stop
 from jaxpar.errors import LaunchError
 
@@ -47,7 +47,7 @@ def unless_asked(work: Callable[[Callable[[], None]], None], exchange: Exchange,
         done = future.done()
         if done:
             future.result()
-        news = exchange.meet(News(stop.asked, busy=not done))
+        news = exchange.meet(ProcessStatus(stop.asked, busy=not done))
         asked = max(one.signal for one in news)
         if asked or not any(one.busy for one in news):
             return asked

@@ -15,9 +15,9 @@ from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch import device_assignment, heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster, detect
 from jaxpar.app.launch.host_supervisor import Member
-from jaxpar.app.launch.join import Place, found, join, place_of
+from jaxpar.app.launch.join import ProcessPlace, found, join, place_of
 from jaxpar.app.launch.peers import Cause
-from jaxpar.app.launch.process_group import Command, Group, Local
+from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
@@ -25,7 +25,7 @@ from jaxpar.parallel.zero.stages import Zero
 
 
 @dataclass(frozen=True)
-class Asked:
+class LaunchOptions:
     """What the command line says of processes; see ``jaxpar train --help``."""
 
     processes: int | None = None
@@ -55,7 +55,7 @@ class Task:
     tell: Callable[[str], None] = print
 
 
-def go(config: Path, settings: Sequence[str], asked: Asked) -> int:
+def go(config: Path, settings: Sequence[str], asked: LaunchOptions) -> int:
     """Train, or supervise processes that do; returns the exit status.
 
     Raises:
@@ -73,7 +73,7 @@ def go(config: Path, settings: Sequence[str], asked: Asked) -> int:
     return supervise(config, settings, loaded, asked, policy, 1 if count is None else count)
 
 
-def _train(loaded: Loaded, asked: Asked) -> int:
+def _train(loaded: Loaded, asked: LaunchOptions) -> int:
     """Train in this process, which may be one of several."""
     from rich.console import Console
 
@@ -95,7 +95,7 @@ def _train(loaded: Loaded, asked: Asked) -> int:
     return 0
 
 
-def choose_devices(config: RunConfig, what: Place | Cluster | None) -> None:
+def choose_devices(config: RunConfig, what: ProcessPlace | Cluster | None) -> None:
     """The devices that this process simulates, where there are no others."""
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
@@ -145,7 +145,7 @@ def supervise(
     config: Path,
     settings: Sequence[str],
     loaded: Loaded,
-    asked: Asked,
+    asked: LaunchOptions,
     policy: Policy,
     count: int,
     task: Task | None = None,
@@ -191,7 +191,7 @@ def supervise(
     return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
 
 
-def _check_hosts(count: int, total: int, first: int, asked: Asked) -> None:
+def _check_hosts(count: int, total: int, first: int, asked: LaunchOptions) -> None:
     """Whether what is asked of this host goes with what is said of all."""
     if count < 1:
         raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
@@ -222,7 +222,7 @@ def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | No
     return (1, False) if simulated is None else (device_assignment.share(simulated, total, "simulated devices"), True)
 
 
-def _check_nesting(count: int, asked: Asked) -> None:
+def _check_nesting(count: int, asked: LaunchOptions) -> None:
     """A launcher's task that starts processes of its own would make several runs of one."""
     if asked.coordinator is not None or asked.process_count is not None:
         return
@@ -241,7 +241,7 @@ def _misfit(loaded: Loaded, batch: int, count: int, *, each: int) -> str | None:
     return device_assignment.misfit(count, each, batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
 
 
-def _group(run: RunConfig, asked: Asked, real: list[str], each: int, task: Task) -> Group:
+def _group(run: RunConfig, asked: LaunchOptions, real: list[str], each: int, task: Task) -> ProcessGroup:
     logs = task.logs or Path(run.output) / "logs"
 
     def variables(index: int) -> dict[str, str | None]:

@@ -24,11 +24,11 @@ from jaxpar.app.train.checkpointing import Saver, here
 from jaxpar.app.train.compile import unless_asked
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, peak_flops
-from jaxpar.app.train.process_sync import Exchange, News, Stragglers
-from jaxpar.app.train.programs import Engine, put
+from jaxpar.app.train.process_sync import Exchange, ProcessStatus, Stragglers
+from jaxpar.app.train.programs import StepPrograms, put
 from jaxpar.app.train.progress import StepLine
 from jaxpar.app.train.signals import Stop, told
-from jaxpar.app.train.spikes import Passed, Watch
+from jaxpar.app.train.spikes import LossWatch, Passed
 from jaxpar.app.train.summary import Summary, conclude, introduce
 from jaxpar.checkpoint.manager import Restored
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
@@ -73,7 +73,7 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
     # Held-out batches and layout are checked before the first compile.
     heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
     introduce(job, layout, text, console)
-    with Saver(job, layout, console) as saver, Engine(job, layout) as engine:
+    with Saver(job, layout, console) as saver, StepPrograms(job, layout) as engine:
         with account.spend("restore"):
             found = saver.restore(engine.like)
         after = None if found is None else found.step
@@ -91,7 +91,7 @@ class Run:
         job: Job,
         layout: jp.Layout,
         text: Text,
-        engine: Engine,
+        engine: StepPrograms,
         saver: Saver,
         writer: MetricsWriter,
         account: Goodput,
@@ -101,7 +101,7 @@ class Run:
         asked = job.config.train
         self._job, self._layout, self._engine, self._saver, self._writer = job, layout, engine, saver, writer
         self._account, self._console, self._stop = account, console, stop
-        self._watch, self._passed = Watch(asked.max_consecutive_nonfinite, asked.spike), Passed()
+        self._watch, self._passed = LossWatch(asked.max_consecutive_nonfinite, asked.spike), Passed()
         self._exchange, self._stragglers, self._tally = Exchange(), Stragglers(asked.straggler), Tally(account)
         self._stream = batches(text.train, seed=job.config.data.seed, **_cut(job, layout))
         self._rate = _rates(job, layout)
@@ -374,11 +374,11 @@ class Tally:
         other = self._account.spent["other"]
         self._waited, self._other = self._waited + other - self._other, other
 
-    def news(self, signal: int, overdue: bool) -> News:
+    def news(self, signal: int, overdue: bool) -> ProcessStatus:
         """What the others should know; begins anew."""
         self._account.wall()
         own = self._own + self._account.spent["other"] - self._other
-        found = News(signal, overdue, self._steps, own, self._waited, self._seconds)
+        found = ProcessStatus(signal, overdue, self._steps, own, self._waited, self._seconds)
         self.start()
         return found
 

@@ -21,7 +21,7 @@ _ABSOLUTE = 0.1
 
 
 @dataclass(frozen=True)
-class News:
+class ProcessStatus:
     """What one process tells.
 
     Attributes:
@@ -55,7 +55,7 @@ class Exchange:
         """Whether there are no other processes."""
         self._left = 1
 
-    def after_step(self, mine: Callable[[], News]) -> list[News] | None:
+    def after_step(self, mine: Callable[[], ProcessStatus]) -> list[ProcessStatus] | None:
         """The news of each process, in steps where there are any: to be called after each, when its results are there.
 
         Not while a step is at work: the collectives of two programs at once may meet each other's messages (Gloo, which CPUs use, ends the process).
@@ -69,7 +69,7 @@ class Exchange:
             self._left = steps_between(max(one.seconds / one.steps if one.steps else _PERIOD for one in found))
         return found
 
-    def meet(self, mine: News) -> list[News]:
+    def meet(self, mine: ProcessStatus) -> list[ProcessStatus]:
         """The news of each process, now: all of them are to call it."""
         return [mine] if self.alone else [_read(row) for row in gather_rows(np.array(astuple(mine), np.float32))]
 
@@ -83,16 +83,16 @@ def steps_between(seconds: float) -> int:
     return max(1, min(_REST, int(_PERIOD / max(seconds, _PERIOD / _REST))))
 
 
-def _read(row: np.ndarray) -> News:
+def _read(row: np.ndarray) -> ProcessStatus:
     signal, overdue, steps, own, waited, seconds, busy = map(float, row)
-    return News(int(signal), bool(overdue), int(steps), own, waited, seconds, bool(busy))
+    return ProcessStatus(int(signal), bool(overdue), int(steps), own, waited, seconds, bool(busy))
 
 
 class Stragglers:
     """Who keeps the others waiting, from the news of many steps.
 
     >>> slow = Stragglers(StragglerConfig(factor=2.0, every=10))
-    >>> slow.add([News(steps=10, own=0.1, seconds=5.0), News(steps=10, own=3.0, seconds=5.0), News(steps=10, own=0.2, seconds=5.0)])
+    >>> slow.add([News(steps=10, own=0.1, seconds=5.0), News(steps=10, own=3.0, seconds=5.0), ProcessStatus(steps=10, own=0.2, seconds=5.0)])
     [1]
     >>> slow.own
     [0.01, 0.3, 0.02]
@@ -100,7 +100,7 @@ class Stragglers:
 
     def __init__(self, asked: StragglerConfig):
         self._asked = asked
-        self._sums: list[News] = []
+        self._sums: list[ProcessStatus] = []
         self.own: list[float] = []
         """Each process's own seconds in a step, as last judged."""
         self.waited: list[float] = []
@@ -108,7 +108,7 @@ class Stragglers:
         self.told: set[int] = set()
         """Who was slow when last judged."""
 
-    def add(self, news: Sequence[News]) -> list[int] | None:
+    def add(self, news: Sequence[ProcessStatus]) -> list[int] | None:
         """Who is slow, where there are enough steps to judge by; ``None`` where not."""
         self._sums = [_sum(a, b) for a, b in zip(self._sums, news, strict=True)] if self._sums else list(news)
         steps = max(one.steps for one in self._sums)
@@ -134,5 +134,5 @@ def slow(own: Sequence[float], seconds: float, factor: float) -> list[int]:
     return found
 
 
-def _sum(a: News, b: News) -> News:
-    return News(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(News)})
+def _sum(a: ProcessStatus, b: ProcessStatus) -> ProcessStatus:
+    return ProcessStatus(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(ProcessStatus)})

@@ -16,7 +16,7 @@ from jaxpar.app.job import BATCH_DIMS, Job
 from jaxpar.sharding.hardware.topology import platform_of
 
 
-class Engine:
+class StepPrograms:
     """Step and evaluation of a job on a layout; a context, as a step may hold a folder on disk.
 
     ``like`` is what a checkpoint is restored as, where that is not what layout, model and optimizer say alone: the state of a pipeline that is

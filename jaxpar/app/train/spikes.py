@@ -16,14 +16,14 @@ _NORMAL = 1.4826  # median of absolute deviations → standard deviation, for a 
 _FLOOR = 1e-3  # of the median: a loss that does not move has no deviation
 
 
-class Watch:
+class LossWatch:
     """Judges step after step; a state that JSON can hold goes with each checkpoint.
 
     Args:
       max_consecutive_nonfinite: so many steps in a row that were not finite are trouble.
       spike: which losses are spikes, and how many in a row are trouble; none are without it.
 
-    >>> watch = Watch(2, SpikeConfig(factor=2.0, window=3, patience=1))
+    >>> watch = LossWatch(2, SpikeConfig(factor=2.0, window=3, patience=1))
     >>> for loss in (1.0, 1.1, 0.9, 1.2, 2.5):
     ...     watch.see(loss)
     >>> watch.trouble, watch.bad, round(watch.bound, 6)
@@ -133,7 +133,7 @@ def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
     return found
 
 
-def told(watch: Watch, number: int, loss: float, where: str) -> str:
+def told(watch: LossWatch, number: int, loss: float, where: str) -> str:
     """The trouble that came to a head in step ``number``, as a sentence; ``where`` its numbers first were not finite."""
     if watch.trouble == "skipped":
         return f"{_steps(watch.skipped, number)} not finite, first in {where}."
@@ -144,7 +144,7 @@ def _steps(count: int, number: int) -> str:
     return f"{count} steps in a row, up to step {number}, were" if count > 1 else f"step {number} was"
 
 
-def hopeless(what: str, watch: Watch, passed: Passed, config: TrainConfig, *, first: int, checkpoints: bool) -> str:
+def hopeless(what: str, watch: LossWatch, passed: Passed, config: TrainConfig, *, first: int, checkpoints: bool) -> str:
     """The error of a run that cannot roll back: ``what`` is the trouble, ``first`` its first step."""
     kept = "Nothing of them was kept" if watch.trouble == "skipped" else "They changed the state"
     remedies = ["a smaller optimizer.learning_rate or a clip_norm"]

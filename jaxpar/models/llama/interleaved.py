@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HALVES = "halves"
 """The order of tokens for copies that are halves of sequences; see :func:`jaxpar.parallel.overlap.interleave.order_of_halves`."""
 type Side = tuple[Rope, jax.Array | None]
-type Carry = tuple[jax.Array, jax.Array, jax.Array | None]
+type KeyValueCarry = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def laid_for_halves(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
@@ -48,9 +48,11 @@ def interleaved_block(
         rope, documents_BS = side
         return block.attention(h_BSE, rope, order, documents_BS, half=True)
 
-    def carried(block: Block, h_BSE: jax.Array, side: Side, carry: Carry | None) -> tuple[jax.Array, Carry]:
+    def carried(
+        block: Block, h_BSE: jax.Array, side: Side, carry: KeyValueCarry | None
+    ) -> tuple[jax.Array, KeyValueCarry]:
         rope, documents_BS = side
-        seen: list[Carry] = []
+        seen: list[KeyValueCarry] = []
 
         def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
             before = 0 if carry is None else carry[0].shape[1]

@@ -14,13 +14,13 @@ from jaxpar.models.llama.config import LlamaConfig, halved
 from jaxpar.models.llama.interleaved import interleaved_block, laid_for_halves
 from jaxpar.models.llama.layers import Block, Rope, layer_shapes, rope_table
 from jaxpar.models.llama.model import Llama, remat
-from jaxpar.models.llama.sequence_chunks import Carry, carried_block, empty_carry
+from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
 from jaxpar.models.losses import linear_cross_entropy
 from jaxpar.parallel.attention.context import split_ways
 from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.training.remat import RematPolicy
 
-type Batch = dict[str, jax.Array]
+type TokenBatch = dict[str, jax.Array]
 
 
 def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
@@ -34,10 +34,10 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     dtype, recompute = jnp.dtype(config.dtype), RematPolicy.of(config.remat)
     _check(config, recompute)
 
-    def before(model: Llama, batch: Batch) -> jax.Array:
+    def before(model: Llama, batch: TokenBatch) -> jax.Array:
         return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
 
-    def side(model: Llama, batch: Batch) -> tuple[Rope, jax.Array | None]:
+    def side(model: Llama, batch: TokenBatch) -> tuple[Rope, jax.Array | None]:
         return rope_table(batch["positions"], config), batch.get("segment_ids")
 
     def layer(block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
@@ -54,8 +54,8 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         return y_BSE
 
     def chunked_layer(
-        block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None], carry: Carry, chunk: jax.Array
-    ) -> tuple[jax.Array, Carry]:
+        block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None], carry: ChunkCarry, chunk: jax.Array
+    ) -> tuple[jax.Array, ChunkCarry]:
         if config.copies > 1:
             raise ConfigError(
                 f"overlap.ways is {config.copies}, but the schedule cuts sequences into chunks, each of which carries keys and values of all rows to the "
@@ -63,7 +63,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
             )
         return carried_block(config, recompute)(block, x_BSE, *side, carry, chunk)
 
-    def after(model: Llama, x_BSE: jax.Array, batch: Batch) -> jax.Array:
+    def after(model: Llama, x_BSE: jax.Array, batch: TokenBatch) -> jax.Array:
         h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
         return linear_cross_entropy(h_BSE, model.unembedding(), batch["targets"])
 
@@ -99,9 +99,9 @@ def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
             raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
 
 
-def _prepared(config: LlamaConfig, batch: Batch) -> Batch:
+def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:
     """The batch in the order in which tokens lie, with their positions."""
-    own: Batch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
+    own: TokenBatch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
     shape = batch["tokens"].shape
     if halved(config):
         _, at, laid = laid_for_halves(*own.values())

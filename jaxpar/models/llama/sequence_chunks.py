@@ -12,27 +12,29 @@ from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, Rope, layer_shapes
 from jaxpar.models.llama.model import remat
 
-type Carry = dict[str, Any]
+type ChunkCarry = dict[str, Any]
 """``keys`` and ``values`` [batch, seq, kv_heads, head_dim] of a layer, and ``documents`` [batch, seq] where a batch has some."""
-type Layer = Callable[[Block, jax.Array, Rope, jax.Array | None, Carry, jax.Array], tuple[jax.Array, Carry]]
+type ChunkedLayer = Callable[
+    [Block, jax.Array, Rope, jax.Array | None, ChunkCarry, jax.Array], tuple[jax.Array, ChunkCarry]
+]
 
 
-def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> Carry:
+def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> ChunkCarry:
     """The shapes of a layer's carry for all of a batch's tokens [batch, seq]."""
     _, kv = layer_shapes(config, batch["tokens"].shape)
     documents = batch.get("segment_ids")
     return {"keys": kv, "values": kv, **({} if documents is None else {"documents": documents})}
 
 
-def carried_block(config: LlamaConfig, recompute: RematPolicy) -> Layer:
+def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
     """A layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
     context = config.context
 
     def run(
-        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: Carry, chunk: jax.Array
-    ) -> tuple[jax.Array, Carry]:
+        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: ChunkCarry, chunk: jax.Array
+    ) -> tuple[jax.Array, ChunkCarry]:
         start = chunk * x_BSE.shape[1]
-        found: Carry = {}
+        found: ChunkCarry = {}
 
         def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
             parts: dict[str, Any] = {"keys": k_BSKD, "values": v_BSKD, "documents": documents_BS}
@@ -47,10 +49,10 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> Layer:
         return y_BSE, found
 
     def layer(
-        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: Carry, chunk: jax.Array
-    ) -> tuple[jax.Array, Carry]:
+        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: ChunkCarry, chunk: jax.Array
+    ) -> tuple[jax.Array, ChunkCarry]:
         again = remat(recompute, config.reshard_after_forward, _but_carried)
-        result: tuple[jax.Array, Carry] = again(
+        result: tuple[jax.Array, ChunkCarry] = again(
             lambda block, x_BSE, carry: run(block, x_BSE, rope, documents_BS, carry, chunk)
         )(block, x_BSE, carry)
         return result

@@ -14,20 +14,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute, ordered, roles, with_sinks
-from jaxpar.parallel.attention.cost_model import Asked, Spread
+from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread
 from jaxpar.parallel.attention.dropout import counted, manual_of
 from jaxpar.parallel.attention.kernels.dense import dense
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
-from jaxpar.parallel.attention.kernels.select import Found, Kernel, find
+from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
 from jaxpar.parallel.attention.padded_tokens import Arrays, result_without_padding, without_padding
 from jaxpar.parallel.attention.select import Choice, choice, observed
 from jaxpar.parallel.attention.split import ulysses as exchange
-from jaxpar.parallel.attention.split.partition import Engine, Way
+from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend
 from jaxpar.parallel.attention.split.token_order import check_given, permutation
 from jaxpar.parallel.attention.tiled.padding import SAVED
-from jaxpar.parallel.attention.tiled.tile import Beside, Extras, Rules, Segments
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileArrays, TileSpec
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import call_site, current_layout, hint, lay_out
@@ -98,7 +98,7 @@ def attention(
     segments = _as_tokens_lie(beside.segments, spread) if given else None
     q, k, v = without_padding((q, k, v), segments)
     kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
-    asks = Asked(rules.mask, "given" if beside.order is not None else options.get("order"))
+    asks = AttentionRequest(rules.mask, "given" if beside.order is not None else options.get("order"))
     asks = replace(
         asks,
         kv_grad_dtype=options.get("kv_grad_dtype"),
@@ -130,7 +130,9 @@ def attention(
     ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
     how = KEYS[picked.impl] if ring else "here"
-    way = Way(rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "split_kv")
+    way = AttentionPlan(
+        rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "split_kv"
+    )
     check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
     o = hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)
     return result_without_padding(o, segments)[:, :rows]
@@ -143,7 +145,7 @@ def shares(
     *,
     dims: tuple[Dims, Dims] = (Q_DIMS, KV_DIMS),
     heads_axis: tuple[str, ...] = ("ulysses",),
-    asks: Asked | None = None,
+    asks: AttentionRequest | None = None,
 ) -> tuple[int, int]:
     """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
     spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
@@ -153,7 +155,7 @@ def shares(
     return _share(ring), _share(heads)
 
 
-def _numbered(q: jax.Array, beside: Beside, dims: Dims) -> tuple[Beside, Any]:
+def _numbered(q: jax.Array, beside: AttentionArrays, dims: Dims) -> tuple[AttentionArrays, Any]:
     """Where dropout is asked for: with the places of all sequences here in the whole batch; and the number of the first head."""
     if beside.key is None:
         return beside, 0
@@ -164,7 +166,13 @@ def _numbered(q: jax.Array, beside: Beside, dims: Dims) -> tuple[Beside, Any]:
 
 
 def _sharded(
-    picked: Choice, way: Way, options: Options, spread: Spread, arrays: Arrays, beside: Beside, first_head: Any
+    picked: Choice,
+    way: AttentionPlan,
+    options: Options,
+    spread: Spread,
+    arrays: Arrays,
+    beside: AttentionArrays,
+    first_head: Any,
 ) -> jax.Array:
     """On each device's shards: kernels and rings are opaque to the partitioner."""
     layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
@@ -174,7 +182,7 @@ def _sharded(
     some = lambda x, *spec: None if x is None else PartitionSpec(*spec)
     along = lambda axes: PartitionSpec(rows or None, axes or None)
     bias = beside.bias
-    specs = Beside(
+    specs = AttentionArrays(
         segments=None if beside.segments is None else (along(spread.q[1]), along(spread.kv[1])),
         prefix=some(beside.prefix, rows or None if beside.prefix is not None and len(beside.prefix) == batch else None),
         slopes=some(beside.slopes, apart or None),
@@ -193,10 +201,10 @@ def _sharded(
         order=some(beside.order),
     )
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: AttentionArrays) -> jax.Array:
         if picked.kernel in WHOLE:
             return _by_kernel(way, (q, k, v), beside.segments, picked.kernel)
-        engine: Engine = "tpu" if picked.kernel == "tiles" else "jax"
+        engine: Backend = "tpu" if picked.kernel == "tiles" else "jax"
         here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
         return compute(here, q, k, v, beside, first_head + _index(spread.q[2]) * q.shape[2])[0]
 
@@ -210,9 +218,9 @@ def _sharded(
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
-def _by_kernel(way: Way, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
+def _by_kernel(way: AttentionPlan, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
     """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
-    plain = way.rules == Rules(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
+    plain = way.rules == TileSpec(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
     if kernel == "splash" and way.heads and plain:
         from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
 
@@ -255,16 +263,16 @@ def _dense(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: Beside,
+    beside: AttentionArrays,
     *,
-    rules: Rules,
+    rules: TileSpec,
     offset: int,
     options: Options,
     spread: Spread,
     heads_axis: tuple[str, ...],
     first_head: Any,
 ) -> jax.Array:
-    plain = rules == Rules(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
+    plain = rules == TileSpec(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
     alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
     # jax's own has fp32 sums for fp64 too, and of fp16 asks for a product that neither CPUs nor TPUs have.
     if plain and alike and q.dtype.itemsize <= 4 and q.dtype != jnp.float16:
@@ -278,7 +286,7 @@ def _dense(
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(group)
-    extras = Extras(bias, slopes, beside.prefix, beside.key, numbers)
+    extras = TileArrays(bias, slopes, beside.prefix, beside.key, numbers)
     start = offset if beside.offset is None else beside.offset
     o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), beside.segments, extras)
     if beside.sinks is not None:
@@ -294,19 +302,19 @@ def _at(order: Any, length: int, ways: int, what: str) -> jax.Array:
     return jnp.asarray(order, jnp.int32)
 
 
-def _asks(beside: Beside, offset: int, options: Options) -> bool:
+def _asks(beside: AttentionArrays, offset: int, options: Options) -> bool:
     """Whether anything is asked for beside rules and keys that begin with the queries."""
     return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
 def _kernel(
-    arrays: Arrays, asked: tuple[Rules, Beside, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
-) -> Found:
+    arrays: Arrays, asked: tuple[TileSpec, AttentionArrays, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
+) -> KernelChoice:
     """What computes ``impl`` here."""
     ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
     ways, platform = _share(ring), platform_of(current_layout().mesh)
     if ring and KEYS[impl] == "rows":
-        return Found("", "whole rows of scores are no tiles")
+        return KernelChoice("", "whole rows of scores are no tiles")
     own, of_keys = ways, 1 if KEYS[impl] == "gather" else ways
     shapes = [
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
@@ -315,7 +323,7 @@ def _kernel(
     return find(platform, shapes, *asked, split=ways > 1)
 
 
-def _padded(arrays: Arrays, beside: Beside, dims: tuple[Dims, Dims]) -> tuple[Arrays, Beside]:
+def _padded(arrays: Arrays, beside: AttentionArrays, dims: tuple[Dims, Dims]) -> tuple[Arrays, AttentionArrays]:
     """Sequences filled up to what the layout's split of them wants, with tokens that are padding."""
     missing = []
     for x, names in zip(arrays[:2], dims, strict=True):

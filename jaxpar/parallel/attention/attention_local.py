@@ -16,13 +16,13 @@ from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_kv_grad_dtype
 from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
 from jaxpar.parallel.attention.split import ulysses as exchange
-from jaxpar.parallel.attention.split.partition import Engine, Keys, Way, side, turns_of
+from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend, KeySource, side, turns_of
 from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
-from jaxpar.parallel.attention.tiled.tile import Beside, Extras, varies_over
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, TileArrays, varies_over
 from jaxpar.sharding.hardware.topology import platform_of
 
-KEYS: dict[str, Keys] = {
+KEYS: dict[str, KeySource] = {
     "flash": "here",
     "gather": "gather",
     "ring": "ring",
@@ -96,7 +96,7 @@ def attention_local(
     whole = impl == "split_kv"
     rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if whole else around))
     q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), beside.segments)
-    way = Way(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=whole)
+    way = AttentionPlan(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=whole)
     if way.keys != "rows" and not way.whole:
         lengths = (
             q_BSHD.shape[1] * apart,
@@ -115,8 +115,12 @@ def attention_local(
 
 
 def _numbered(
-    q: jax.Array, beside: Beside, seq: tuple[str, ...], batch_axis: str | Sequence[str] | None, q_heads_axis: Any
-) -> tuple[Beside, Any]:
+    q: jax.Array,
+    beside: AttentionArrays,
+    seq: tuple[str, ...],
+    batch_axis: str | Sequence[str] | None,
+    q_heads_axis: Any,
+) -> tuple[AttentionArrays, Any]:
     """With the places of the sequences here in the whole batch; and the number of the first head."""
     given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
     usual = (manual_of("batch", ROWS), manual_of("heads", HEADS))
@@ -139,7 +143,9 @@ def _numbered(
     return beside._replace(sequences=sequences), head
 
 
-def _engine(way: Way, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: Beside, split: bool) -> Engine:
+def _engine(
+    way: AttentionPlan, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: AttentionArrays, split: bool
+) -> Backend:
     """What computes tiles of queries and keys of these lengths."""
     shapes = [
         jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
@@ -172,7 +178,7 @@ def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tupl
     return ring, heads
 
 
-def ordered(way: Way, options: Options, lengths: tuple[int, int]) -> Way:
+def ordered(way: AttentionPlan, options: Options, lengths: tuple[int, int]) -> AttentionPlan:
     """``way`` with the order that its tokens lie in, or are brought into.
 
     Args:
@@ -213,7 +219,7 @@ def check_heads(heads: int, ways: int, axes: Sequence[str]) -> None:
 
 
 def compute(
-    way: Way, q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, first_head: Any = 0
+    way: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, beside: AttentionArrays, first_head: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Result and logarithm of the sums of weights of one device's shards.
 
@@ -229,7 +235,7 @@ def compute(
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(shape)
     numbers = (beside.sequences, first_head) if way.rules.dropout else None
-    extras = Extras(bias, slopes, beside.prefix, beside.key, numbers, beside.offset, beside.order)
+    extras = TileArrays(bias, slopes, beside.prefix, beside.key, numbers, beside.offset, beside.order)
     q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
     dtype = q.dtype
     o, lse = attend(way, q, k, v, segments, extras)
@@ -259,7 +265,7 @@ def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array
     return o, jnp.where(seen, greatest + jnp.log(some), -jnp.inf)
 
 
-def _alike(way: Way, tree: Any) -> Any:
+def _alike(way: AttentionPlan, tree: Any) -> Any:
     """All arrays differing over the axes that one of them, or the work, differs over: a shard_map may keep count of it."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     axes = {axis for x in leaves for axis in varies_over(x)}

@@ -11,7 +11,7 @@ import jax
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.attention import attention, shares
 from jaxpar.parallel.attention.attention_local import attention_local, roles
-from jaxpar.parallel.attention.cost_model import Asked, Spread
+from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
 from jaxpar.parallel.attention.select import choice
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
@@ -103,7 +103,7 @@ class Context:
           given: the batch brings an order.
         """
         order = "given" if given or self.load_balance == BALANCED else self.load_balance
-        return shares(self.impl, q, k, asks=Asked(order=order, free=True, kv_grad_dtype=self.grad_dtype))[0]
+        return shares(self.impl, q, k, asks=AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype))[0]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, order: Laid, segment_ids: jax.Array | None = None
@@ -153,7 +153,7 @@ class Context:
         q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * ways, *x.shape[2:]), x.dtype) for x in (q, k))
         split: tuple[Axes, ...] = ((), _rule_axes(), (), ())
         how: dict[str, Any] = {"heads_axis": HEADS_AXIS}
-        how["asks"] = Asked(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
+        how["asks"] = AttentionRequest(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
         how["links"] = links_of(layout.mesh) if self.impl == "auto" else None
         impl = choice(self.impl, q, k, Spread(split, split), layout.sizes, **how).impl if split[1] else "flash"
         ring, _ = roles(impl, split[1], HEADS_AXIS)

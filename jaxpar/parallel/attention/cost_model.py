@@ -40,7 +40,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionRequest:
     """What of an attention's options costs are counted from.
 
     Attributes:
@@ -60,7 +60,7 @@ class Asked:
     hops: bool = True
 
 
-class Parts(NamedTuple):
+class CostParts(NamedTuple):
     """How an implementation splits an attention. Bytes are those of one device.
 
     Attributes:
@@ -111,7 +111,7 @@ def cost(
     spread: Spread,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...] = ("ulysses",),
-    asked: Asked | None = None,
+    asked: AttentionRequest | None = None,
     links: Links | None = None,
 ) -> Cost | None:
     """What ``impl`` costs; ``None`` where it does not fit.
@@ -123,7 +123,7 @@ def cost(
       asked: ``None`` for a causal mask, and tokens brought into a ring's order once.
       links: of the devices; without them there are bytes and no seconds.
     """
-    asked = asked or Asked(free=True)
+    asked = asked or AttentionRequest(free=True)
     parts = _parts(impl, q, k, spread, sizes, heads_axis, asked)
     if parts is None:
         return None
@@ -159,7 +159,7 @@ def cost(
     return Cost(sent, float(path.sum() * flops * (FORWARD + BACKWARD)), exposed)
 
 
-def _waits(links: Links, parts: Parts, hops: tuple[int, ...], seconds: Any) -> float:
+def _waits(links: Links, parts: CostParts, hops: tuple[int, ...], seconds: Any) -> float:
     """Seconds by which sending outlasts computing; ``seconds`` are those of one matmul of each hop."""
     shift = lambda steps: [(i, (i + steps) % parts.around) for i in range(parts.around)]
     send = lambda size, steps: links.permute(parts.ring, size, shift(steps))
@@ -181,7 +181,7 @@ def _rate(links: Links, itemsize: int) -> float:
     return device.rate("bf16") if itemsize <= 2 or device.tf32 is None else device.rate("tf32")
 
 
-def _order(asked: Asked, parts: Parts) -> tuple[str, bool]:
+def _order(asked: AttentionRequest, parts: CostParts) -> tuple[str, bool]:
     """How the tokens lie on a ring's devices, and whether it brings them there itself."""
     if asked.order in ORDERS and asked.order != "zigzag":
         return str(asked.order), False
@@ -199,8 +199,8 @@ def _parts(
     spread: Spread,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...],
-    asked: Asked,
-) -> Parts | None:
+    asked: AttentionRequest,
+) -> CostParts | None:
     share = lambda axes: math.prod(sizes[axis] for axis in axes)
     try:
         ring, heads = roles(impl, spread.q[1], heads_axis)
@@ -218,7 +218,7 @@ def _parts(
     gradients = keys * repeat * wide / min(4, q.dtype.itemsize)
     per_score = batch * local_heads / apart * q.shape[3]
     lengths = q.shape[1], k.shape[1]
-    return Parts(ring, heads, around, apart, queries, keys * repeat, gradients, exchanged, per_score, lengths)
+    return CostParts(ring, heads, around, apart, queries, keys * repeat, gradients, exchanged, per_score, lengths)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean, listing
 from jaxpar.parallel.attention.integers import clipped, exact_ids, exact_offset, exact_positions, kind_of
 from jaxpar.parallel.attention.mask import Mask, Rule, mask_of
-from jaxpar.parallel.attention.tiled.tile import Beside, Rules, Segments
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
 
 Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "split_kv"]
 IMPLS: tuple[str, ...] = get_args(Impl)
@@ -85,7 +85,7 @@ def known(options: Mapping[str, Any]) -> None:
 
 def read(
     q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | None = None, queries: int | None = None
-) -> tuple[Rules, Beside, int]:
+) -> tuple[TileSpec, AttentionArrays, int]:
     """What is to be computed, the arrays beside, and the first query's position where it is a plain number.
 
     Args:
@@ -120,7 +120,7 @@ def read(
             f"attention: dropout is {dropout}, but there is no key to draw from. Remedy: key=jax.random.key(...), another in every step, or "
             f"dropout=0."
         )
-    beside = Beside(
+    beside = AttentionArrays(
         _segments(q, k, options.get("segment_ids")),
         None if prefix is None else _prefix(q, prefix),
         _slopes(heads, options.get("alibi")),
@@ -132,7 +132,7 @@ def read(
     softcap, order = None if softcap is None else float(softcap), options.get("order")
     if order is not None and not isinstance(order, str):
         beside = beside._replace(order=exact_positions("order", order))
-    return Rules(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
+    return TileSpec(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
 
 
 def read_kv_grad_dtype(kv_grad_dtype: str | None) -> str | None:

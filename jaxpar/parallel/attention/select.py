@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import LayoutError, listing
-from jaxpar.parallel.attention.cost_model import Asked, Cost, Spread, cost
-from jaxpar.parallel.attention.kernels.select import Found, Kernel
+from jaxpar.parallel.attention.cost_model import AttentionRequest, Cost, Spread, cost
+from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.utils.contexts import attention_observer
 
@@ -36,8 +36,8 @@ def choice(
     sizes: Mapping[str, int],
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
-    kernel: Callable[[str], Found] = lambda impl: Found("", "no kernel was asked for"),
-    asks: Asked | None = None,
+    kernel: Callable[[str], KernelChoice] = lambda impl: KernelChoice("", "no kernel was asked for"),
+    asks: AttentionRequest | None = None,
     links: Links | None = None,
 ) -> Choice:
     """What ``asked`` comes to.
@@ -147,7 +147,7 @@ def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
         attention_observer.value(site(), q, k, picked)
 
 
-def _by(impl: str, why: str, found: Found) -> Choice:
+def _by(impl: str, why: str, found: KernelChoice) -> Choice:
     how = f"by the kernel {found.kernel!r}" if found.kernel else f"in plain jax, as {found.why}"
     return Choice(impl, found.kernel, f"{why}; {how}")
 

@@ -34,7 +34,7 @@ _OPTIONS = {
     ("gpu", "scatter"): ("xla_gpu_reduce_scatter_combine_threshold_bytes",),
 }
 
-type Asked = str | int | tuple[int, ...]
+type BucketSize = str | int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class CollectiveFusion:
     [(0, 4), (4, 8), (8, 12)]
     """
 
-    reduce: Asked = "auto"
-    gather: Asked = "auto"
-    scatter: Asked = "auto"
+    reduce: BucketSize = "auto"
+    gather: BucketSize = "auto"
+    scatter: BucketSize = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):

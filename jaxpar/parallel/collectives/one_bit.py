@@ -28,7 +28,7 @@ class Signs(NamedTuple):
     scales: jax.Array
 
 
-class Part(NamedTuple):
+class SignPart(NamedTuple):
     """One array as its device sees it, flat.
 
     Attributes:
@@ -82,7 +82,7 @@ def unpack(signs: Signs, block: int = BLOCK) -> jax.Array:
     return jnp.where(ones == 1, spread, -spread)
 
 
-def average(parts: Sequence[Part], axes: Axes, index: jax.Array, block: int = BLOCK) -> list[Part]:
+def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int = BLOCK) -> list[SignPart]:
     """The devices' averages of ``values`` [n], with the errors that are left, inside a ``shard_map``.
 
     All arrays cross together: bits and scales once to those who average, and once back.
@@ -110,7 +110,7 @@ def average(parts: Sequence[Part], axes: Axes, index: jax.Array, block: int = BL
         back.append(Signs(own.bits[None], own.scales[None]))
     found = []
     for part, signs, worker, server in zip(parts, _gathered(back, axes), errors, kept, strict=True):
-        found.append(Part(_flat(unpack(signs, block), part.values.size), part.live, worker, server))
+        found.append(SignPart(_flat(unpack(signs, block), part.values.size), part.live, worker, server))
     return found
 
 

@@ -22,7 +22,7 @@ from jaxpar.sharding.names import Names
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["host", "ghost"], meta_fields=["names"])
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class HostWeight:
     """A weight in the host's memory, as a model sees it: :func:`to_device` brings it, and so does what jax computes with it.
 
     A scan over layers hands its body a layer of it, and so does an index.
@@ -54,7 +54,7 @@ class Waiting:
             return self
         if isinstance(key, int) or (isinstance(key, jax.Array) and not key.ndim):
             one = lambda x: jax.lax.dynamic_index_in_dim(x, key, 0, keepdims=False)
-            return Waiting(one(self.host), one(self.ghost), self.names)
+            return HostWeight(one(self.host), one(self.ghost), self.names)
         return to_device(self)[key]
 
     def __jax_array__(self) -> jax.Array:
@@ -72,7 +72,7 @@ class Waiting:
 
 def is_waiting(x: Any) -> bool:
     """Whether a leaf of a model's parameters is a weight that waits."""
-    return isinstance(x, Waiting)
+    return isinstance(x, HostWeight)
 
 
 def to_device(w: Any) -> Any:
@@ -87,7 +87,7 @@ def to_device(w: Any) -> Any:
     >>> to_device(jnp.ones(3)).shape
     (3,)
     """
-    return _fetch(w.names[len(w.names) - w.ndim :], w.host, w.ghost) if isinstance(w, Waiting) else w
+    return _fetch(w.names[len(w.names) - w.ndim :], w.host, w.ghost) if isinstance(w, HostWeight) else w
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,7 +115,7 @@ def _lie(names: Names, x: jax.Array, role: str) -> jax.Array:
 
 
 def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout | None = None) -> Any:
-    """``params`` with those in the host's memory as :class:`Waiting`; what is so already, stays as it is.
+    """``params`` with those in the host's memory as :class:`HostWeight`; what is so already, stays as it is.
 
     Args:
       dims: ("params", *path) → logical dims.
@@ -129,7 +129,7 @@ def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout |
         ghost = jnp.zeros(w.shape, w.dtype)
         if layout is not None:
             ghost = lay_out(layout.mesh, ghost, to_spec(layout.resolve(names, w.shape, role="params", dtype=w.dtype)))
-        return Waiting(w, ghost, names)
+        return HostWeight(w, ghost, names)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_waiting)
 
@@ -137,7 +137,7 @@ def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout |
 def split(params: Any) -> tuple[Any, Callable[[Any], Any]]:
     """What of parameters is differentiated, ghosts in the place of those that wait; and the way back."""
     trained = jax.tree.map(lambda w: w.ghost if is_waiting(w) else w, params, is_leaf=is_waiting)
-    back = lambda w, x: Waiting(w.host, x, w.names) if is_waiting(w) else x
+    back = lambda w, x: HostWeight(w.host, x, w.names) if is_waiting(w) else x
     return trained, lambda xs: jax.tree.map(back, params, xs, is_leaf=is_waiting)
 
 

@@ -44,12 +44,12 @@ STRAIGHT = 8
 that the 70B's products take; but one product hides all pieces, and only one hop after another. Over 16 devices each has half the products to hide them."""
 INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
 
-type Layer = Callable[[Any, jax.Array, Any], jax.Array]
-type Rows = jax.Array | tuple[jax.Array, ...]
+type BatchLayer = Callable[[Any, jax.Array, Any], jax.Array]
+type PartRows = jax.Array | tuple[jax.Array, ...]
 
 
 def interleave_batches(
-    layer: Layer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch"
+    layer: BatchLayer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch"
 ) -> Callable[[Any, Any, Any], Any]:
     """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another, or of its tokens.
 
@@ -88,7 +88,7 @@ def interleave_batches(
         )
 
     @numbering
-    def run(block: Any, x: Rows, side: Any) -> Any:
+    def run(block: Any, x: PartRows, side: Any) -> Any:
         layout, cut_before = current_layout(), isinstance(x, tuple)
         how = _How.of(layout, dim, by_hand=not callable(layer))
         how.check_split(count)
@@ -98,7 +98,7 @@ def interleave_batches(
         entries = [how.entry(w, names) for w, names in leaves]
         sides, structure = jax.tree.flatten(side)
 
-        def local(ws: list[jax.Array], x: Rows, sides: list[Any], numbers: Any) -> Any:
+        def local(ws: list[jax.Array], x: PartRows, sides: list[Any], numbers: Any) -> Any:
             own = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
             xs = x if isinstance(x, tuple) else how.parted(x, count)
             parts = [
@@ -261,7 +261,7 @@ class _How:
                 f"overlap.dim: batch."
             )
 
-    def whole_shape(self, x: Rows) -> tuple[int, ...]:
+    def whole_shape(self, x: PartRows) -> tuple[int, ...]:
         """Of what was cut, or is to be."""
         if not isinstance(x, tuple):
             return tuple(x.shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxpar.errors import ConfigError, did_you_mean
-from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS, Window
+from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS, AsyncSchedule
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing
 
@@ -117,9 +117,9 @@ class Asynchronous:
         self.schedule  # noqa: B018 (raises where there are too few microbatches)
 
     @property
-    def schedule(self) -> Window:
+    def schedule(self) -> AsyncSchedule:
         """What a call does, tick by tick."""
-        return Window(self.name, self.stages, self.microbatches, self.microbatches)
+        return AsyncSchedule(self.name, self.stages, self.microbatches, self.microbatches)
 
     @property
     def executor(self) -> Literal["lockstep"]:

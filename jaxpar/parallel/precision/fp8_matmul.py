@@ -22,7 +22,7 @@ PRODUCT = "product"
 """The name of products that did not go the compiler's plain way, for checkpoint policies."""
 _TINY = 1e-30  # of zeros too the scale is a normal number
 
-type _Dims = tuple[tuple[int, ...], tuple[int, ...]]
+type _DotDims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def times(x: jax.Array, w: jax.Array, summed: int, precision: Precision) -> jax.Array:
@@ -80,7 +80,7 @@ _times.defvjp(_forward, _backward)
 
 
 def _in_fp8(
-    a: jax.Array, b: jax.Array, dims: _Dims, kind_a: str = "e4m3", kind_b: str = "e4m3", dtype: Any = None
+    a: jax.Array, b: jax.Array, dims: _DotDims, kind_a: str = "e4m3", kind_b: str = "e4m3", dtype: Any = None
 ) -> jax.Array:
     """Their product over ``dims``, in the dtype of both, if no other is given."""
     from flax.linen import fp8_ops  # only where it is asked for

@@ -130,7 +130,7 @@ class Precision:
             warnings.warn(text, stacklevel=3)
 
     @classmethod
-    def of(cls, value: Asked) -> Precision:
+    def of(cls, value: PrecisionLike) -> Precision:
         """A name as ``bf16``, a mapping of the attributes, or nothing: every dtype is then the model's own."""
         if isinstance(value, Precision):
             return value
@@ -192,7 +192,7 @@ class Precision:
         return grad.astype(jnp.promote_types(grad.dtype, jnp.float32) if self.reduce in (None, INT8) else self.reduce)
 
 
-type Asked = str | Mapping[str, Any] | Precision | None
+type PrecisionLike = str | Mapping[str, Any] | Precision | None
 """How a precision may be given; see :meth:`Precision.of`."""
 
 

@@ -20,16 +20,16 @@ from jaxpar.parallel.batch_rows import batch_rows, numbering
 from jaxpar.parallel.collectives.gather_reduce import wide
 from jaxpar.parallel.pipeline.executor.async_runner import AsyncRunner, beside, numbered
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.program import Head, Program
+from jaxpar.parallel.pipeline.executor.program import Head, PipelineProgram
 from jaxpar.parallel.pipeline.options import Asynchronous
-from jaxpar.parallel.pipeline.schedules.async_window import Window
+from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
 from jaxpar.sharding.layout import Layout, lay_out
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.microbatches import Found, How, means_of, unscaled
+from jaxpar.training.microbatches import GradientResult, StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
 from jaxpar.training.pipeline.stage_functions import before_of, check_rows, columns, given_of, program_of, side_weights
-from jaxpar.training.pipeline.transfer import Split, StageTransfer, row_axes
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 from jaxpar.training.state import TrainState
 
 
@@ -71,9 +71,9 @@ class Call:
 
     layout: Layout
     loss_fn: Any
-    how: How
+    how: StepConfig
     asked: Asynchronous
-    window: Window
+    window: AsyncSchedule
     state: TrainState
     previous: Any
     counts: np.ndarray | None = None
@@ -97,8 +97,8 @@ class Call:
         return batch
 
     @functools.cached_property
-    def split(self) -> Split:
-        return Split(self.state, self.loss_fn)
+    def split(self) -> ModelSplit:
+        return ModelSplit(self.state, self.loss_fn)
 
     @functools.cached_property
     def board(self) -> StageTransfer:
@@ -135,7 +135,7 @@ class Call:
         read = side_weights(self.loss_fn, split, self.board, after, pieces[0])
         return AsyncRunner(program, weights, after, numbered_pieces, grows, read), fed
 
-    def program(self, head: Head) -> Program:
+    def program(self, head: Head) -> PipelineProgram:
         """What stages and head do; both chunks of a stage are its layers."""
         counts = self.board.layers.counts if self.counts is None else self.counts
         return program_of(
@@ -219,7 +219,9 @@ def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], man
 
 
 @numbering
-def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
+def start(
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Asynchronous
+) -> InFlight:
     """A state with room for what will be on its way, and nothing there yet."""
     nothing = jax.tree.map(jnp.zeros_like, state.params)
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, nothing)
@@ -236,8 +238,8 @@ def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
 
 @numbering
 def two_versions(
-    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: How, asked: Asynchronous
-) -> tuple[Found, dict[str, Any]]:
+    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: StepConfig, asked: Asynchronous
+) -> tuple[GradientResult, dict[str, Any]]:
     """What a call of ``pipedream_2bw`` gives: loss and metrics of the microbatches whose loss was made in it, gradients of the batch before, and
     what is on its way then.
 
@@ -264,6 +266,6 @@ def two_versions(
     grads = jax.tree.map(lambda g: jnp.where(flight["pending"] == 1, g, 0), grads)
     loss, metrics, _ = means_of((*sums, {}), seen)
     _, _, grads = means_of((jnp.zeros(()), {}, grads), weight)
-    found = Found(loss, metrics, state.variables, unscaled(state, grads, None))
+    found = GradientResult(loss, metrics, state.variables, unscaled(state, grads, None))
     going = {"pending": have[1], "batch": own, "previous": state.params, "aboard": aboard, "layers": flight["layers"]}
     return found, call.placed(going)

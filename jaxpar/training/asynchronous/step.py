@@ -21,16 +21,16 @@ from jaxpar.parallel.collectives.gather_reduce import asking
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
-from jaxpar.parallel.precision.policy import Asked
+from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout, tracing_under
 from jaxpar.training import one_bit_adam
 from jaxpar.training.asynchronous import in_flight, weight_stashing
 from jaxpar.training.asynchronous.in_flight import InFlight, two_versions
 from jaxpar.training.loss import Metrics
-from jaxpar.training.microbatches import GradReduction, How, WeightGather
+from jaxpar.training.microbatches import GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.disk_state import disk_of
-from jaxpar.training.pipeline.transfer import Split, row_axes
+from jaxpar.training.pipeline.transfer import ModelSplit, row_axes
 from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, how_of, place_state
 
@@ -86,7 +86,7 @@ class PipedreamStep:
         grad_accum_steps: int = 1,
         weight_gather: WeightGather = "per_use",
         grad_reduction: GradReduction | None = None,
-        precision: Asked = None,
+        precision: PrecisionLike = None,
         fusion: CollectiveFusion | None = None,
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
@@ -206,7 +206,7 @@ class PipedreamStep:
         ways = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
         kept = "none" if "res" in state.flight["aboard"] else "full"
-        layers = jax.tree.leaves(Split(state, self.loss_fn).stack(state.params))[0].shape[0]
+        layers = jax.tree.leaves(ModelSplit(state, self.loss_fn).stack(state.params))[0].shape[0]
         (have,) = state.flight["layers"]
         wants = "-".join(map(str, asked.layers or (layers // asked.stages,) * asked.stages))
         was = (kind, act.shape[0], have, act.shape[1], kept)
@@ -226,7 +226,7 @@ class PipedreamStep:
         loss_fn = self.loss_fn
         if not isinstance(loss_fn, PipelineLoss):
             return  # which is named where the pipeline begins
-        split = Split(state, loss_fn)
+        split = ModelSplit(state, loss_fn)
         with tracing_under(self.layout):
             made = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
         want, got = (
@@ -241,7 +241,7 @@ class PipedreamStep:
                 )
 
 
-def _check(pipeline: Asynchronous, how: How, clip_norm: float | None) -> None:
+def _check(pipeline: Asynchronous, how: StepConfig, clip_norm: float | None) -> None:
     """What goes with no asynchronous pipeline, or not with this kind."""
     start, name = "asynchronous pipeline", pipeline.name
     if how.grad_accum_steps != 1:

@@ -30,7 +30,7 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.training.asynchronous.in_flight import Call, InFlight, split_over
 from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, evened, groups_of, in_stages
 from jaxpar.training.loss import Metrics
-from jaxpar.training.microbatches import How, means_of, unscaled
+from jaxpar.training.microbatches import StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import head_of
 from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_side
@@ -41,7 +41,9 @@ _B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
 
 
 @numbering
-def start(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Asynchronous) -> InFlight:
+def start(
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Asynchronous
+) -> InFlight:
     """A state with room for what will be on its way, nothing there yet, and an optimizer's state for each stage, at its beginning."""
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
     batch, sizes = call.prepared(batch), call.sizes
@@ -239,7 +241,14 @@ def _mean(head: Head, axes: Axes) -> Head:
 
 @numbering
 def every_stage(
-    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: How, asked: Asynchronous, *, skips: bool
+    layout: Layout,
+    loss_fn: Any,
+    state: InFlight,
+    batch: Any | None,
+    how: StepConfig,
+    asked: Asynchronous,
+    *,
+    skips: bool,
 ) -> tuple[InFlight, Metrics]:
     """The state after a call of ``pipedream`` (but for ``step``) and its metrics; without a batch what is on its way is finished."""
     flight, full = state.flight, asked.schedule

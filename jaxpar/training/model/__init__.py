@@ -1,7 +1,7 @@
 """What a model is to jaxpar: arrays to train, arrays to carry, a logical name per dim, and a way back to the model.
 
 ``read`` takes whatever ``make_model`` returns (an NNX module, a Linen variable dict, a tagged pytree) and gives
-``Parts``: plain nested dicts of arrays, so that every optax transform, mask and label function sees ordinary pytrees.
+``ModelParts``: plain nested dicts of arrays, so that every optax transform, mask and label function sees ordinary pytrees.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from jaxpar.errors import ModelError
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import pytree
-from jaxpar.training.model.parts import Kind, MakeModel, Parts, Path, Tagged, show, tag, to_path
+from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, Tagged, show, tag, to_path
 from jaxpar.training.model.pytree import TreeKind
 
-__all__ = ["Kind", "MakeModel", "Names", "Parts", "Path", "Tagged", "TreeKind", "read", "show", "tag", "to_path"]
+__all__ = ["Kind", "MakeModel", "ModelParts", "Names", "Path", "Tagged", "TreeKind", "read", "show", "tag", "to_path"]
 
 
-def read(model: Any) -> Parts:
+def read(model: Any) -> ModelParts:
     """Take a model apart.
 
     Args:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import ModelError
-from jaxpar.training.model import MakeModel, Parts, read, show, to_path
+from jaxpar.training.model import MakeModel, ModelParts, read, show, to_path
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 
 
-def build(make_model: MakeModel, key: jax.Array) -> tuple[Parts, dict[str, Causes]]:
+def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:
     """The model's parts, and by path the order-dependent primitives on the way to each parameter that has any."""
     static: list[tuple[Any, Any]] = []
 
@@ -27,7 +27,7 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[Parts, dict[str, Cause
     (params, rest), found = in_fixed_order(arrays, key)
     paths = [show(("params", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     causes = {path: names for path, names in zip(paths, found, strict=True) if names}
-    return Parts(params, rest, *static[0]), causes
+    return ModelParts(params, rest, *static[0]), causes
 
 
 def _call(make_model: MakeModel, key: jax.Array) -> Any:

@@ -14,7 +14,7 @@ from jaxpar.nnx import names_of
 from jaxpar.parallel.offload.host_weights import is_waiting
 from jaxpar.parallel.precision.int8 import is_int8
 from jaxpar.sharding.names import Names
-from jaxpar.training.model.parts import Parts, Path, show
+from jaxpar.training.model.parts import ModelParts, Path, show
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _paths(states: Iterable[Any]) -> set[str]:
     return {show(tuple(map(str, keys))) for state in states for keys, _ in nnx.to_flat_state(state)}
 
 
-def read(module: Any) -> Parts:
+def read(module: Any) -> ModelParts:
     """An NNX module taken apart: ``nnx.Param`` variables are trained, all others carried."""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     names: list[tuple[Path, Names]] = []
@@ -71,4 +71,4 @@ def read(module: Any) -> Parts:
         raise ModelError(
             f"make_model returned {type(module).__name__}, which holds no nnx.Param. Remedy: return the whole module."
         )
-    return Parts(*pure, tuple(names), kind)
+    return ModelParts(*pure, tuple(names), kind)

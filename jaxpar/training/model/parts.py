@@ -52,7 +52,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A model taken apart. ``dims`` has the names of each annotated leaf, keyed by ("params" | "variables", *path)."""
 
     params: Any

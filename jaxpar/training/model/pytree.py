@@ -11,7 +11,7 @@ import jax
 
 from jaxpar.errors import AnnotationError, ModelError, listing
 from jaxpar.sharding.names import Names, check_names
-from jaxpar.training.model.parts import Parts, Path, Tagged, show, to_path
+from jaxpar.training.model.parts import ModelParts, Path, Tagged, show, to_path
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TreeKind:
         return {**rest, **updates}
 
 
-def read(model: Any) -> Parts:
+def read(model: Any) -> ModelParts:
     """A mapping with the key ``params`` (of which only that is trained) or any other pytree, taken apart."""
     collections = isinstance(model, Mapping) and "params" in model
     params = model["params"] if collections else model
@@ -52,7 +52,7 @@ def read(model: Any) -> Parts:
             f"make_model returned {type(model).__name__} with no parameters. Remedy: return an nnx.Module, Linen "
             f"variables or a pytree of arrays."
         )
-    return Parts(plain["params"], plain["variables"], tuple(names), TreeKind(collections))
+    return ModelParts(plain["params"], plain["variables"], tuple(names), TreeKind(collections))
 
 
 def _is_box(x: Any) -> bool:

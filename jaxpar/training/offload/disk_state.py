@@ -18,11 +18,11 @@ from jaxpar.parallel.offload.placement import OnDisk, Stored
 from jaxpar.sharding.layout import Layout, to_spec
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import entangled
-from jaxpar.training.state import Tensor, TrainState, moment_names, place
+from jaxpar.training.state import PlacedLeaf, TrainState, moment_names, place
 
 
 @dataclass(frozen=True)
-class Moment:
+class MomentLeaf:
     """An array of the optimizer's state: its leaf's number, where it lies, and one row of it (all, where it is no stack).
 
     Attributes:
@@ -33,7 +33,7 @@ class Moment:
     """
 
     number: int
-    tensor: Tensor
+    tensor: PlacedLeaf
     shape: tuple[int, ...]
     sharding: NamedSharding
 
@@ -43,7 +43,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Group:
+class LeafGroup:
     """A parameter with state on disk: a row of it after the other is updated.
 
     Attributes:
@@ -54,8 +54,8 @@ class Group:
 
     parameter: int
     rows: int
-    stored: tuple[Moment, ...]
-    kept: tuple[Moment, ...]
+    stored: tuple[MomentLeaf, ...]
+    kept: tuple[MomentLeaf, ...]
 
 
 def is_stored(x: Any) -> bool:
@@ -78,7 +78,7 @@ def in_memory(state: TrainState) -> TrainState:
     return replace(state, opt_state=whole, metadata=replace(state.metadata, tx=tx.inner))
 
 
-def stored_tensors(layout: Layout, state: TrainState) -> list[Tensor]:
+def stored_tensors(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
     """Where each array on disk would lie on the devices: it is kept split as there."""
     if disk_of(state) is None:
         return []
@@ -139,7 +139,7 @@ def _zeros(jaxpr: Any) -> list[bool]:
     return [bool(is_zero(v)) for v in jaxpr.outvars]
 
 
-def groups_of(layout: Layout, state: TrainState) -> list[Group]:
+def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
     """The parameters with state on disk, in the order in which they are updated.
 
     Raises:
@@ -167,11 +167,11 @@ def groups_of(layout: Layout, state: TrainState) -> list[Group]:
         stack = stack and not any(tensor.resolved.axes[0] for _, tensor, _ in mine)
         shape = (1, *w.shape[1:]) if stack else w.shape
         moments = [
-            (Moment(i, tensor, shape, NamedSharding(layout.mesh, to_spec(tensor.resolved))), away)
+            (MomentLeaf(i, tensor, shape, NamedSharding(layout.mesh, to_spec(tensor.resolved))), away)
             for i, tensor, away in mine
         ]
         split = (tuple(m for m, away in moments if away is wanted) for wanted in (True, False))
-        groups.append(Group(number, w.shape[0] if stack else 1, *split))
+        groups.append(LeafGroup(number, w.shape[0] if stack else 1, *split))
     return groups
 
 

@@ -29,7 +29,7 @@ from jaxpar.training.pipeline.stage_functions import (
     program_of,
     side_weights,
 )
-from jaxpar.training.pipeline.transfer import Split, StageTransfer
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
 
 
@@ -48,7 +48,7 @@ def evaluated(
         recompute=(),
     )
     check_pipeline(layout, loss_fn, state, asked)
-    split = Split(state, loss_fn)
+    split = ModelSplit(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches)
     in_ticks, x = asked.embedding == "per_microbatch", None
@@ -68,7 +68,7 @@ def evaluated(
     return {"loss": loss, **metrics}
 
 
-def _head(loss_fn: PipelineLoss, split: Split) -> Head:
+def _head(loss_fn: PipelineLoss, split: ModelSplit) -> Head:
     """What comes after the layers, of one microbatch: its share of all sums."""
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:

@@ -17,16 +17,16 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows
 from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
 from jaxpar.parallel.offload.placement import on_host
-from jaxpar.parallel.pipeline.executor.layer_inputs import Beside, Extras
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs, LayerScalars
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run import run
-from jaxpar.parallel.pipeline.executor.sequence_chunks import Carry, check_chunks
+from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, check_chunks
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import check_names, key_of
-from jaxpar.training.microbatches import Found, How, counted, means_of, scale_of, unscaled, weighted_sum
+from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.stage_functions import (
     after_of,
@@ -39,17 +39,19 @@ from jaxpar.training.pipeline.stage_functions import (
     read_by,
     side_weights,
 )
-from jaxpar.training.pipeline.transfer import Split, StageTransfer, seq_axes
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, seq_axes
 from jaxpar.training.state import TrainState
 
 
-def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How, asked: Pipeline) -> Found:
+def piped(
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Pipeline
+) -> GradientResult:
     """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.training.gradients.gradients` gives them."""
     check_trained(layout, loss_fn, state, how, asked)
     if how.grad_reduction == "per_microbatch" and asked.grad_reduction == "per_step":  # as stage 2 of ZeRO asks
         asked = replace(asked, grad_reduction="per_microbatch")
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
-    split = Split(state, loss_fn)
+    split = ModelSplit(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
     _check_chunks(layout, loss_fn, batch, asked)
@@ -88,10 +90,12 @@ def piped(layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: How,
         (grads_before,) = pull(x)
         grads = split.add(grads, jax.tree.map(wide, grads_before))
     loss, metrics, grads = means_of((*sums, grads), weight)
-    return Found(loss, metrics, state.variables, unscaled(state, grads, scale))
+    return GradientResult(loss, metrics, state.variables, unscaled(state, grads, scale))
 
 
-def check_trained(layout: Layout, loss_fn: Any, state: TrainState, how: How, asked: Pipeline | Asynchronous) -> None:
+def check_trained(
+    layout: Layout, loss_fn: Any, state: TrainState, how: StepConfig, asked: Pipeline | Asynchronous
+) -> None:
     """What a pipeline cannot do, or not in training."""
     check_pipeline(layout, loss_fn, state, asked)
     if asked.schedule.forward_only:
@@ -151,7 +155,7 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipel
         )
 
 
-def join(sums: Any, extras: Extras) -> Any:
+def join(sums: Any, extras: LayerScalars) -> Any:
     """Sums over microbatches, with those of the layers' own losses and metrics."""
     (loss, metrics), *others = sums
     if not extras:
@@ -200,7 +204,7 @@ def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, asked: Pipe
             )
 
 
-def _carry(loss_fn: PipelineLoss, split: Split, chunks: int) -> Carry | None:
+def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCarry | None:
     """How layers take sequences in chunks."""
     layer = loss_fn.chunked_layer
     if chunks == 1 or layer is None:
@@ -214,18 +218,18 @@ def _carry(loss_fn: PipelineLoss, split: Split, chunks: int) -> Carry | None:
         read_by(split, "chunk_carry", call, others)
         return call(split.model_of(others))
 
-    def carried(w: Any, x: jax.Array, side: Beside, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
+    def carried(w: Any, x: jax.Array, side: LayerInputs, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
         with batch_rows(side.numbers):
             return layer(split.block(w), x, side.given, carry, chunk)
 
-    return Carry(
+    return SequenceCarry(
         layer=carried,
         empty=empty,
         chunks=chunks,
     )
 
 
-def head_of(loss_fn: PipelineLoss, split: Split, scale: Any) -> Head:
+def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
     """What comes after the layers, of one microbatch: its share of all sums, and the cotangent of what it is given."""
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, rows_of
 from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
-from jaxpar.parallel.pipeline.executor.layer_inputs import Beside
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.program import Before, Program
-from jaxpar.parallel.pipeline.executor.stage import Layer
+from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram
+from jaxpar.parallel.pipeline.executor.stage import StageLayer
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.sharding import messages
 from jaxpar.sharding.layout import Layout
@@ -25,7 +25,7 @@ from jaxpar.training.loss import Metrics, unpack
 from jaxpar.training.microbatches import undivided_by
 from jaxpar.training.model import show, to_path
 from jaxpar.training.model.parts import Path
-from jaxpar.training.pipeline.transfer import Split, StageTransfer, row_axes, seq_axes
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes, seq_axes
 
 
 class Given(NamedTuple):
@@ -47,7 +47,9 @@ def given_of(batch: Any, keys: Any = None) -> Given:
     return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
 
 
-def program_of(layout: Layout, loss_fn: PipelineLoss, split: Split, board: StageTransfer, **others: Any) -> Program:
+def program_of(
+    layout: Layout, loss_fn: PipelineLoss, split: ModelSplit, board: StageTransfer, **others: Any
+) -> PipelineProgram:
     """What stages carry out: the loss's layers where ``board`` has them; ``others`` are a program's other fields, or other values of these."""
     layers = board.layers
     mine: dict[str, Any] = {
@@ -55,16 +57,16 @@ def program_of(layout: Layout, loss_fn: PipelineLoss, split: Split, board: Stage
         "side": side_of(layout, loss_fn, split),
         "dims": loss_fn.dims,
     }
-    return Program(**{**mine, "axes": board.axes, "counts": layers.counts, "starts": layers.starts, **others})
+    return PipelineProgram(**{**mine, "axes": board.axes, "counts": layers.counts, "starts": layers.starts, **others})
 
 
-def before_of(loss_fn: PipelineLoss, split: Split, others: Any, batch: Any) -> jax.Array:
+def before_of(loss_fn: PipelineLoss, split: ModelSplit, others: Any, batch: Any) -> jax.Array:
     """What the first layer is given."""
     x: jax.Array = _called(split, "embed", lambda model: loss_fn.embed(model, batch), others)
     return x
 
 
-def each_before(loss_fn: PipelineLoss, split: Split) -> Before:
+def each_before(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
     """The same of one microbatch at a time, in the ticks."""
 
     def given(weights: Any, piece: Given) -> jax.Array:
@@ -80,20 +82,22 @@ def each_before(loss_fn: PipelineLoss, split: Split) -> Before:
     return Before(given, back)
 
 
-def layer_of(loss_fn: PipelineLoss, split: Split) -> Layer:
+def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
     """One layer, of its weights."""
 
-    def layer(weights: Any, x: jax.Array, side: Beside) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         with batch_rows(side.numbers):
             return loss_fn.one(split.block(weights), x, side.given, side.keys)
 
     return layer
 
 
-def side_of(layout: Layout, loss_fn: PipelineLoss, split: Split) -> Callable[[Any, Sequence[jax.Array]], Beside]:
+def side_of(
+    layout: Layout, loss_fn: PipelineLoss, split: ModelSplit
+) -> Callable[[Any, Sequence[jax.Array]], LayerInputs]:
     """What layers know of a microbatch, of it and of what :func:`side_weights` gave."""
 
-    def side(piece: Given, weights: Sequence[jax.Array]) -> Beside:
+    def side(piece: Given, weights: Sequence[jax.Array]) -> LayerInputs:
         batch, keys, numbers = piece
         read, values = read_by_side(loss_fn, split, batch), iter(weights)
         # What it does not read stays a shape, so that no tick is given it.
@@ -104,18 +108,18 @@ def side_of(layout: Layout, loss_fn: PipelineLoss, split: Split) -> Callable[[An
         if keys is not None:
             for axis in seq_axes(layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
-        return Beside(given, keys, jnp.zeros((), jnp.float32), numbers)
+        return LayerInputs(given, keys, jnp.zeros((), jnp.float32), numbers)
 
     return side
 
 
-def read_by_side(loss_fn: PipelineLoss, split: Split, batch: Any) -> frozenset[Path]:
+def read_by_side(loss_fn: PipelineLoss, split: ModelSplit, batch: Any) -> frozenset[Path]:
     """The parameters that ``PipelineLoss.layer_inputs`` reads, beside none of the layers, of a microbatch."""
     return read_by(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), split.others(split.shapes))
 
 
 def side_weights(
-    loss_fn: PipelineLoss, split: Split, board: StageTransfer, weights: Any, pieces: Any
+    loss_fn: PipelineLoss, split: ModelSplit, board: StageTransfer, weights: Any, pieces: Any
 ) -> list[jax.Array]:
     """The parameters that ``PipelineLoss.layer_inputs`` reads, replicated over the stages: each computes the side of its own microbatch.
 
@@ -130,7 +134,7 @@ def side_weights(
 
 
 def after_of(
-    loss_fn: PipelineLoss, split: Split, after: Any, y: jax.Array, piece: Given
+    loss_fn: PipelineLoss, split: ModelSplit, after: Any, y: jax.Array, piece: Given
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
     with batch_rows(piece.numbers):
@@ -149,7 +153,7 @@ def after_of(
     return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
 
 
-def read_by(split: Split, what: str, call: Callable[[Any], Any], others: Any) -> frozenset[Path]:
+def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> frozenset[Path]:
     """The paths of the parameters that the result of ``call(model)`` depends on; found once for each ``what``, a piece of the loss.
 
     Raises:
@@ -182,7 +186,7 @@ def listed(paths: Iterable[Path]) -> str:
     return ", ".join(sorted(show(("params", *path)) for path in paths))
 
 
-def _called(split: Split, what: str, call: Callable[[Any], Any], others: Any) -> Any:
+def _called(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> Any:
     """``call(model)`` of a model without its layers: a piece of the loss."""
     read_by(split, what, call, others)
     model = split.model_of(others)
@@ -191,7 +195,7 @@ def _called(split: Split, what: str, call: Callable[[Any], Any], others: Any) ->
     return found
 
 
-def _check_carried(what: str, split: Split, model: Any) -> None:
+def _check_carried(what: str, split: ModelSplit, model: Any) -> None:
     """A piece changes no variable of the model: microbatches come in an order of their own, and nobody would see the change."""
     now = split.kind.carried(model, split.variables, None)
     pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.variables), strict=True)

@@ -42,7 +42,7 @@ class StageTransfer:
 
     layout: Layout
     axes: Axes
-    split: Split
+    split: ModelSplit
     layers: Layers
     precision: Precision
     stored: Any
@@ -52,7 +52,7 @@ class StageTransfer:
 
     @classmethod
     def of(
-        cls, layout: Layout, split: Split, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
+        cls, layout: Layout, split: ModelSplit, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
     ) -> StageTransfer:
         """That of a state.
 
@@ -196,7 +196,7 @@ class StageTransfer:
         return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=manual, check_vma=False)
 
 
-class Split:
+class ModelSplit:
     """A state's parameters as the stack of layers and all others."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
@@ -280,7 +280,7 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
     return each_parameter(state, one)
 
 
-def _layers(split: Split, asked: Pipeline | Asynchronous) -> Layers:
+def _layers(split: ModelSplit, asked: Pipeline | Asynchronous) -> Layers:
     """How the stack goes over the pieces."""
     total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
     _check_layers(total, pieces.count, asked.layers, "/".join(split.path))

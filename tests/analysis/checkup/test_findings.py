@@ -10,7 +10,7 @@ from by_hand import audited, collective
 from stored import held
 
 from jaxpar.analysis.checkup.findings import Evidence, Finding, find
-from jaxpar.analysis.checkup.footprint import CATEGORIES, Footprint, Held
+from jaxpar.analysis.checkup.footprint import CATEGORIES, Footprint, HeldTensor
 from jaxpar.analysis.compile.warnings import Rematerialised
 from jaxpar.analysis.hlo.liveness import Buffer
 from jaxpar.analysis.roofline import roofline, time_each
@@ -21,7 +21,7 @@ BATCH = held("batch/tokens", (32, 128), (("data",), ()), 4096, category="batch",
 WEIGHT = held("params/up", (512, 256), (("data",), ("model",)), 32_768)
 
 
-def evidence(*collectives: Any, given: Sequence[Held] = (BATCH, WEIGHT), **fields: Any) -> Evidence:
+def evidence(*collectives: Any, given: Sequence[HeldTensor] = (BATCH, WEIGHT), **fields: Any) -> Evidence:
     report = audited(MESH, *collectives, matmul_flops=197 * 10**9)
     memory = Footprint(dict.fromkeys(CATEGORIES, 0), 8 * GIB, 0, 0, 16 * GIB, ())
     plain = {"audit": report, "roofline": roofline(report, "v5e:4x4"), "times": time_each(report, "v5e:4x4")}

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 import jaxpar as jp
 from jaxpar.analysis.memory.estimate import Memory
 from jaxpar.analysis.memory.jaxpr import Reader
-from jaxpar.analysis.memory.walk import Walk
+from jaxpar.analysis.memory.walk import MemoryWalk
 from jaxpar.linen import axes as linen_axes
 from jaxpar.nnx import axes as nnx_axes
 
@@ -205,7 +205,7 @@ def test_every_operation_of_jax_is_followed_or_taken_as_replicated() -> None:
         for spec in ((("data",), ("model",)), ((), ("data", "model"))):
             reader = Reader({"data": 4, "model": 2})
             program = reader.read(jaxpr, [spec] * len(jaxpr.invars))
-            assert Walk(program).peak().bytes >= 0, name
+            assert MemoryWalk(program).peak().bytes >= 0, name
             for op in program.ops:
                 for value in op.makes:
                     axes = [axis for dim in value.spec or () for axis in dim]

@@ -13,7 +13,7 @@ import pytest
 from jaxpar.analysis.compile import compilers
 from jaxpar.app import cli
 from jaxpar.app.doctor import machine
-from jaxpar.app.doctor.machine import Check
+from jaxpar.app.doctor.machine import MachineCheck
 from jaxpar.app.launch.cluster_detection import address_in
 from jaxpar.errors import CompileError
 
@@ -29,25 +29,25 @@ def having(**versions: str) -> Callable[[str], str | None]:
 def test_versions_are_held_against_range_and_pin() -> None:
     found = machine.versions(REQUIREMENTS, PINS, having(jaxpar="0.1.0", jax="0.12.1", jaxlib="0.12.0", optax="0.2.5"))
     assert found == [
-        Check("jaxpar", "ok", "0.1.0"),
-        Check("jax", "warn", "0.12.1 (>=0.11, pinned 0.12.0)", "uv sync"),
-        Check("jaxlib", "ok", "0.12.0 (pinned 0.12.0)"),
-        Check("optax", "bad", "0.2.5, but jaxpar wants >=0.2.6", "pip install 'optax>=0.2.6'"),
+        MachineCheck("jaxpar", "ok", "0.1.0"),
+        MachineCheck("jax", "warn", "0.12.1 (>=0.11, pinned 0.12.0)", "uv sync"),
+        MachineCheck("jaxlib", "ok", "0.12.0 (pinned 0.12.0)"),
+        MachineCheck("optax", "bad", "0.2.5, but jaxpar wants >=0.2.6", "pip install 'optax>=0.2.6'"),
     ]
 
 
 def test_what_is_missing_is_named_with_its_remedy() -> None:
     found = machine.versions(REQUIREMENTS, {}, having(jax="0.12.0", jaxlib="0.12.0", libtpu="0.0.50"))
     assert found == [
-        Check("jaxpar", "ok", "not installed"),
-        Check("jax", "ok", "0.12.0 (>=0.11)"),
-        Check("jaxlib", "ok", "0.12.0"),
-        Check("libtpu", "ok", "0.0.50"),
-        Check("optax", "bad", "not installed", "pip install 'optax>=0.2.6'"),
+        MachineCheck("jaxpar", "ok", "not installed"),
+        MachineCheck("jax", "ok", "0.12.0 (>=0.11)"),
+        MachineCheck("jaxlib", "ok", "0.12.0"),
+        MachineCheck("libtpu", "ok", "0.0.50"),
+        MachineCheck("optax", "bad", "not installed", "pip install 'optax>=0.2.6'"),
     ]
     assert machine.extras(REQUIREMENTS, having(grain="0.2.18", flatbuffers="25.2")) == [
-        Check("extra tpu", "ok", "not installed: libtpu", "pip install 'jaxpar[tpu]'"),
-        Check("extra train", "ok", "installed"),
+        MachineCheck("extra tpu", "ok", "not installed: libtpu", "pip install 'jaxpar[tpu]'"),
+        MachineCheck("extra train", "ok", "installed"),
     ]
 
 
@@ -67,8 +67,8 @@ def test_ranges(version: str, wanted: str, fits: bool) -> None:
 
 
 def test_the_interpreter_is_held_against_the_project_s_range() -> None:
-    assert machine.python_check((3, 12, 1), ">=3.12") == Check("python", "ok", "3.12.1 (>=3.12)")
-    assert machine.python_check((3, 11, 9), ">=3.12") == Check(
+    assert machine.python_check((3, 12, 1), ">=3.12") == MachineCheck("python", "ok", "3.12.1 (>=3.12)")
+    assert machine.python_check((3, 11, 9), ">=3.12") == MachineCheck(
         "python", "bad", "3.11.9, but jaxpar wants >=3.12", "install Python >=3.12"
     )
 
@@ -88,13 +88,13 @@ def test_compilers_are_looked_at_where_they_are(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("JAXPAR_TPU_PYTHON", "/there/python")
     monkeypatch.setattr(compilers, "versions_of", lambda _: {"jax": "0.12.0", "libtpu": "0.0.50"})
     fits = "/there/python: libtpu 0.0.50 fits jax 0.12.0"
-    assert machine.compilers() == [Check("compiler for TPU", "ok", fits)]
+    assert machine.compilers() == [MachineCheck("compiler for TPU", "ok", fits)]
 
     def refuse(_: object) -> None:
         raise CompileError("/there/python has jax 1. Remedy: pip install jax==2 there.")
 
     monkeypatch.setattr(compilers, "versions_of", refuse)
-    bad = Check("compiler for TPU", "bad", "/there/python has jax 1.", "pip install jax==2 there")
+    bad = MachineCheck("compiler for TPU", "bad", "/there/python has jax 1.", "pip install jax==2 there")
     assert machine.compilers() == [bad]
 
 
@@ -106,18 +106,18 @@ def script(path: Path, body: str) -> str:
 
 def test_devices_are_asked_for_in_a_process_with_a_limit(tmp_path: Path) -> None:
     four = script(tmp_path / "four", """echo noise; echo '[["tpu", "TPU v5 lite", 4, 17179869184]]'""")
-    assert machine.devices(20, four) == Check("devices", "ok", "4 × TPU v5 lite (tpu, 16.0 GiB each)")
+    assert machine.devices(20, four) == MachineCheck("devices", "ok", "4 × TPU v5 lite (tpu, 16.0 GiB each)")
     two = script(tmp_path / "two", """echo '[["cpu", "cpu", 2, null]]'""")
-    assert machine.devices(20, two) == Check("devices", "ok", "2 × cpu (cpu)")
+    assert machine.devices(20, two) == MachineCheck("devices", "ok", "2 × cpu (cpu)")
     hangs = script(tmp_path / "hangs", "exec sleep 20")
-    assert machine.devices(0.2, hangs) == Check(
+    assert machine.devices(0.2, hangs) == MachineCheck(
         "devices",
         "bad",
         "jax found no devices within 0.2 s",
         "see who holds the TPU or GPU, or set JAX_PLATFORMS=cpu",
     )
     dies = script(tmp_path / "dies", "echo first >&2; echo 'RuntimeError: no tpu' >&2; exit 1")
-    assert machine.devices(20, dies) == Check(
+    assert machine.devices(20, dies) == MachineCheck(
         "devices", "bad", "jax does not start: RuntimeError: no tpu", "set JAX_PLATFORMS to what is here, as cpu"
     )
 
@@ -125,9 +125,11 @@ def test_devices_are_asked_for_in_a_process_with_a_limit(tmp_path: Path) -> None
 def test_variables_that_change_a_run_are_named() -> None:
     variables = {"JAX_DEBUG_NANS": "1", "JAX_DISABLE_JIT": "0", "HOME": "/", "XLA_FLAGS": "--xla_foo"}
     assert machine.environment(variables) == [
-        Check("environment", "warn", "JAX_DEBUG_NANS=1 makes every step slow", "unset JAX_DEBUG_NANS for real runs"),
-        Check("environment", "ok", "JAX_DISABLE_JIT=0"),
-        Check(
+        MachineCheck(
+            "environment", "warn", "JAX_DEBUG_NANS=1 makes every step slow", "unset JAX_DEBUG_NANS for real runs"
+        ),
+        MachineCheck("environment", "ok", "JAX_DISABLE_JIT=0"),
+        MachineCheck(
             "environment",
             "warn",
             "XLA_FLAGS=--xla_foo changes what runs here, and does not reach programs compiled ahead of time",
@@ -136,19 +138,19 @@ def test_variables_that_change_a_run_are_named() -> None:
     ]
     simulated = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     text = "XLA_FLAGS=--xla_force_host_platform_device_count=8: CPU devices are simulated"
-    assert machine.environment(simulated) == [Check("environment", "warn", text, "unset XLA_FLAGS")]
+    assert machine.environment(simulated) == [MachineCheck("environment", "warn", text, "unset XLA_FLAGS")]
 
 
 def test_the_cache_is_counted_and_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "compiled"
-    assert machine.cache(tmp_path) == Check("cache", "ok", f"{kept}: 0 programs, 0.0 MiB")
+    assert machine.cache(tmp_path) == MachineCheck("cache", "ok", f"{kept}: 0 programs, 0.0 MiB")
     assert not kept.exists()
     (kept / "a").mkdir(parents=True)
     (kept / "a" / "result.json").write_bytes(b" " * 2**20)
-    assert machine.cache(tmp_path) == Check("cache", "ok", f"{kept}: 1 programs, 1.0 MiB")
+    assert machine.cache(tmp_path) == MachineCheck("cache", "ok", f"{kept}: 1 programs, 1.0 MiB")
     monkeypatch.setattr("os.access", lambda *_: False)
     finding = f"{kept}: 1 programs, 1.0 MiB; {kept} cannot be written"
-    assert machine.cache(tmp_path) == Check("cache", "bad", finding, "set JAXPAR_CACHE to a folder of your own")
+    assert machine.cache(tmp_path) == MachineCheck("cache", "bad", finding, "set JAXPAR_CACHE to a folder of your own")
 
 
 SLURM = {
@@ -167,7 +169,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
     [
         (
             {},
-            Check(
+            MachineCheck(
                 "coordinator",
                 "ok",
                 "no launcher asks for a coordinator; jax.distributed.initialize() would listen on every interface",
@@ -176,7 +178,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
         ),
         (
             {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234"},
-            Check(
+            MachineCheck(
                 "coordinator",
                 "warn",
                 "JAX_COORDINATOR_ADDRESS says 10.0.0.1:1234; it would listen on [::]:1234, every interface, without any "
@@ -186,7 +188,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
         ),
         (
             {"JAX_COORDINATOR_ADDRESS": "localhost:1234"},
-            Check(
+            MachineCheck(
                 "coordinator",
                 "bad",
                 "JAX_COORDINATOR_ADDRESS says localhost:1234; yet it would listen on [::]:1234, every interface, without "
@@ -196,11 +198,13 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
         ),
         (
             {"JAX_COORDINATOR_ADDRESS": "localhost:1234", BIND: "127.0.0.1:1234"},
-            Check("coordinator", "ok", "JAX_COORDINATOR_ADDRESS says localhost:1234; listens on 127.0.0.1:1234 only"),
+            MachineCheck(
+                "coordinator", "ok", "JAX_COORDINATOR_ADDRESS says localhost:1234; listens on 127.0.0.1:1234 only"
+            ),
         ),
         (
             SLURM,
-            Check(
+            MachineCheck(
                 "coordinator",
                 "warn",
                 "Slurm says node003:61441; it would listen on [::]:61441, every interface, without any check of who "
@@ -210,7 +214,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
         ),
         (
             {"TPU_WORKER_HOSTNAMES": "t0,t1", BIND: "0.0.0.0:8482"},
-            Check(
+            MachineCheck(
                 "coordinator",
                 "warn",
                 "TPU_WORKER_HOSTNAMES says t0:8482; it would listen on 0.0.0.0:8482, every interface, without any check of "
@@ -221,7 +225,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
     ],
     ids=("alone", "address", "localhost", "bound", "slurm", "tpu"),
 )
-def test_an_exposed_coordinator_is_said(variables: dict[str, str], check: Check) -> None:
+def test_an_exposed_coordinator_is_said(variables: dict[str, str], check: MachineCheck) -> None:
     assert machine.coordinator(variables) == check
 
 
@@ -238,12 +242,12 @@ def test_the_port_is_tried() -> None:
     assert (held.status, held.remedy) == ("bad", "end the process that holds it, or take another port")
     assert held.finding == f"the coordinator's port {port} cannot be had: Address already in use"
     free = machine.port({"JAX_COORDINATOR_ADDRESS": f"host:{port}"})
-    assert free == Check("port", "ok", f"the coordinator's port {port} is free")
+    assert free == MachineCheck("port", "ok", f"the coordinator's port {port} is free")
     finding = "the coordinator's address 'host' ends in no port"
-    assert machine.port({"JAX_COORDINATOR_ADDRESS": "host"}) == Check("port", "bad", finding, "write HOST:PORT")
+    assert machine.port({"JAX_COORDINATOR_ADDRESS": "host"}) == MachineCheck("port", "bad", finding, "write HOST:PORT")
 
 
-CHECKS = [Check("python", "ok", "3.12.1"), Check("jax", "bad", "not installed", "pip install jax")]
+CHECKS = [MachineCheck("python", "ok", "3.12.1"), MachineCheck("jax", "bad", "not installed", "pip install jax")]
 
 
 def test_the_report_is_a_line_a_check_with_the_remedy_below() -> None:
@@ -258,7 +262,7 @@ def test_the_report_is_a_line_a_check_with_the_remedy_below() -> None:
 
 @pytest.mark.parametrize(("checks", "status"), [(CHECKS, 1), (CHECKS[:1], 0)])
 def test_the_command_prints_json_and_exits_by_the_worst(
-    checks: list[Check], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checks: list[MachineCheck], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "examine", lambda *, timeout: checks)
     assert cli.main(["doctor", "--json"]) == status
@@ -267,7 +271,7 @@ def test_the_command_prints_json_and_exits_by_the_worst(
 
 
 def test_this_machine_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "devices", lambda _: Check("devices", "ok", "none asked"))
+    monkeypatch.setattr(machine, "devices", lambda _: MachineCheck("devices", "ok", "none asked"))
     names = [check.name for check in machine.examine(timeout=1)]
     assert {"python", "jaxpar", "jax", "jaxlib", "extra tpu", "devices", "cache", "coordinator", "port"} <= set(names)
     assert sys.version_info >= (3, 12)

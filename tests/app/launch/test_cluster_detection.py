@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.app.launch import device_assignment
 from jaxpar.app.launch.cluster_detection import Cluster, detect
-from jaxpar.app.launch.join import Place, bind_of, found, place_of
+from jaxpar.app.launch.join import ProcessPlace, bind_of, found, place_of
 from jaxpar.errors import LaunchError
 from jaxpar.parallel.zero.stages import Zero
 
@@ -63,7 +63,7 @@ def test_alone_is_alone() -> None:
     for variables in ({}, one, pod, {"OMPI_COMM_WORLD_SIZE": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
         assert look(variables) is None
     assert found(None, alone=True, variables=SLURM) is None
-    place = Place(2, 0, "h:1")
+    place = ProcessPlace(2, 0, "h:1")
     assert (
         found(place, alone=False, variables=SLURM) == place
         and str(found(None, alone=False, variables=SLURM))[:5] == "Slurm"

@@ -25,7 +25,7 @@ from jaxpar.app.config import load_run
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.checkpointing import Saver, _changes, _plain, here
 from jaxpar.app.train.loop import train
-from jaxpar.app.train.programs import Engine
+from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint.manifest import read
 from jaxpar.checkpoint.verify import check, steps_in
 from jaxpar.data import batches
@@ -114,11 +114,11 @@ def test_a_signal_in_the_compile_ends_the_run_at_once(
     before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder / "checkpoints/6")
 
-    def compile_for_long(self: Engine, *arguments: Any) -> None:
+    def compile_for_long(self: StepPrograms, *arguments: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert over.wait(60)
 
-    monkeypatch.setattr(Engine, "compile", compile_for_long)
+    monkeypatch.setattr(StepPrograms, "compile", compile_for_long)
     summary = train(job_of(config), Console(file=screen, width=300))
     over.set()
     assert (summary.left, summary.signal, summary.steps) == (True, signal.SIGTERM, 4)

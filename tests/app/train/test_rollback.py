@@ -24,7 +24,7 @@ from jaxpar.app.config import load_run
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train import loop
 from jaxpar.app.train.metrics import MetricsWriter
-from jaxpar.app.train.programs import Engine
+from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint.verify import check, steps_in
 from jaxpar.data import batches
 from jaxpar.errors import DivergedError
@@ -40,7 +40,7 @@ RUN: dict[str, Any] = {
 }
 
 
-class Kept(Engine):
+class Kept(StepPrograms):
     """An engine that compiles once, whoever asks: the same job runs twice in most of these tests."""
 
     def compile(self, *arguments: Any) -> None:
@@ -123,7 +123,7 @@ STAGED = {name: functools.partial(staged, name) for name in ("pipedream_2bw", "p
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a job by a name, with some bad batches and some that never come; returns the folder, what it printed, and its summary."""
     jobs: dict[Any, Job] = {}
-    engines: dict[Any, Engine] = {}
+    engines: dict[Any, StepPrograms] = {}
 
     def run(
         name: str, make: Any, *settings: str, bad: Collection[int] = (), dropped: Collection[int] = ()

@@ -15,9 +15,9 @@ import pytest
 
 from jaxpar.app.config import SpikeConfig, StragglerConfig, TrainConfig, load_run
 from jaxpar.app.train.goodput import CAUSES, Goodput, told
-from jaxpar.app.train.process_sync import Exchange, News, Stragglers, slow
+from jaxpar.app.train.process_sync import Exchange, ProcessStatus, Stragglers, slow
 from jaxpar.app.train.signals import Stop
-from jaxpar.app.train.spikes import Passed, Watch, hopeless
+from jaxpar.app.train.spikes import LossWatch, Passed, hopeless
 from jaxpar.app.train.spikes import told as trouble_told
 from jaxpar.errors import ConfigError
 
@@ -112,13 +112,13 @@ def test_an_account_of_a_run_without_one_begins_anew() -> None:
 
 
 def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
-    watch = Watch(2)
+    watch = LossWatch(2)
     for loss, skipped, bad in ((1, False, 0), (math.nan, True, 1), (9.0, False, 0), (math.nan, True, 1)):
         watch.see(loss, skipped=skipped)
         assert (watch.bad, watch.trouble) == (bad, None)
     watch.see(math.nan, skipped=True, searching=True)  # finds the loss scale: neither good nor bad
     assert (watch.skipped, watch.bad) == (0, 0)
-    again = Watch(2)
+    again = LossWatch(2)
     watch.see(math.nan, skipped=True)
     again.take_up(json.loads(json.dumps(watch.state())))
     again.see(math.nan, skipped=True)
@@ -127,7 +127,7 @@ def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
 
 
 def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> None:
-    watch = Watch(3, SpikeConfig(sigmas=6.0, window=4, patience=2))
+    watch = LossWatch(3, SpikeConfig(sigmas=6.0, window=4, patience=2))
     for loss in (5.0, 30.0, 2.0, 2.1):
         watch.see(loss)  # nothing to judge by yet
     assert watch.bad == 0
@@ -149,7 +149,7 @@ def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> 
 
 
 def test_a_loss_that_does_not_move_and_one_that_is_nan_are_judged_too() -> None:
-    watch = Watch(3, SpikeConfig(window=3, patience=1))
+    watch = LossWatch(3, SpikeConfig(window=3, patience=1))
     watch.see(math.nan)  # where skip_nonfinite is false
     assert watch.trouble == "spike"
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
     ],
 )  # fmt: skip
 def test_why_a_run_cannot_go_back_is_said(trouble: str, rollbacks: int, checkpoints: bool, text: str) -> None:
-    watch = Watch(1, SpikeConfig(window=2, patience=1))
+    watch = LossWatch(1, SpikeConfig(window=2, patience=1))
     watch.see(math.nan, skipped=trouble == "skipped")
     passed = Passed(rollbacks=rollbacks)
     assert (
@@ -207,7 +207,10 @@ def test_a_process_is_slow_where_its_own_time_counts() -> None:
     assert slow([0.01, 0.012, 0.5, 0.011], 0.6, 2.0) == [2]
     assert slow([0.0, 0.003], 0.1, 2.0) == []  # much more than nothing is still not much
     watch = Stragglers(StragglerConfig(factor=2.0, every=4))
-    two = [News(steps=2, own=0.02, waited=1.0, seconds=1.2), News(steps=2, own=1.0, waited=0.1, seconds=1.2)]
+    two = [
+        ProcessStatus(steps=2, own=0.02, waited=1.0, seconds=1.2),
+        ProcessStatus(steps=2, own=1.0, waited=0.1, seconds=1.2),
+    ]
     assert watch.add(two) is None and watch.add(two) == [1]
     assert (watch.own, watch.waited) == ([0.01, 0.5], [0.5, 0.05])
     assert watch.add(two) is None  # counted anew
@@ -216,8 +219,8 @@ def test_a_process_is_slow_where_its_own_time_counts() -> None:
 
 def test_one_process_has_its_own_news_after_every_step() -> None:
     exchange = Exchange(1)
-    assert exchange.after_step(News) == [News()]
-    assert exchange.after_step(lambda: News(signal=15)) == [News(signal=15)]
+    assert exchange.after_step(ProcessStatus) == [ProcessStatus()]
+    assert exchange.after_step(lambda: ProcessStatus(signal=15)) == [ProcessStatus(signal=15)]
 
 
 def test_the_second_signal_is_as_if_nobody_listened() -> None:

@@ -15,7 +15,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.attention import attention
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
 from jaxpar.parallel.attention.kernels.tpu_splash import splash
-from jaxpar.parallel.attention.tiled.tile import Rules
+from jaxpar.parallel.attention.tiled.tile import TileSpec
 
 RULES = jp.Rules(batch="data", seq="context", heads="model", kv_heads=jp.first_of("model", None), head_dim="ulysses")
 
@@ -56,7 +56,7 @@ def largest_gap(f: Any, *x: np.ndarray) -> float:
 )
 def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
     x = inputs(2, seq, heads, kv_heads, head_dim)
-    rules = Rules(jp.Mask(causal=True), head_dim**-0.5)
+    rules = TileSpec(jp.Mask(causal=True), head_dim**-0.5)
     assert largest_gap(lambda q, k, v: splash(q, k, v, rules, interpret=True), *x) <= 2e-5
 
 
@@ -67,7 +67,7 @@ def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int
 )
 def test_the_gpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
     x = inputs(2, seq, heads, kv_heads, head_dim)
-    rules = Rules(jp.Mask(causal=True), head_dim**-0.5)
+    rules = TileSpec(jp.Mask(causal=True), head_dim**-0.5)
     assert largest_gap(lambda q, k, v: mha(q, k, v, rules, interpret=True), *x) <= 2e-5
 
 

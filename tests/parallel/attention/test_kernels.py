@@ -17,7 +17,7 @@ from jaxpar.parallel.attention.kernels.gpu_flash import mha
 from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.kernels.tpu_splash import Lazy, splash
 from jaxpar.parallel.attention.options import read
-from jaxpar.parallel.attention.split.partition import Engine, Keys, Way
+from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend, KeySource
 from jaxpar.parallel.attention.tiled.tpu_pallas import EMPTY, FIRST, LAST, MASKED, visits
 
 RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads="model", kv_heads="model", head_dim=None)
@@ -59,14 +59,14 @@ def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
     return max(g if np.isfinite(g) else np.inf for g in gaps)
 
 
-def by_tiles(engine: Engine, keys: Keys, x: tuple[jax.Array, ...], options: dict[str, Any]) -> list[np.ndarray]:
+def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options: dict[str, Any]) -> list[np.ndarray]:
     """As :func:`jaxpar.attention_local`, on one device or in a ring of two."""
     rules, beside, offset = read(*x, options)
     ring = ("context",) if keys == "ring" else ()
 
     def local(q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
         own = beside._replace(segments=None if ids is None else (ids, ids))
-        way = Way(rules, keys, ring, offset=offset, engine=engine)
+        way = AttentionPlan(rules, keys, ring, offset=offset, engine=engine)
         return compute(ordered(way, options, (q.shape[1], k.shape[1])), q, k, v, own)[0]
 
     ids = None if beside.segments is None else beside.segments[0]
@@ -102,7 +102,7 @@ def by_tiles(engine: Engine, keys: Keys, x: tuple[jax.Array, ...], options: dict
         "queries before the keys",
     ],
 )
-def test_the_kernel_of_tiles_equals_plain_jax(keys: Keys, x: Any, options: Any, bound: float) -> None:
+def test_the_kernel_of_tiles_equals_plain_jax(keys: KeySource, x: Any, options: Any, bound: float) -> None:
     got, want = by_tiles("interpret", keys, x, options | {"block": 128}), by_tiles("jax", "here", x, options)
     assert gap(got, want) <= bound
     if "segment_ids" in options:  # padding gives zeros and takes no gradients

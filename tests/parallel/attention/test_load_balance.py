@@ -23,7 +23,7 @@ from jaxpar.errors import ConfigError, LayoutError, MissingExtraError
 from jaxpar.parallel.attention.load_balance import grid, grid_of, places
 from jaxpar.parallel.attention.plot import hues, painted
 from jaxpar.parallel.attention.tiled.blockwise import chosen, tokens_in_blocks
-from jaxpar.parallel.attention.tiled.tile import Extras, Rules, Tokens
+from jaxpar.parallel.attention.tiled.tile import TileArrays, TileSpec, Tokens
 
 CAUSAL = jp.Mask(causal=True)
 REST = ("batch", "heads", "kv_heads", "head_dim")
@@ -82,7 +82,7 @@ def test_the_tiles_are_those_that_attention_visits(mask: jp.Mask, segmented: boo
     visited, whole = np.zeros_like(found.visited), np.zeros_like(found.visited)
     for i, q in enumerate(columns):
         for j, k in enumerate(columns):
-            for n, tiles in enumerate(chosen(Rules(mask, 1.0), q, k, Extras())):
+            for n, tiles in enumerate(chosen(TileSpec(mask, 1.0), q, k, TileArrays())):
                 numbers = np.asarray(tiles.numbers)[: int(tiles.count)]
                 for kind in (visited, whole)[: 2 - n]:
                     kind[3 * i + numbers // 3, 3 * j + numbers % 3] = True

@@ -16,7 +16,7 @@ import jaxpar as jp
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.parallel.attention.tiled.blockwise import chosen, tokens_in_blocks
-from jaxpar.parallel.attention.tiled.tile import Extras, Rules, Tokens
+from jaxpar.parallel.attention.tiled.tile import TileArrays, TileSpec, Tokens
 
 
 @given(masks(st.integers(1, 9)), st.integers(1, 7), st.sampled_from(["contiguous", "zigzag", "striped"]), st.booleans())
@@ -29,7 +29,7 @@ def test_tiles_that_are_left_out_have_nothing_and_unmasked_ones_everything(
     at = permutation(order, seq, 3)
     ids = (at // 7).astype(np.int32)[None] if packed else None
     tokens = tokens_in_blocks(Tokens(at, None if ids is None else jnp.asarray(ids)), block)
-    whole, partly = chosen(Rules(mask, 1.0), tokens, tokens, Extras())
+    whole, partly = chosen(TileSpec(mask, 1.0), tokens, tokens, TileArrays())
     seen = np.broadcast_to(mask.visible(at[:, None], at[None]), (seq, seq)).copy()
     if ids is not None:
         seen &= ids[0][:, None] == ids[0][None]
@@ -47,14 +47,14 @@ def test_tiles_that_are_left_out_have_nothing_and_unmasked_ones_everything(
 
 def test_of_a_causal_sequence_half_the_tiles_are_visited() -> None:
     tokens = tokens_in_blocks(Tokens(np.arange(64, dtype=np.int32)), 8)
-    whole, partly = chosen(Rules(jp.Mask(causal=True), 1.0), tokens, tokens, Extras())
+    whole, partly = chosen(TileSpec(jp.Mask(causal=True), 1.0), tokens, tokens, TileArrays())
     assert (whole.count, partly.count) == (8 * 7 // 2, 8)
 
 
 def test_a_function_of_positions_hides_tiles_too() -> None:
     tokens = tokens_in_blocks(Tokens(jnp.arange(32, dtype=jnp.int32)), 8)
-    rules = Rules(jp.Mask(causal=False, where=lambda q, k: (q >= 16) & (k < 12)), 1.0)
-    whole, partly = chosen(rules, tokens, tokens, Extras())
+    rules = TileSpec(jp.Mask(causal=False, where=lambda q, k: (q >= 16) & (k < 12)), 1.0)
+    whole, partly = chosen(rules, tokens, tokens, TileArrays())
     assert (int(whole.count), int(partly.count)) == (2, 2)
 
 

@@ -19,7 +19,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.split.partition import turns_of
 from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.parallel.attention.tiled.blockwise import chosen, tokens_in_blocks
-from jaxpar.parallel.attention.tiled.tile import Extras, Rules, Tokens
+from jaxpar.parallel.attention.tiled.tile import TileArrays, TileSpec, Tokens
 
 HUGE = (1, 2**30, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**70)
 LEAST, GREATEST = -(2**31) + 1, 2**31 - 1
@@ -64,7 +64,7 @@ def test_no_tile_that_is_left_out_has_a_visible_score(data: Any, mask: jp.Mask, 
     rows, columns = (tokens_in_blocks(Tokens(x), block) for x in ((at + np.int64(offset)).astype(np.int32), at))
     whole, partly = (
         {int(n) for n in np.asarray(some.numbers)[: int(some.count)]}
-        for some in chosen(Rules(mask, 1.0), rows, columns, Extras())
+        for some in chosen(TileSpec(mask, 1.0), rows, columns, TileArrays())
     )
     seen = sees(mask, at.astype(np.int64) + offset, at.astype(np.int64))[0]
     assert not whole & partly

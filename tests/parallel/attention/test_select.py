@@ -19,7 +19,7 @@ import jaxpar as jp
 from jaxpar.errors import LayoutError
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
-from jaxpar.parallel.attention.cost_model import Asked, Spread, cost, work
+from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread, cost, work
 from jaxpar.parallel.attention.load_balance import balance
 from jaxpar.parallel.attention.select import Choice, choice, sends
 from jaxpar.sharding.hardware.accelerators import accelerator
@@ -48,7 +48,7 @@ def took(
     seq: int,
     heads: tuple[int, int],
     *,
-    asks: Asked | None = None,
+    asks: AttentionRequest | None = None,
     impl: str = "auto",
     dtype: Any = jnp.bfloat16,
     links: Links | None = None,
@@ -62,29 +62,57 @@ def took(
 @pytest.mark.parametrize(
     ("topology", "mesh", "seq", "heads", "asks", "impl"),
     [
-        ("v5e:2x4", {"context": 8}, 131_072, (32, 8), Asked(free=True), "ring"),  # compute hides the hops
-        ("v5e:2x4", {"context": 8}, 4096, (32, 8), Asked(free=True), "ulysses"),  # it does not
-        ("v5e:2x4", {"context": 8}, 131_072, (4, 4), Asked(free=True), "ring"),  # fewer heads than devices
-        ("v5e:2x4", {"context": 8}, 4096, (4, 4), Asked(free=True), "gather"),  # two links at once, in the place of one
-        ("v5e:2x4", {"context": 8}, 4096, (32, 1), Asked(free=True), "ring"),  # one key head: little goes round
+        ("v5e:2x4", {"context": 8}, 131_072, (32, 8), AttentionRequest(free=True), "ring"),  # compute hides the hops
+        ("v5e:2x4", {"context": 8}, 4096, (32, 8), AttentionRequest(free=True), "ulysses"),  # it does not
+        ("v5e:2x4", {"context": 8}, 131_072, (4, 4), AttentionRequest(free=True), "ring"),  # fewer heads than devices
+        (
+            "v5e:2x4",
+            {"context": 8},
+            4096,
+            (4, 4),
+            AttentionRequest(free=True),
+            "gather",
+        ),  # two links at once, in the place of one
+        (
+            "v5e:2x4",
+            {"context": 8},
+            4096,
+            (32, 1),
+            AttentionRequest(free=True),
+            "ring",
+        ),  # one key head: little goes round
         (
             "v5e:2x4",
             {"context": 8},
             32_768,
             (32, 8),
-            Asked(NEAR, "contiguous"),
+            AttentionRequest(NEAR, "contiguous"),
             "ring",
         ),  # one hop in the place of seven
-        ("v5e:2x4", {"context": 8}, 32_768, (32, 8), Asked(NEAR, free=True), "ulysses"),  # in zigzag all seven
-        ("v5e:2x4", {"context": 8}, 8192, (32, 8), Asked(free=True), "ulysses"),
-        ("v5e:2x4", {"context": 8}, 8192, (32, 8), Asked(order="zigzag"), "gather"),  # so they lie already
-        ("h100:2x8", {"context": 16}, 65_536, (32, 8), Asked(free=True), "ulysses"),  # a ring crosses the network
-        ("h100:8", {"context": 8}, 65_536, (32, 8), Asked(free=True), "ring"),
-        ("h100:2x8", {"context": 2, "ulysses": 8}, 65_536, (32, 8), Asked(free=True), "hybrid"),
+        (
+            "v5e:2x4",
+            {"context": 8},
+            32_768,
+            (32, 8),
+            AttentionRequest(NEAR, free=True),
+            "ulysses",
+        ),  # in zigzag all seven
+        ("v5e:2x4", {"context": 8}, 8192, (32, 8), AttentionRequest(free=True), "ulysses"),
+        ("v5e:2x4", {"context": 8}, 8192, (32, 8), AttentionRequest(order="zigzag"), "gather"),  # so they lie already
+        (
+            "h100:2x8",
+            {"context": 16},
+            65_536,
+            (32, 8),
+            AttentionRequest(free=True),
+            "ulysses",
+        ),  # a ring crosses the network
+        ("h100:8", {"context": 8}, 65_536, (32, 8), AttentionRequest(free=True), "ring"),
+        ("h100:2x8", {"context": 2, "ulysses": 8}, 65_536, (32, 8), AttentionRequest(free=True), "hybrid"),
     ],
 )
 def test_auto_takes_what_takes_the_least_time(
-    topology: str, mesh: dict[str, int], seq: int, heads: tuple[int, int], asks: Asked, impl: str
+    topology: str, mesh: dict[str, int], seq: int, heads: tuple[int, int], asks: AttentionRequest, impl: str
 ) -> None:
     abstract = jp.MeshSpec(**mesh).on(topology)
     assert took(abstract, seq, heads, asks=asks).impl == impl
@@ -93,7 +121,7 @@ def test_auto_takes_what_takes_the_least_time(
 
 def test_the_reason_has_the_figures_and_they_are_the_roofline() -> None:
     mesh = jp.MeshSpec(context=8).on("v5e:2x4")
-    found = took(mesh, 131_072, (32, 8), asks=Asked(free=True))
+    found = took(mesh, 131_072, (32, 8), asks=AttentionRequest(free=True))
     parts = r"ring ([\d.]+) \(([\d.]+) of compute, ([\d.]+) of waiting for 1792 MiB\), ulysses ([\d.]+) \("
     figures = re.match(r"ms forward and backward by the roofline of v5e:2x4: " + parts, found.why)
     assert figures is not None, found.why
@@ -107,14 +135,16 @@ def test_the_reason_has_the_figures_and_they_are_the_roofline() -> None:
 
 def test_where_nothing_is_known_of_the_devices_bytes_decide() -> None:
     mesh = jp.MeshSpec(context=8).abstract()
-    assert took(mesh, 32_768, (32, 8), asks=Asked(free=True)) == Choice(
+    assert took(mesh, 32_768, (32, 8), asks=AttentionRequest(free=True)) == Choice(
         "ulysses",
         "",
         "MiB that a device sends, forward and backward: ulysses 140, ring 448; in plain jax, as no kernel was asked for",
     )
     # Contiguous, a window leaves one hop of seven; what brings tokens into zigzag and back is sent too.
-    assert took(mesh, 32_768, (32, 8), asks=Asked(NEAR, "contiguous")).impl == "ring"
-    laid, relayed = (took(mesh, 32_768, (32, 32), asks=a).why for a in (Asked(free=True), Asked()))
+    assert took(mesh, 32_768, (32, 8), asks=AttentionRequest(NEAR, "contiguous")).impl == "ring"
+    laid, relayed = (
+        took(mesh, 32_768, (32, 32), asks=a).why for a in (AttentionRequest(free=True), AttentionRequest())
+    )
     assert "ring 1792;" in laid and "ring 2072;" in relayed
     # Seven eighths of 32 MiB of queries, result and their gradients, of 64 of keys and values, and of theirs in fp32.
     assert 2072 - 1792 == (4 * 32 + 64 * (1 + 2)) * 7 / 8
@@ -126,7 +156,9 @@ def test_bytes_of_a_relay_count_what_leaves_a_device() -> None:
     layout = jp.Layout(jp.MeshSpec(context=4).abstract(), RULES)
     q = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     spread = Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, q.shape).axes)
-    plain, relayed = (cost("ring", q, q, spread, layout.sizes, asked=a) for a in (Asked(free=True), Asked()))
+    plain, relayed = (
+        cost("ring", q, q, spread, layout.sizes, asked=a) for a in (AttentionRequest(free=True), AttentionRequest())
+    )
     # 16 tokens a device, of q, k, v, o and their gradients; of each half three of four devices give it away: 0→0, 1→2, 2→3, 3→1
     # and 0→1, 1→3, 2→2, 3→0.
     assert relayed.sent - plain.sent == 8 * (16 * 2 * 8 * 4) * 3 / 4

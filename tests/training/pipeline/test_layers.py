@@ -15,7 +15,7 @@ from one_step import check_same, layout_of, one_step
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
-from jaxpar.parallel.pipeline.executor.layer_inputs import Beside
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.stage import Chunk
 from jaxpar.parallel.pipeline.schedules.forward_only import forwards
 from jaxpar.parallel.pipeline.schedules.registry import NAMES
@@ -119,7 +119,7 @@ def test_keys_are_not_kept() -> None:
     def kept(layer: Any) -> list[Any]:
         weights = {"w": jnp.ones((1, 1, WIDTH, WIDTH))}
         chunk = Chunk(layer, weights, jnp.asarray(0), jnp.asarray(1), start=jnp.asarray(3))
-        side = Beside(None, jax.random.split(jax.random.key(0), ROWS), jnp.zeros(()))
+        side = LayerInputs(None, jax.random.split(jax.random.key(0), ROWS), jnp.zeros(()))
         found = jax.eval_shape(lambda: chunk.kept(jnp.ones((ROWS, WIDTH)), side)[1])
         return [(x.shape, str(x.dtype)) for x in found]
 

@@ -22,7 +22,7 @@ from jaxpar.models import llama
 from jaxpar.models.llama.layers import rope_table
 from jaxpar.models.llama.pipeline import staged_next_token_loss
 from jaxpar.models.losses import next_token_loss
-from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, Carry
+from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, SequenceCarry
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -178,7 +178,7 @@ def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | No
     def kept(key: jax.Array) -> Any:
         model = make(key)
         leaves, block = stacked_part(model, loss.path)
-        how = Carry(
+        how = SequenceCarry(
             lambda w, *args: loss.chunked_layer(block(w), *args), lambda batch: loss.carry(model, batch), chunks
         )  # type: ignore[misc]
         pieces = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, chunks, 1, seq // chunks), x.dtype), batch)

@@ -7,17 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.attention.tiled.tile import FAR, Extras, Rules, Segments, Tokens, accumulator, distances, kept
+from jaxpar.parallel.attention.tiled.tile import (
+    FAR,
+    Segments,
+    TileArrays,
+    TileSpec,
+    Tokens,
+    accumulator,
+    distances,
+    kept,
+)
 
 
 def dense(
-    rules: Rules,
+    rules: TileSpec,
     q_BSHD: jax.Array,
     k_BTKD: jax.Array,
     v_BTKD: jax.Array,
     positions: tuple[Any, Any],
     segments: Segments,
-    extras: Extras,
+    extras: TileArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of all queries to all keys, and the logarithm of the sums of weights, as :func:`jaxpar.parallel.attention.split.vjp.attend` returns them.
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.attention.tiled.padding import FILL, pad, stated_flops, up, visited
-from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, Rules
+from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, TileSpec
 
 LEAST = 16
 """The least size of a dim that the tensor cores multiply."""
@@ -24,7 +24,7 @@ def mha(
     q_BSHD: jax.Array,
     k_BSKD: jax.Array,
     v_BSKD: jax.Array,
-    rules: Rules,
+    rules: TileSpec,
     segments: Any = None,
     *,
     interpret: bool = False,

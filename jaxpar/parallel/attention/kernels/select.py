@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.tiled.padding import up
-from jaxpar.parallel.attention.tiled.tile import Beside, Rules
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, TileSpec
 
 Kernel = Literal["", "splash", "tiles", "mha"]
 """jax's for a whole sequence on TPU; ours, tile by tile, also as keys come in a ring; jax's on GPU. Empty: plain jax."""
@@ -17,7 +17,7 @@ LIST = 2**16
 BLOCK = 512
 
 
-class Found(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel; or none, and why."""
 
     kernel: Kernel
@@ -25,8 +25,14 @@ class Found(NamedTuple):
 
 
 def find(
-    platform: str, arrays: Sequence[Any], rules: Rules, beside: Beside, offset: int = 0, *, split: bool = False
-) -> Found:
+    platform: str,
+    arrays: Sequence[Any],
+    rules: TileSpec,
+    beside: AttentionArrays,
+    offset: int = 0,
+    *,
+    split: bool = False,
+) -> KernelChoice:
     """The kernel for one device's work.
 
     Args:
@@ -34,7 +40,7 @@ def find(
       split: whether the queries meet keys of other devices too.
     """
     q, k, v = arrays
-    none = lambda why: Found("", why)
+    none = lambda why: KernelChoice("", why)
     if platform not in ("tpu", "gpu"):
         return none(f"kernels run on TPU and GPU, but the mesh is of {platform} devices")
     if q.dtype.itemsize > 4:
@@ -57,7 +63,7 @@ def find(
         )
     # jax's wants every query to see some key: under any of our masks each sees itself, where the two have one position.
     itself = not split and alike(q, k, v) and not offset and all(x is None for x in beside._replace(segments=None))
-    return Found("splash" if itself else "tiles", "")
+    return KernelChoice("splash" if itself else "tiles", "")
 
 
 def alike(q: Any, k: Any, v: Any) -> bool:
@@ -65,12 +71,12 @@ def alike(q: Any, k: Any, v: Any) -> bool:
     return bool(q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2])
 
 
-def _on_gpu(q: Any, k: Any, v: Any, rules: Rules, beside: Beside, offset: int) -> Found:
-    simple = rules == Rules(Mask(causal=rules.mask.causal), rules.scale)
+def _on_gpu(q: Any, k: Any, v: Any, rules: TileSpec, beside: AttentionArrays, offset: int) -> KernelChoice:
+    simple = rules == TileSpec(Mask(causal=rules.mask.causal), rules.scale)
     if not simple or any(x is not None for x in beside._replace(segments=None)) or offset:
-        return Found("", "the kernel knows the causal mask and none, segments and a scale")
+        return KernelChoice("", "the kernel knows the causal mask and none, segments and a scale")
     if beside.segments is not None and beside.segments[0] is not beside.segments[1]:
-        return Found("", "the kernel wants one segment_ids for queries and keys")
+        return KernelChoice("", "the kernel wants one segment_ids for queries and keys")
     if not alike(q, k, v):
-        return Found("", "the kernel wants as many queries as keys, and one head_dim")
-    return Found("mha", "")
+        return KernelChoice("", "the kernel wants as many queries as keys, and one head_dim")
+    return KernelChoice("mha", "")

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as library
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.tiled.blockwise import in_blocks
 from jaxpar.parallel.attention.tiled.padding import FILL, LANES, SAVED, pad, stated_flops, up
-from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, Rules
+from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, TileSpec
 
 BLOCK = 512
 """Rows of queries and of keys that the kernel holds at a time; 2,048 overflow a v5e's vector memory."""
@@ -25,7 +25,7 @@ def splash(
     q_BSHD: jax.Array,
     k_BSKD: jax.Array,
     v_BSKD: jax.Array,
-    rules: Rules,
+    rules: TileSpec,
     segments: Any = None,
     *,
     interpret: bool = False,

@@ -14,14 +14,14 @@ from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.split.token_order import Order, into_zigzag, permutation, positions
 from jaxpar.parallel.attention.tiled.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
 from jaxpar.parallel.attention.tiled.padding import LANES, up
-from jaxpar.parallel.attention.tiled.tile import PAD, PAD_SEGMENT, Extras, Rules, Segments, Tokens
+from jaxpar.parallel.attention.tiled.tile import PAD, PAD_SEGMENT, Segments, TileArrays, TileSpec, Tokens
 
-type Keys = Literal["here", "gather", "ring", "rows"]
-type Engine = Literal["jax", "tpu", "interpret"]
+type KeySource = Literal["here", "gather", "ring", "rows"]
+type Backend = Literal["jax", "tpu", "interpret"]
 
 
 @dataclass(frozen=True)
-class Way:
+class AttentionPlan:
     """How attention is computed: all that is no array.
 
     Attributes:
@@ -42,8 +42,8 @@ class Way:
       engine: what computes tiles: plain jax, or a kernel for TPUs, compiled or in its interpreter.
     """
 
-    rules: Rules
-    keys: Keys = "here"
+    rules: TileSpec
+    keys: KeySource = "here"
     ring: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     order: Order = "contiguous"
@@ -55,7 +55,7 @@ class Way:
     offset: int = 0
     turns: tuple[int, ...] | None = None
     whole: bool = False
-    engine: Engine = "jax"
+    engine: Backend = "jax"
 
     @property
     def ways(self) -> int:
@@ -64,7 +64,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Split:
+class SequenceSplit:
     """One device's queries and keys, inside of a shard_map.
 
     Attributes:
@@ -73,12 +73,12 @@ class Split:
       segments: of these tokens, and of the keys of all devices.
     """
 
-    way: Way
+    way: AttentionPlan
     batch: int
     q_length: int
     k_length: int
     segments: Segments
-    extras: Extras
+    extras: TileArrays
 
     @property
     def index(self) -> Any:
@@ -130,7 +130,7 @@ class Split:
             return jax.lax.dynamic_slice_in_dim(self.extras.order, index * length, length, 0)
         return positions(self.way.order, length * self.way.ways, self.way.ways, index)
 
-    def extras_of(self, distance: int | None = 0) -> Extras:
+    def extras_of(self, distance: int | None = 0) -> TileArrays:
         """The extras with the bias's columns of those keys, filled up to whole blocks."""
         bias = self.extras.bias
         if bias is None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.attention.split.backend import backward, forward, not_before
-from jaxpar.parallel.attention.split.partition import Split
+from jaxpar.parallel.attention.split.partition import SequenceSplit
 from jaxpar.parallel.attention.tiled import tile
 from jaxpar.parallel.attention.tiled.blockwise import no_gradients, nothing, zeros
 from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens, accumulator
@@ -25,31 +25,31 @@ UNROLLED = 3
 """So many hops are written out. More go in a loop: that takes half the memory, and a program that does not grow with the ring."""
 
 
-def here_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+def here_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of this device."""
     at = split.queries(), split.keys()
     return forward(split.way, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
 
 
-def here_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+def here_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     extras = split.extras_of()
     at, none = (split.queries(), split.keys()), no_gradients(q, k, v, extras)
     return _with_bias(split, backward(split.way, q, k, v, at, extras, rows, none, split.expected()), 0)
 
 
-def gathered(split: Split, x: jax.Array) -> jax.Array:
+def gathered(split: SequenceSplit, x: jax.Array) -> jax.Array:
     """Keys or values of all devices."""
     return gather_local(x, split.way.ring, dim=0)
 
 
-def gather_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+def gather_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of all devices, gathered; or, where they are kept, given."""
     k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
     at = split.queries(), split.keys(None)
     return forward(split.way, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
 
 
-def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+def gather_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
     extras = split.extras_of(None)
     at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
@@ -64,7 +64,7 @@ def gather_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows
     return found._replace(k=home(found.k), v=home(found.v))
 
 
-def ring_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+def ring_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Of queries against the keys of all devices, as they come by."""
     at = split.queries()
 
@@ -80,7 +80,7 @@ def ring_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums
     return _around(split.hops(), turn, (nothing(q, v), (k, v)), 1)[0]
 
 
-def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+def ring_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     at, hops = split.queries(), split.hops()
 
     def turn(carry: Any, distance: Any, before: int, after: int) -> Any:
@@ -111,7 +111,7 @@ def ring_backward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array, rows: 
     return sums._replace(k=own[0], v=own[1])
 
 
-def rows_forward(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+def rows_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """As Li et al. 2021 (arXiv:2105.13120): the keys go round, and leave whole rows of scores; then the values go round."""
     at, rules, hops = split.queries(), split.way.rules, split.hops()
     gaps = [*(b - a for a, b in itertools.pairwise(hops)), 0]
@@ -157,18 +157,18 @@ def _one(tokens: Tokens) -> Tokens:
     return jax.tree.map(lambda x: jnp.asarray(x)[0], tokens)
 
 
-def _passed(split: Split, tree: Any, steps: int) -> Any:
+def _passed(split: SequenceSplit, tree: Any, steps: int) -> Any:
     """What the device so many places before has, of everyone."""
     ways = split.way.ways
     pairs = [(i, (i + steps) % ways) for i in range(ways)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, split.way.ring, pairs), tree)
 
 
-def _for_travel(split: Split, tree: Any) -> Any:
+def _for_travel(split: SequenceSplit, tree: Any) -> Any:
     return tree if split.way.kv_grad_dtype is None else jax.tree.map(lambda x: x.astype(split.way.kv_grad_dtype), tree)
 
 
-def _with_bias(split: Split, found: Gradients, distance: int | None) -> Gradients:
+def _with_bias(split: SequenceSplit, found: Gradients, distance: int | None) -> Gradients:
     """``found`` with the gradients of all of the bias, in the place of those of the columns in use."""
     bias = split.extras.bias
     return found if bias is None else found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))

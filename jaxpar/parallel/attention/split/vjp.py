@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.parallel.attention.split import ring, ulysses
 from jaxpar.parallel.attention.split.backend import not_before
-from jaxpar.parallel.attention.split.partition import Split, Way
+from jaxpar.parallel.attention.split.partition import AttentionPlan, SequenceSplit
 from jaxpar.parallel.attention.split.token_order import into_zigzag
 from jaxpar.parallel.attention.tiled.blockwise import finished, in_blocks, rows_of, whole
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
-from jaxpar.parallel.attention.tiled.tile import Extras, Segments
+from jaxpar.parallel.attention.tiled.tile import Segments, TileArrays
 
 FORWARD = {
     "here": ring.here_forward,
@@ -37,7 +37,7 @@ BACKWARD = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    way: Way, q_BSHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, segments: Segments, extras: Extras
+    way: AttentionPlan, q_BSHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, segments: Segments, extras: TileArrays
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one device's queries, keys and values; inside of a shard_map over the axes of ``way``.
 
@@ -54,7 +54,7 @@ def attend(
     return _forward(way, q_BSHD, k_BTKD, v_BTKD, segments, extras)[0]
 
 
-def _forward(way: Way, q: Any, k: Any, v: Any, segments: Segments, extras: Extras) -> Any:
+def _forward(way: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, extras: TileArrays) -> Any:
     repeat = ulysses.repeats(k.shape[2], ulysses.ways_of(way.heads))
     far = _arrived(way, q), _arrived(way, k, repeat), _arrived(way, v, repeat)
     split = _split(way, far, segments, extras)
@@ -68,7 +68,7 @@ def _forward(way: Way, q: Any, k: Any, v: Any, segments: Segments, extras: Extra
     return (o, lse), (far, everybodys, segments, extras, o, lse, k.shape[2])
 
 
-def _backward(way: Way, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
+def _backward(way: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
     far, everybodys, segments, extras, o, lse, kv_heads = kept
     far, gradients = not_before(way, (far, gradients), lse)
     split, (q, k, v) = _split(way, far, segments, extras), far
@@ -86,7 +86,7 @@ def _backward(way: Way, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> An
     # What is summed on the way stays as wide as the sums, unless it is to travel in less.
     narrow = way.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
     dk, dv = (_returned(way, x.astype(narrow) if way.heads else x, repeat) for x in (dk, dv))
-    beside = Extras(
+    beside = TileArrays(
         bias=None if found.bias is None else split.bias_gradient(found.bias).astype(extras.bias.dtype),
         slopes=None if found.slopes is None else found.slopes.astype(extras.slopes.dtype),
     )
@@ -96,18 +96,18 @@ def _backward(way: Way, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> An
 attend.defvjp(_forward, _backward)
 
 
-def _arrived(way: Way, x: jax.Array, repeat: int = 1) -> jax.Array:
+def _arrived(way: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
     """[B, S, H, …] of a device's tokens as the heads and tokens that it computes."""
     x = ulysses.apart(x, way.heads, repeat)
     return into_zigzag(x, way.ring, 1) if way.relay else x
 
 
-def _returned(way: Way, x: jax.Array, repeat: int = 1) -> jax.Array:
+def _returned(way: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
     x = into_zigzag(x, way.ring, 1, back=True) if way.relay else x
     return ulysses.together(x, way.heads, repeat)
 
 
-def _split(way: Way, far: tuple[jax.Array, ...], segments: Segments, extras: Extras) -> Split:
+def _split(way: AttentionPlan, far: tuple[jax.Array, ...], segments: Segments, extras: TileArrays) -> SequenceSplit:
     q, k, _ = far
     if segments is not None:
         mine, theirs = (ulysses.all_tokens(x, way.heads) for x in segments)
@@ -117,7 +117,7 @@ def _split(way: Way, far: tuple[jax.Array, ...], segments: Segments, extras: Ext
     if extras.numbers is not None and way.heads:
         sequences, head = extras.numbers
         extras = extras._replace(numbers=(sequences, head + jax.lax.axis_index(way.heads) * q.shape[2]))
-    return Split(way, q.shape[0], q.shape[1], k.shape[1], segments, extras)
+    return SequenceSplit(way, q.shape[0], q.shape[1], k.shape[1], segments, extras)
 
 
 def _grouped(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
@@ -125,7 +125,7 @@ def _grouped(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, group, *x.shape[3:]), 1, 3)
 
 
-def _packed(split: Split, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+def _packed(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """Queries, keys and values in blocks."""
     kv_heads, group, (rows, columns) = k.shape[2], q.shape[2] // k.shape[2], split.blocks
     parts = split.parts(kv_heads, group)

@@ -20,11 +20,11 @@ from jaxpar.parallel.attention.tiled.tile import (
     FAR,
     PAD,
     PAD_SEGMENT,
-    Extras,
     Gradients,
     Rows,
-    Rules,
     Sums,
+    TileArrays,
+    TileSpec,
     Tokens,
     accumulator,
     varies_over,
@@ -64,7 +64,7 @@ def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
     return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
 
 
-def flags(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Any, Any]:
+def flags(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[Any, Any]:
     """Of the tiles [n, m], which the mask does not empty, and which of these it leaves whole; from the blocks' first and last positions
     and segments."""
     some, every = _of_positions(rules, q.positions, k.positions, extras)
@@ -76,7 +76,7 @@ def flags(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Any, Any]
     return some, every & some
 
 
-def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, Tiles]:
+def chosen(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[Tiles, Tiles]:
     """The tiles that the mask leaves whole, and those it leaves in part."""
     some, every = flags(rules, q, k, extras)
     partly = some & ~every
@@ -91,7 +91,7 @@ def chosen(rules: Rules, q: Tokens, k: Tokens, extras: Extras) -> tuple[Tiles, T
     return Tiles(numbers, next(counts)), Tiles(numbers[::-1], next(counts))
 
 
-def _of_positions(rules: Rules, q: Any, k: Any, extras: Extras) -> tuple[Any, Any]:
+def _of_positions(rules: TileSpec, q: Any, k: Any, extras: TileArrays) -> tuple[Any, Any]:
     xp = np if isinstance(q, np.ndarray) and isinstance(k, np.ndarray) else jnp
     ends = [
         (xp.min(xp.where(x == PAD, np.iinfo(np.int32).max, x), -1), xp.max(x, -1), xp.min(x, -1) != PAD) for x in (q, k)
@@ -111,7 +111,7 @@ def _of_segments(q: Any, k: Any) -> tuple[Any, Any]:
     return jnp.any(overlap, -1), jnp.all((a == b) & (c == d) & (a == c) & (a >= 0), -1)
 
 
-def _of_values(rules: Rules, q: Tokens, k: Tokens, extras: Extras, some: Any) -> tuple[Any, Any]:
+def _of_values(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays, some: Any) -> tuple[Any, Any]:
     """A function of positions says only by its values what it hides."""
     rows, columns = some.shape
 
@@ -125,9 +125,9 @@ def _of_values(rules: Rules, q: Tokens, k: Tokens, extras: Extras, some: Any) ->
 
 
 def visit(
-    rules: Rules,
+    rules: TileSpec,
     at: tuple[Tokens, Tokens],
-    extras: Extras,
+    extras: TileArrays,
     parts: int,
     expected: Expected,
     one: Callable[..., Any],
@@ -166,12 +166,12 @@ def zeros(x: jax.Array) -> jax.Array:
 
 
 def forward(
-    rules: Rules,
+    rules: TileSpec,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     at: tuple[Tokens, Tokens],
-    extras: Extras,
+    extras: TileArrays,
     sums: Sums,
     expected: Expected = None,
 ) -> Sums:
@@ -210,19 +210,19 @@ def not_before[T](x: T, results: jax.Array) -> T:
     return same
 
 
-def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> Gradients:
+def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: TileArrays) -> Gradients:
     """Where sums of gradients begin."""
     bias, slopes = (None if x is None else zeros(x) for x in (extras.bias, extras.slopes))
     return Gradients(zeros(q), zeros(k), zeros(v), bias, slopes)
 
 
 def backward(
-    rules: Rules,
+    rules: TileSpec,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     at: tuple[Tokens, Tokens],
-    extras: Extras,
+    extras: TileArrays,
     rows: Rows,
     sums: Gradients,
     expected: Expected = None,
@@ -285,7 +285,7 @@ def _apart(number: Any, size: int) -> tuple[Any, Any]:
     return jax.lax.div(whole, by), jax.lax.rem(whole, by)
 
 
-def _extras_of_tile(extras: Extras, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> Extras:
+def _extras_of_tile(extras: TileArrays, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> TileArrays:
     kv_heads = q.shape[3]
     if extras.slopes is not None:
         extras = extras._replace(slopes=_part(extras.slopes, part, kv_heads))

@@ -27,7 +27,7 @@ Segments = tuple[Any, Any] | None
 
 
 @dataclass(frozen=True)
-class Rules:
+class TileSpec:
     """What is computed of queries and keys: all that is no array."""
 
     mask: Mask
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     segments: Any = None
 
 
-class Beside(NamedTuple):
+class AttentionArrays(NamedTuple):
     """Arrays beside queries, keys and values; ``None`` for what is not asked for."""
 
     segments: Segments = None
@@ -57,7 +57,7 @@ class Beside(NamedTuple):
     sequences: Any = None
 
 
-class Extras(NamedTuple):
+class TileArrays(NamedTuple):
     """Arrays beside queries, keys and values; what is not asked for is ``None``.
 
     Attributes:
@@ -66,7 +66,7 @@ class Extras(NamedTuple):
       prefix: lengths of prefixes [B or 1].
       key: of the dropout, two 32-bit words [2], or those of each sequence [B, 2].
       numbers: the places of the sequences here among all [B], and the number of the first head here: what dropout draws for.
-      offset: of the queries' positions, beside what :class:`jaxpar.parallel.attention.split.partition.Way` says.
+      offset: of the queries' positions, beside what :class:`jaxpar.parallel.attention.split.partition.AttentionPlan` says.
       order: the position of each token of all devices, as they lie [seq]; in the place of an order with a name.
     """
 
@@ -92,7 +92,7 @@ def accumulator(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def scaled(rules: Rules, q: Any) -> tuple[Any, float]:
+def scaled(rules: TileSpec, q: Any) -> tuple[Any, float]:
     """Queries with the scale in them, and by what scores are still to be multiplied: numbers less wide than sums would lose some of it."""
     return (q * rules.scale, 1.0) if q.dtype == accumulator(q) else (q, rules.scale)
 
@@ -103,7 +103,7 @@ def turned(x: jax.Array) -> jax.Array:
 
 
 def scores(
-    rules: Rules, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: Extras, turn: bool = False
+    rules: TileSpec, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: TileArrays, turn: bool = False
 ) -> tuple[jax.Array, Any]:
     """Scores [B, K, G, Q, L] of queries [B, K, G, Q, D] and keys [B, K, L, D]; and what the soft cap has made of them. Both :func:`turned`, if asked."""
     own, rest = scaled(rules, q)
@@ -132,7 +132,7 @@ def distances(at: tuple[Tokens, Tokens]) -> jax.Array:
     return (jnp.maximum(q, k) - jnp.minimum(q, k)).astype(jnp.uint32)
 
 
-def seen(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras) -> jax.Array:
+def seen(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays) -> jax.Array:
     """Which keys the queries of a tile see: [B or 1, 1, 1, Q, L]."""
     q, k = at
     prefix = None if extras.prefix is None else extras.prefix[:, None, None]
@@ -152,7 +152,7 @@ def real(mask: Mask, q: Any, k: Any) -> tuple[Any, Any]:
     return jnp.where(q == PAD, jnp.max(q), q), jnp.where(k == PAD, jnp.max(k), k)
 
 
-def kept(rules: Rules, at: tuple[Tokens, Tokens], extras: Extras, shape: tuple[int, ...]) -> jax.Array:
+def kept(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays, shape: tuple[int, ...]) -> jax.Array:
     """What dropout leaves of a tile's weights, [B, K, G, Q, L]: 0, or the inverse of the share that it leaves.
 
     A number is drawn from the key, the sequence, the head and the two positions, and so is the same however the arrays are split.
@@ -185,7 +185,7 @@ class Sums(NamedTuple):
     weights: jax.Array
 
 
-def forward(rules: Rules, q: Any, k: Any, v: Any, at: Any, extras: Extras, sums: Sums, masked: bool) -> Sums:
+def forward(rules: TileSpec, q: Any, k: Any, v: Any, at: Any, extras: TileArrays, sums: Sums, masked: bool) -> Sums:
     """``sums`` with the keys of a tile in it (the online softmax of Milakov & Gimelshein 2018, arXiv:1805.02867)."""
     s, _ = scores(rules, q, k, at, extras)
     visible = seen(rules, at, extras) if masked else None
@@ -221,7 +221,9 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def backward(rules: Rules, q: Any, k: Any, v: Any, at: Any, extras: Extras, rows: Rows, masked: bool) -> Gradients:
+def backward(
+    rules: TileSpec, q: Any, k: Any, v: Any, at: Any, extras: TileArrays, rows: Rows, masked: bool
+) -> Gradients:
     """The gradients that a tile gives (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 
     Keys come before queries in all that belongs to both, [B, K, L, G, Q]: so it goes into each product as it is, and XLA's CPU compiler,

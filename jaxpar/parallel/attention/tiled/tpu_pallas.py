@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxpar.parallel.attention.tiled.blockwise import Expected, flags
 from jaxpar.parallel.attention.tiled.padding import LANES
-from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Extras, Gradients, Rows, Rules, Sums, Tokens
+from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Gradients, Rows, Sums, TileArrays, TileSpec, Tokens
 
 Mode = Literal["tpu", "interpret"]
 MASKED, FIRST, LAST, EMPTY, BITS = 1, 2, 4, 8, 4
@@ -38,12 +38,12 @@ class Visit(NamedTuple):
 
 
 def forward(
-    rules: Rules,
+    rules: TileSpec,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     at: tuple[Tokens, Tokens],
-    extras: Extras,
+    extras: TileArrays,
     sums: Sums,
     expected: Expected = None,
     *,
@@ -78,12 +78,12 @@ def forward(
 
 
 def backward(
-    rules: Rules,
+    rules: TileSpec,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     at: tuple[Tokens, Tokens],
-    extras: Extras,
+    extras: TileArrays,
     rows: Rows,
     sums: Gradients,
     expected: Expected = None,
@@ -212,7 +212,7 @@ def _places(where: _Where, at: tuple[Tokens, Tokens]) -> list[Any]:
     return [(jnp.asarray(x, jnp.int32), index) for x, index in found]
 
 
-def _prefixes(extras: Extras, batch: int) -> jax.Array:
+def _prefixes(extras: TileArrays, batch: int) -> jax.Array:
     return jnp.broadcast_to(0 if extras.prefix is None else extras.prefix, (batch,)).astype(jnp.int32)
 
 
@@ -287,7 +287,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int], tuple[int]]) 
     return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
-def _scores(rules: Rules, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
+def _scores(rules: TileSpec, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
     """Scores [L, Q]; and what the soft cap has made of them."""
     s = _dot(k, q, NT) * rules.scale
     if rules.softcap is None:
@@ -296,7 +296,7 @@ def _scores(rules: Rules, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
     return rules.softcap * capped, capped
 
 
-def _seen(rules: Rules, places: Sequence[Any], prefix: Any) -> jax.Array:
+def _seen(rules: TileSpec, places: Sequence[Any], prefix: Any) -> jax.Array:
     """Which keys the queries of a tile see, [L, Q]; of positions, and of segments if there are any."""
     x, y = places[0][...], _upright(places[1][...])
     visible = (x != PAD) & (y != PAD) & rules.mask.visible(x, y, prefix)
@@ -312,7 +312,7 @@ def _upright(x: jax.Array) -> jax.Array:
 
 
 def _tile(
-    rules: Rules, segments: bool, prefix: bool, scalars: Sequence[Any], refs: Sequence[Any]
+    rules: TileSpec, segments: bool, prefix: bool, scalars: Sequence[Any], refs: Sequence[Any]
 ) -> tuple[Any, Callable[[], jax.Array], list[Any]]:
     """What is said of a grid's tile, which keys are seen of it, and the references behind those of places."""
     tiles, prefixes = scalars
@@ -327,7 +327,7 @@ def _either(said: Any, tile: Callable[[bool], None]) -> None:
     pl.when(said & MASKED == 0)(lambda: tile(False))
 
 
-def _forward_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
+def _forward_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
     q, k, v = refs[2:5]
     said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[5:])
     values_in, greatest_in, weights_in, values_out, greatest_out, weights_out, values, greatest, weights = rest
@@ -358,7 +358,7 @@ def _forward_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> N
         greatest_out[...], weights_out[...] = greatest[...], weights[...]
 
 
-def _weights(rules: Rules, refs: Sequence[Any], visible: Any) -> tuple[jax.Array, jax.Array]:
+def _weights(rules: TileSpec, refs: Sequence[Any], visible: Any) -> tuple[jax.Array, jax.Array]:
     """Of a tile, the weights of values and the gradient of the scores before they are scaled, both [L, Q]."""
     q, gradient, lse, delta, k, v = refs
     s, capped = _scores(rules, q[...], k[...])
@@ -369,7 +369,7 @@ def _weights(rules: Rules, refs: Sequence[Any], visible: Any) -> tuple[jax.Array
     return p, (ds * rules.scale).astype(q.dtype)
 
 
-def _queries_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
+def _queries_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
     of_tile = refs[2:8]
     said, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], refs[8:])
 
@@ -388,7 +388,7 @@ def _queries_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> N
         after[...] = before[...] + jnp.swapaxes(sums[...], 0, 1)
 
 
-def _keys_kernel(rules: Rules, segments: bool, prefix: bool, *refs: Any) -> None:
+def _keys_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
     of_tile = refs[2:8]
     said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[8:])
     k_after, v_after, k_sums, v_sums = rest

@@ -16,9 +16,9 @@ import numpy as np
 from jaxpar.errors import ModelError, listing
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import pick, put
-from jaxpar.parallel.pipeline.executor.program import EVERY, Program, of_every
+from jaxpar.parallel.pipeline.executor.program import EVERY, PipelineProgram, of_every
 from jaxpar.parallel.pipeline.executor.stage import held
-from jaxpar.parallel.pipeline.executor.tick import Tick
+from jaxpar.parallel.pipeline.executor.tick import TickRunner
 from jaxpar.parallel.pipeline.schedules.async_window import TURNING
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
@@ -28,7 +28,7 @@ def beside(old: Any, new: Any, dim: int) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim), old, new)
 
 
-def numbered(program: Program) -> Program:
+def numbered(program: PipelineProgram) -> PipelineProgram:
     """A program for ``after`` [2, ...] and pieces ``{"batch": 0 or 1, "of": piece}``: a microbatch's loss, and what its layers know, is of its batch's version."""
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
@@ -37,7 +37,7 @@ def numbered(program: Program) -> Program:
     return replace(program, head=head, side=lambda piece, read: program.side(piece["of"], pick(read, piece["batch"])))
 
 
-def rows_of(program: Program, have: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rows_of(program: PipelineProgram, have: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The table's rows, with its rings turned and without what is of no batch (see :meth:`AsyncRunner.run`); and where the first input goes."""
     (rows, every), table = program.rows(), program.table
     batch = program.schedule.microbatches // 2
@@ -56,7 +56,7 @@ def rows_of(program: Program, have: jax.Array, turn: jax.Array) -> tuple[jax.Arr
 
 
 @dataclass(frozen=True)
-class _Going(Tick):
+class _Going(TickRunner):
     """Ticks that find something on its way."""
 
     def _started(self, x: jax.Array) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor.layer_inputs import Extras
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.primitives import pick, put
 
 
@@ -23,12 +23,12 @@ def empty_sums(extras: Any, microbatches: int) -> dict[str, Any]:
     return {"sums": sums, "counts": jnp.zeros((microbatches + 1, 2), jnp.float32)}
 
 
-def nothing_of(aux: dict[str, Any]) -> Extras:
+def nothing_of(aux: dict[str, Any]) -> LayerScalars:
     """What the layers of a stage begin with."""
     return {name: jnp.zeros((), x.dtype) for name, x in aux.get("sums", {}).items()}
 
 
-def added(aux: dict[str, Any], extras: Extras, on: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
+def added(aux: dict[str, Any], extras: LayerScalars, on: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
     """With those of a microbatch's forward, if there was one."""
     if not aux:
         return aux
@@ -42,7 +42,7 @@ def counted(aux: dict[str, Any], counts: jax.Array, microbatch: jax.Array) -> di
     return {**aux, "counts": put(aux["counts"], counts, microbatch)} if aux else aux
 
 
-def totals(aux: dict[str, Any]) -> Extras:
+def totals(aux: dict[str, Any]) -> LayerScalars:
     """The sums over microbatches as they count; what does not count adds 0, also where it is not finite."""
     counts = aux["counts"][:-1, 0]
     each = {name: x[:-1] * counts.astype(x.dtype) for name, x in aux["sums"].items()}

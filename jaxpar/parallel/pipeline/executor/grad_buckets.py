@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.errors import ConfigError
-from jaxpar.parallel.pipeline.schedules.async_window import Window
+from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
 from jaxpar.parallel.pipeline.schedules.buffer_slots import END, FORWARD, Live, allocate, time
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import Table
@@ -36,7 +36,7 @@ COLUMNS = ("turn", "turn_begins", "turn_ended", "turn_chunk")
 """The slot to which a tick's gradients are added, and whether they are its first; the slot that is scattered, and the chunk whose sums that is."""
 
 
-def turns_of(schedule: Schedule | Window, table: Table) -> GradientBuckets:
+def turns_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuckets:
     """The turns of a schedule.
 
     Raises:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.staged_loss import of_layer
 
-type Extras = dict[str, jax.Array]
+type LayerScalars = dict[str, jax.Array]
 """Scalars of a layer; ``loss`` is added to the loss, and all are metrics."""
 
 
-class Beside(NamedTuple):
+class LayerInputs(NamedTuple):
     """Of a microbatch.
 
     Attributes:
@@ -31,7 +31,7 @@ class Beside(NamedTuple):
 
 def of_number(side: Any, number: Any) -> Any:
     """``side`` as the layer of this number in the model sees it."""
-    return side._replace(keys=of_layer(side.keys, number)) if isinstance(side, Beside) else side
+    return side._replace(keys=of_layer(side.keys, number)) if isinstance(side, LayerInputs) else side
 
 
 def weighed(side: Any, loss: jax.Array | None) -> jax.Array | None:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from jaxpar.parallel.pipeline.executor.grad_buckets import COLUMNS, GradientBuckets, turns_of
-from jaxpar.parallel.pipeline.executor.layer_inputs import Extras
-from jaxpar.parallel.pipeline.executor.sequence_chunks import Carry
-from jaxpar.parallel.pipeline.executor.stage import Layer
-from jaxpar.parallel.pipeline.schedules.async_window import Window
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
+from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry
+from jaxpar.parallel.pipeline.executor.stage import StageLayer
+from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
 from jaxpar.parallel.pipeline.schedules.residual_slots import LAYERED, Kept
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationCheckpointing, Table
@@ -36,7 +36,7 @@ class Before:
 
 
 @dataclass(frozen=True)
-class Program:
+class PipelineProgram:
     """What is carried out.
 
     Attributes:
@@ -60,8 +60,8 @@ class Program:
       before: what makes the first layer's input in the ticks; ``None`` where that has been made of the whole batch.
     """
 
-    schedule: Schedule | Window
-    layer: Layer
+    schedule: Schedule | AsyncSchedule
+    layer: StageLayer
     side: Callable[[Any, Any], Any]
     head: Head
     axes: Axes
@@ -71,11 +71,11 @@ class Program:
     turn: Callable[[Any], Any] | None = None
     counts: np.ndarray | None = None
     starts: np.ndarray | None = None
-    join: Callable[[Any, Extras], Any] = lambda sums, extras: sums
+    join: Callable[[Any, LayerScalars], Any] = lambda sums, extras: sums
     dims: tuple[str | None, ...] | None = None
     kept: Kept | None = None
     again: tuple[int, ...] = ()
-    carry: Carry | None = None
+    carry: SequenceCarry | None = None
     before: Before | None = None
     table: Table = field(init=False)
     turns: GradientBuckets | None = field(init=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.parallel.pipeline.executor.layer_inputs import Extras
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.stage import Buffers, Chunk, held, read, write
 
 
@@ -20,23 +20,23 @@ def forward(
     residuals: Buffers,
     inputs: Buffers,
     slots: dict[str, jax.Array],
-    sums: Extras,
-) -> tuple[jax.Array, Buffers, Buffers, Extras]:
+    sums: LayerScalars,
+) -> tuple[jax.Array, Buffers, Buffers, LayerScalars]:
     """The result, both buffers with what each layer keeps, and the sums with the layers' extras; what is not kept goes to the slot that nobody reads.
 
     Args:
       slots: [layers] for each of ``jaxpar.parallel.pipeline.schedules.residual_slots.LAYERED``.
     """
-    type Carry = tuple[jax.Array, Buffers, Buffers, Extras]
+    type RecomputeCarry = tuple[jax.Array, Buffers, Buffers, LayerScalars]
 
-    def one(i: jax.Array, carry: Carry) -> Carry:
+    def one(i: jax.Array, carry: RecomputeCarry) -> RecomputeCarry:
         x, residuals, inputs, sums = carry
         inputs = [write(inputs[0], x, slots["f_inputs"][i], 0)]
         y, sums, kept = chunk.passed(x, side, i, sums)
         residuals = [write(b, leaf, slots["f_residuals"][i], 0) for b, leaf in zip(residuals, kept, strict=True)]
         return y, residuals, inputs, sums
 
-    found: Carry = jax.lax.fori_loop(0, chunk.times, one, (x, residuals, inputs, sums))
+    found: RecomputeCarry = jax.lax.fori_loop(0, chunk.times, one, (x, residuals, inputs, sums))
     return found
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor.program import Program
-from jaxpar.parallel.pipeline.executor.tick import Tick
+from jaxpar.parallel.pipeline.executor.program import PipelineProgram
+from jaxpar.parallel.pipeline.executor.tick import TickRunner
 
 
 def run(
-    program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
+    program: PipelineProgram, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
 ) -> tuple[Any, Any, jax.Array | None]:
     """Sums of gradients of the weights, sums over microbatches, and the cotangents of ``x``: each device's own.
 
@@ -33,7 +33,9 @@ def run(
     Returns:
       Gradients [stages, devices, chunks, layers, ...], sums [devices, ...], and what ``x`` is.
     """
-    tick = Tick(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read)
+    tick = TickRunner(
+        program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read
+    )
     rows, every = program.rows()
 
     def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor.aux_losses import empty_sums
 from jaxpar.parallel.pipeline.executor.primitives import check_alike, pick, put
-from jaxpar.parallel.pipeline.executor.program import Program
-from jaxpar.parallel.pipeline.executor.tick import Tick
+from jaxpar.parallel.pipeline.executor.program import PipelineProgram
+from jaxpar.parallel.pipeline.executor.tick import TickRunner
 
 
-def run_forward(program: Program, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()) -> Any:
+def run_forward(
+    program: PipelineProgram, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
+) -> Any:
     """Sums over microbatches, each device's own [devices, ...]; arguments as of :func:`jaxpar.parallel.pipeline.executor.run.run`.
 
     The program's schedule has forwards only, and its ``head`` gives nothing for a cotangent.
@@ -28,7 +30,7 @@ def run_forward(program: Program, weights: Any, after: Any, x: jax.Array | None,
     return tick.joined(carry)["sums"]
 
 
-class _Forward(Tick):
+class _Forward(TickRunner):
     """One tick of all stages, of which each does a forward at the most."""
 
     def start(self, x: jax.Array | None) -> dict[str, Any]:

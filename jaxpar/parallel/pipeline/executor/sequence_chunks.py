@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
-from jaxpar.parallel.pipeline.executor.layer_inputs import Extras
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.stage import Add, Buffers, Chunk, indices, read, write
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 
@@ -23,7 +23,7 @@ type CarriedLayer = Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Ar
 
 
 @dataclass(frozen=True)
-class Carry:
+class SequenceCarry:
     """How layers take a sequence in chunks.
 
     Attributes:
@@ -93,7 +93,7 @@ class Carried(Chunk):
       like: the shapes of a layer's carry.
     """
 
-    carry: Carry = field(kw_only=True)
+    carry: SequenceCarry = field(kw_only=True)
     like: Any = field(kw_only=True)
 
     def pools(self, kept: Buffers, layers: int, sizes: dict[str, int]) -> Pools:
@@ -104,8 +104,8 @@ class Carried(Chunk):
         return Pools(kept, [zeros("carry", x, x.dtype) for x in leaves], back)
 
     def forward(
-        self, x: jax.Array, side: Any, buffers: Any, slot: Any, sums: Extras | None = None
-    ) -> tuple[jax.Array, Any, Extras]:
+        self, x: jax.Array, side: Any, buffers: Any, slot: Any, sums: LayerScalars | None = None
+    ) -> tuple[jax.Array, Any, LayerScalars]:
         """The result, the pools with what this chunk leaves, and no extras."""
 
         def one(i: jax.Array, carried: tuple[jax.Array, Pools]) -> tuple[jax.Array, Pools]:
@@ -124,7 +124,7 @@ class Carried(Chunk):
         y, pools = jax.lax.fori_loop(0, self.times, one, (x, buffers))
         return y, pools, sums or {}
 
-    def extras(self, x: jax.Array, side: Any) -> Extras:
+    def extras(self, x: jax.Array, side: Any) -> LayerScalars:
         """A layer that carries gives none."""
         return {}
 

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor.layer_inputs import Extras, bits, keys_again, of_number, weighed
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars, bits, keys_again, of_number, weighed
 from jaxpar.parallel.pipeline.executor.split_backward import Halves, halves
 from jaxpar.parallel.pipeline.staged_loss import ADDED
 
-type Layer = Callable[[Any, jax.Array, Any], jax.Array | tuple[jax.Array, Extras]]
+type StageLayer = Callable[[Any, jax.Array, Any], jax.Array | tuple[jax.Array, LayerScalars]]
 type Buffers = list[jax.Array]
 type Add = Callable[[Any, jax.Array, Any, jax.Array], Any]
 
@@ -36,7 +36,7 @@ class Chunk:
       start: the number in the model of the first of them.
     """
 
-    layer: Layer
+    layer: StageLayer
     weights: Any
     number: jax.Array
     times: jax.Array
@@ -44,11 +44,13 @@ class Chunk:
     start: jax.Array | None = None
 
     def forward(
-        self, x: jax.Array, side: Any, buffers: Buffers, slot: jax.Array, sums: Extras | None = None
-    ) -> tuple[jax.Array, Buffers, Extras]:
+        self, x: jax.Array, side: Any, buffers: Buffers, slot: jax.Array, sums: LayerScalars | None = None
+    ) -> tuple[jax.Array, Buffers, LayerScalars]:
         """The result; the buffers [slots, layers, ...] with the residuals of each layer in a slot, none if there are none; the sums with its extras."""
 
-        def one(i: jax.Array, carry: tuple[jax.Array, Buffers, Extras]) -> tuple[jax.Array, Buffers, Extras]:
+        def one(
+            i: jax.Array, carry: tuple[jax.Array, Buffers, LayerScalars]
+        ) -> tuple[jax.Array, Buffers, LayerScalars]:
             x, buffers, sums = carry
             if buffers:
                 y, sums, kept = self.passed(x, side, i, sums)
@@ -58,7 +60,7 @@ class Chunk:
             return self._where(i, y, x), buffers, self._summed(i, sums, extras)
 
         first = (x, buffers, sums or {})
-        result: tuple[jax.Array, Buffers, Extras] = jax.lax.fori_loop(0, self.times, one, first)
+        result: tuple[jax.Array, Buffers, LayerScalars] = jax.lax.fori_loop(0, self.times, one, first)
         return result
 
     def backward(
@@ -101,7 +103,7 @@ class Chunk:
 
         return jax.lax.fori_loop(0, self.times, one, sums)
 
-    def passed(self, x: jax.Array, side: Any, i: Any, sums: Extras) -> tuple[jax.Array, Extras, Buffers]:
+    def passed(self, x: jax.Array, side: Any, i: Any, sums: LayerScalars) -> tuple[jax.Array, LayerScalars, Buffers]:
         """The result of one layer, the sums with its extras, and its residuals."""
         y, extras, kept = self._kept(x, side, i)
         return self._where(i, y, x), self._summed(i, sums, extras), kept
@@ -111,11 +113,11 @@ class Chunk:
         y, _, kept = self._kept(x, side, i)
         return y, kept
 
-    def extras(self, x: jax.Array, side: Any) -> Extras:
+    def extras(self, x: jax.Array, side: Any) -> LayerScalars:
         """The scalars of one layer beside its result."""
         return self._layer(self._weights(0), x, of_number(side, self._number(0)))[1]
 
-    def _kept(self, x: jax.Array, side: Any, i: Any) -> tuple[jax.Array, Extras, Buffers]:
+    def _kept(self, x: jax.Array, side: Any, i: Any) -> tuple[jax.Array, LayerScalars, Buffers]:
         (y, extras), (leaves, _), known = self._vjp(self._weights(i), x, of_number(side, self._number(i)))
         return y, extras, [bits(leaf) for leaf, is_there in zip(leaves, known, strict=True) if not is_there]
 
@@ -139,20 +141,20 @@ class Chunk:
         """Of a layer, in the model."""
         return i if self.start is None else self.start + i
 
-    def _layer(self, weights: Any, x: jax.Array, side: Any) -> tuple[jax.Array, Extras]:
+    def _layer(self, weights: Any, x: jax.Array, side: Any) -> tuple[jax.Array, LayerScalars]:
         found = self.layer(weights, x, side)
         return found if isinstance(found, tuple) else (found, {})
 
     def _here(self, i: jax.Array) -> jax.Array:
         return jnp.asarray(True) if self.count is None else i < self.count
 
-    def _summed(self, i: jax.Array, sums: Extras, extras: Extras) -> Extras:
+    def _summed(self, i: jax.Array, sums: LayerScalars, extras: LayerScalars) -> LayerScalars:
         return {name: total + self._where(i, extras[name], jnp.zeros_like(total)) for name, total in sums.items()}
 
     def _where(self, i: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         return new if self.count is None else jnp.where(i < self.count, new, old)
 
-    def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[tuple[jax.Array, Extras], Any, list[bool]]:
+    def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[tuple[jax.Array, LayerScalars], Any, list[bool]]:
         """The result, leaves and structure of its backward, and of each leaf whether it is there anyway, and need not be kept."""
 
         def run(weights: Any, x: jax.Array) -> Any:

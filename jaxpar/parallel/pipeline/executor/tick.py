@@ -27,7 +27,7 @@ from jaxpar.parallel.pipeline.executor.primitives import (
     reader,
     wide_dtype,
 )
-from jaxpar.parallel.pipeline.executor.program import Before, Program, of_every
+from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram, of_every
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, slots_of
 from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, held, read, write
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
@@ -55,10 +55,10 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Tick:
+class TickRunner:
     """One tick of all stages. Functions named ``local`` are of one device: its own arrays, without the dims that are split."""
 
-    program: Program
+    program: PipelineProgram
     weights: Any
     after: Any
     pieces: Any

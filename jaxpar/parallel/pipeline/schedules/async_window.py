@@ -1,4 +1,4 @@
-"""``Window``: one call's ticks of a pipeline that never empties, as numbers for an executor.
+"""``AsyncSchedule``: one call's ticks of a pipeline that never empties, as numbers for an executor.
 
 In tick t of a call, counted over the positions of two batches (the one before, then the call's own, M microbatches each), stage s of S does the forward
 of position M + t - s and the backward of M + t - 2 (S - 1) + s. So nothing of a call waits for its end, every call does the same, and what is on its
@@ -25,7 +25,7 @@ TURNING = {
 
 
 @dataclass(frozen=True)
-class Window:
+class AsyncSchedule:
     """What stages do in the ticks of one call.
 
     Attributes:
@@ -37,7 +37,7 @@ class Window:
     Raises:
       ScheduleError: a batch of fewer microbatches than a delay of one batch takes.
 
-    >>> one = Window("pipedream_2bw", stages=3, batch=4, length=4).table()
+    >>> one = AsyncSchedule("pipedream_2bw", stages=3, batch=4, length=4).table()
     >>> one.column("f_microbatch").tolist()
     [[4, 3, 2], [5, 4, 3], [6, 5, 4], [7, 6, 5]]
     >>> one.column("b_microbatch").tolist()
@@ -75,9 +75,9 @@ class Window:
         """In how many ticks a microbatch is back at the first stage."""
         return 2 * (self.stages - 1)
 
-    def flush(self) -> Window:
+    def flush(self) -> AsyncSchedule:
         """The ticks that finish what is on its way."""
-        return Window(self.name, self.stages, self.batch, self.delay)
+        return AsyncSchedule(self.name, self.stages, self.batch, self.delay)
 
     def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
         """The numbers that an executor reads; ``chunk`` is the batch: 0 the one before, 1 the call's own. Slots are those of a call that begins

@@ -17,7 +17,7 @@ from one_step import check_same, layout_of, one_step
 from random_orders import orders_of_ones_own
 
 import jaxpar as jp
-from jaxpar.parallel.pipeline.executor.program import EVERY, Program
+from jaxpar.parallel.pipeline.executor.program import EVERY, PipelineProgram
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import _BUFFERS, CHANNELS, FIELDS, ActivationCheckpointing, Table
@@ -34,7 +34,7 @@ CASES: list[tuple[int, int, str, ActivationCheckpointing]] = [
 
 
 @dataclass(frozen=True)
-class Given(Program):
+class Given(PipelineProgram):
     """A program whose table comes at run time, for at most so many microbatches, ticks and slots."""
 
     numbers: tuple[Any, Any] = (None, None)
@@ -68,7 +68,7 @@ def numbers_of(
     schedule: Schedule, activation_checkpointing: ActivationCheckpointing, ticks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A schedule's table among more slots, and ticks: in one before all others the first microbatch is fed, in one after them the last comes out."""
-    program = Program(schedule, layer, lambda piece: piece, head, (), activation_checkpointing)
+    program = PipelineProgram(schedule, layer, lambda piece: piece, head, (), activation_checkpointing)
     (rows, every), table = program.rows(), program.table
     found = np.zeros((ticks, *rows.shape[1:]), np.int32)
     length, before, behind = len(rows), found[0], found[len(rows) + 1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.parallel.pipeline.schedules.async_window import Window
+from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
 
@@ -14,7 +14,7 @@ from jaxpar.parallel.pipeline.schedules.table import FIELDS
 @pytest.mark.parametrize(("stages", "batch"), [(1, 1), (1, 3), (2, 2), (3, 4), (3, 7), (4, 6), (5, 9)])
 def test_a_window_reads_what_was_written(activation_checkpointing: Any, stages: int, batch: int) -> None:
     """Calls carried out with numbers of microbatches in the place of arrays, and a flush."""
-    full = Window("pipedream_2bw", stages, batch, batch)
+    full = AsyncSchedule("pipedream_2bw", stages, batch, batch)
     size = full.table(activation_checkpointing).sizes
     turn = lambda slot, of, call: (slot + (call - 1) * batch) % size[of] if slot < size[of] else slot
     act, res = ([[None] * (size[of] + 1) for _ in range(stages)] for of in ("act", "res"))
