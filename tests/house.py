@@ -170,3 +170,23 @@ def wide_lines(files: Iterable[Path], most: int = 120) -> list[str]:
             if len(line) > most and not line.lstrip().startswith("|") and "](" not in line and "://" not in line:
                 found.append(f"{file}:{number}")
     return found
+
+
+def tree(root: Path) -> str:
+    """The package's entries as text, the highest floor first, each with its purpose; folders of a folder are indented."""
+    lines = []
+    for entries in reversed(FLOORS):
+        for entry in entries:
+            lines += _described(root, entry, 0)
+    return "\n".join(lines)
+
+
+def _described(root: Path, entry: str, depth: int) -> Iterator[str]:
+    folder = root / entry
+    file = folder / "__init__.py" if folder.is_dir() else root / f"{entry}.py"
+    purpose = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0].replace("``", "")
+    name = f"{'  ' * depth}{Path(entry).name}{'/' if folder.is_dir() else '.py'}"
+    yield f"{name:<18}{purpose}"
+    if folder.is_dir() and depth < 1:
+        for inner in sorted(f.name for f in folder.iterdir() if (f / "__init__.py").is_file()):
+            yield from _described(root, f"{entry}/{inner}", depth + 1)

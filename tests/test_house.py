@@ -121,6 +121,17 @@ def test_a_folder_without_a_purpose_and_a_wide_line_are_found(tmp_path: Path) ->
     assert house.wide_lines([root / "room" / "a.py"]) == [f"{root / 'room' / 'a.py'}:1"]
 
 
+def test_the_diagram_of_the_architecture_is_true(pytestconfig: pytest.Config) -> None:
+    page = ROOT / "docs" / "architecture.md"
+    text = page.read_text(encoding="utf-8")
+    start, end = text.index("<!-- tree -->"), text.index("<!-- end of the tree -->")
+    want = f"<!-- tree -->\n```\n{house.tree(ROOT / 'jaxpar')}\n```\n"
+    if pytestconfig.getoption("--update-golden"):
+        page.write_text(text[:start] + want + text[end:], encoding="utf-8")
+    else:
+        assert text[start:end] == want, "pytest tests/test_house.py --update-golden"
+
+
 def test_one_module_creates_all_user_contexts() -> None:
     """A user context that is created while jax traces makes the next call compile again: see ``jaxpar/utils/contexts.py``."""
     creators = [
