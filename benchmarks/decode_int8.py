@@ -1,4 +1,4 @@
-"""What int8 costs in quality: ``uv run python benchmarks/decode_int8.py --checkpoint runs/quickstart_resume/checkpoints``.
+"""What int8 costs in quality: ``uv run python benchmarks/decode_int8.py --checkpoint runs/resume/checkpoints``.
 
 A trained quickstart's model reads held-out text token by token through its cache, as it is, with weights in int8, with its cache in int8, and with both;
 told are the held-out losses of the same tokens, and how many greedy tokens agree with those of the model as it is: of each prompt's continuation, and where every token is
@@ -64,7 +64,7 @@ def read_through(model: jp.Generator, params: Any, batch: dict[str, np.ndarray])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_resume.yaml")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "recipes" / "resume.yaml")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--batches", type=int, default=8, help="of held-out text, as many as the training evaluates on")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each row that are gone on with")

@@ -321,7 +321,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
       ConfigError: anything in either file that is unknown, of the wrong type, or missing.
     """
     file = Path(path)
-    data = override(load_yaml(file), settings)
+    data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
     positive = {
         "data.batch": config.data.batch,

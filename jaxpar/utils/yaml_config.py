@@ -102,8 +102,15 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
-def load_yaml(path: str | os.PathLike[str], *, _extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The mapping in a YAML file; a key ``extends: other.yaml`` lays it over that file (see :func:`merge`).
+def load_yaml(
+    path: str | os.PathLike[str], *, paths: Sequence[str] = (), _extending: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """The mapping in a YAML file. A key ``extends: other.yaml`` merges it over that file (see :func:`merge`).
+
+    Args:
+      path: the file.
+      paths: top-level keys whose values are paths relative to the file that holds them. What comes from another file by ``extends`` is
+        returned relative to ``path``.
 
     Raises:
       ConfigError: the file is missing, is not valid YAML, holds a tag that would build an object, repeats a key, is
@@ -128,7 +135,11 @@ def load_yaml(path: str | os.PathLike[str], *, _extending: tuple[Path, ...] = ()
     source = (file.parent / parent).resolve()
     if source in chain:
         raise ConfigError(f"{file}: extends {parent}, which extends it in turn. Remedy: break the circle.")
-    return merge(load_yaml(file.parent / parent, _extending=chain), data)
+    base = load_yaml(file.parent / parent, paths=paths, _extending=chain)
+    for key in paths:
+        if isinstance(base.get(key), str):
+            base[key] = os.path.relpath(source.parent / base[key], file.parent.resolve())
+    return merge(base, data)
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,16 @@ def test_a_file_extends_another(tmp_path: Path) -> None:
     assert load_yaml(tmp_path / "top.yaml") == expected
 
 
+def test_paths_of_an_extended_file_are_relative_to_the_one_that_extends_it(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("layout: layouts/dp.yaml\nmodel: layouts/dp.yaml")
+    (tmp_path / "sub/top.yaml").write_text("extends: ../base.yaml")
+    (tmp_path / "sub/own.yaml").write_text("extends: ../base.yaml\nlayout: own.yaml")
+    got = load_yaml(tmp_path / "sub/top.yaml", paths=("layout",))
+    assert got == {"layout": "../layouts/dp.yaml", "model": "layouts/dp.yaml"}
+    assert load_yaml(tmp_path / "sub/own.yaml", paths=("layout",))["layout"] == "own.yaml"
+
+
 def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml")
     (tmp_path / "b.yaml").write_text("extends: a.yaml")

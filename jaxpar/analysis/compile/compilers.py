@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import jaxpar
 from jaxpar.errors import CompileError, MissingExtraError
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.utils.versions import numbers_of, satisfies
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
             f"lowered it. Remedy: pip install {compiler.install} there."
         )
     wanted = _wanted(compiler, requires("jax") or [])
-    if not satisfies(plugin, wanted):
+    if not SpecifierSet(wanted).contains(plugin, prereleases=True):
         raise CompileError(
             f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} wants {compiler.plugin}{wanted}. Remedy: pip "
             f"install {compiler.install} there."
@@ -137,7 +138,7 @@ def _wanted(compiler: Compiler, requirements: list[str]) -> str:
 def description_of(topology: Topology, versions: dict[str, str]) -> dict[str, Any]:
     """A topology as ``jax.experimental.topologies.get_topology_desc`` wants it: its keyword arguments."""
     if topology.platform == "gpu":
-        cudnn = numbers_of(versions.get("nvidia-cudnn-cu13", "9"))
+        cudnn = Version(versions.get("nvidia-cudnn-cu13", "9")).release
         named = zip(("major", "minor", "patch"), cudnn, strict=False)
         library = f"dnn_version_info {{ {' '.join(f'{name}: {number}' for name, number in named)} }}\n"
         target = Path(__file__).with_name(f"{topology.kind}.textproto").read_text(encoding="utf-8")

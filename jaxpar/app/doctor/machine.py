@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from packaging.specifiers import SpecifierSet
+
 from jaxpar.app.launch.cluster_detection import TPU_PORT, address_in
 from jaxpar.errors import JaxparError
-from jaxpar.utils.versions import satisfies
 
 Status = Literal["ok", "warn", "bad"]
 _SLOW = ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS")
@@ -82,7 +83,7 @@ def pins_of(file: Path) -> dict[str, str]:
 def python_check(version: Sequence[int], wanted: str) -> MachineCheck:
     """The interpreter against the range that the project asks for."""
     text = ".".join(map(str, version))
-    if satisfies(text, wanted):
+    if SpecifierSet(wanted).contains(text, prereleases=True):
         return MachineCheck("python", "ok", f"{text} ({wanted})")
     return MachineCheck("python", "bad", f"{text}, but jaxpar wants {wanted}", f"install Python {wanted}")
 
@@ -101,7 +102,7 @@ def versions(
 def _version(name: str, version: str | None, wanted: str, pin: str) -> MachineCheck:
     if version is None:
         return MachineCheck(name, "bad", "not installed", f"pip install '{name}{wanted}'")
-    if not satisfies(version, wanted):
+    if not SpecifierSet(wanted).contains(version, prereleases=True):
         return MachineCheck(name, "bad", f"{version}, but jaxpar wants {wanted}", f"pip install '{name}{wanted}'")
     said = ", ".join(text for text in (wanted, f"pinned {pin}" if pin else "") if text)
     finding = f"{version} ({said})" if said else version

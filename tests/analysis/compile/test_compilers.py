@@ -13,7 +13,6 @@ from jaxpar.analysis.compile import compilers, worker
 from jaxpar.analysis.compile.compilers import COMPILERS, description_of, environment_of, versions_of
 from jaxpar.errors import CompileError, MeshError, MissingExtraError
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.utils.versions import satisfies
 
 METADATA = [
     'libtpu==0.0.50.*; extra == "tpu"',
@@ -94,22 +93,6 @@ def test_a_compiler_for_another_jax_is_refused(  # type: ignore[no-untyped-def]
 def test_this_jax_says_which_compilers_it_wants() -> None:
     requirements = compilers.requires("jax") or []
     assert all(compilers._wanted(compiler, requirements) for compiler in COMPILERS.values())
-
-
-@pytest.mark.parametrize(
-    ("version", "wanted", "fits"),
-    [
-        ("0.0.50.1", "==0.0.50.*", True),
-        ("0.0.5.1", "==0.0.50.*", False),
-        ("0.12.0", "<=0.12.0.0,>=0.12", True),
-        ("0.12.0.1", "<=0.12", False),
-        ("1.2.3.dev4+abc", ">=1.2.3,<2", True),
-        ("1.2", "~=1.1", True),
-        ("1.2", "", True),
-    ],
-)
-def test_versions_are_compared_by_number(version: str, wanted: str, fits: bool) -> None:
-    assert satisfies(version, wanted) is fits
 
 
 def test_a_topology_is_asked_for_as_the_compiler_names_it() -> None:

@@ -51,21 +51,6 @@ def test_what_is_missing_is_named_with_its_remedy() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("version", "wanted", "fits"),
-    [
-        ("0.12", "==0.12.0", True),
-        ("0.12.0.1", "==0.12.*", True),
-        ("1.0", ">=0.9,<1", False),
-        ("2.0rc1", "!=2.0", False),
-        ("1.5", "~=1.4", True),  # a form that is not known here
-        ("1.0", "", True),
-    ],
-)
-def test_ranges(version: str, wanted: str, fits: bool) -> None:
-    assert machine.satisfies(version, wanted) is fits
-
-
 def test_the_interpreter_is_held_against_the_project_s_range() -> None:
     assert machine.python_check((3, 12, 1), ">=3.12") == MachineCheck("python", "ok", "3.12.1 (>=3.12)")
     assert machine.python_check((3, 11, 9), ">=3.12") == MachineCheck(
