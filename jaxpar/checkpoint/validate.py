@@ -9,6 +9,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from jaxpar.utils.checks import is_count
+
 
 def inside(name: str) -> bool:
     """Whether a name, as a manifest gives it, cannot lead out of the folder (links apart).
@@ -52,7 +54,7 @@ def text(value: Any, key: str) -> str:
 
 def count(value: Any, key: str, most: int) -> int:
     """A whole number from 0 to ``most``."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+    if not is_count(value, 0) or value > most:
         raise ValueError(f"{key} is {value!r:.40}, but a count up to {most} is wanted")
     return value
 

@@ -25,7 +25,7 @@ from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import from_neighbour, over_stages
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
-from jaxpar.sharding.layout import Layout, current_layout, lay_out
+from jaxpar.sharding.layout import Layout, current_layout, lay_out, manual_axes
 from jaxpar.training.model import Tagged
 
 LAYERS = "layers"
@@ -153,8 +153,8 @@ class PipelinedDecoder:
         return left, self._laid(x), cache
 
     def _inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
-        alone = {axis for axis, size in current_layout().sizes.items() if size == 1}
-        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names={*alone, AXIS}, check_vma=False)
+        manual = manual_axes(current_layout(), (AXIS,))
+        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=manual, check_vma=False)
 
 
 def last_of(x_BSE: jax.Array, lengths_B: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -226,6 +226,14 @@ def lay_out(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
     # Under Explicit axes with_sharding_constraint only asserts; under Auto axes reshard raises.
     explicit = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def manual_axes(layout: Layout, axes: Iterable[str], *, but: Container[str] = ()) -> set[str]:
+    """The ``axis_names`` of a ``shard_map`` over ``axes``: these and all axes of size 1, except ``but``.
+
+    An axis of size 1 that stays automatic would leave its name in the compiled program's shardings.
+    """
+    return {*axes, *(axis for axis, size in layout.sizes.items() if size == 1 and axis not in but)}
 
 
 def call_site() -> str:

@@ -15,6 +15,7 @@ from jaxpar.errors import MeshError
 from jaxpar.sharding import messages
 from jaxpar.sharding.device_order import arrange
 from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.checks import is_count
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -47,7 +48,7 @@ class MeshSpec:
     def __post_init__(self) -> None:
         asked = vars(self)
         for axis, size in asked.items():
-            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            if not is_count(size, -1) or size == 0:
                 raise MeshError(f"the mesh axis {axis!r} has size {size!r}, but a positive integer or -1 is wanted.")
         free = [axis for axis, size in asked.items() if size == -1]
         if len(free) > 1:

@@ -31,6 +31,7 @@ from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, how_of, measure, place_state
+from jaxpar.utils.checks import is_count
 
 AHEAD = 2
 """How many groups are read ahead of the one that is updated."""
@@ -124,7 +125,7 @@ class DiskOffloadedStep:
     ):
         self._groups = groups_of(layout, state)
         tx = disk_of(state)
-        if tx is None or isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        if tx is None or not is_count(ahead, 0):
             raise ConfigError(f"DiskOffloadedStep: ahead is {ahead!r}, but a number of groups, 0 or more, is wanted.")
         self._layout, self._tx, self._slots, self._donate, self._note = layout, tx.inner, ahead + 1, donate, note
         self._gradients: Any = gradient_step(layout, loss_fn, **options)

@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding import messages
-from jaxpar.sharding.layout import Layout, lay_out, to_spec
+from jaxpar.sharding.layout import Layout, lay_out, manual_axes, to_spec
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.training.loss import key_of, loss_of
 from jaxpar.training.manual_gradients import once, spec_of
@@ -240,7 +240,7 @@ def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array,
 def _whole_packed(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved, precision: Precision) -> jax.Array:
     kept = {axis for dim in used.axes for axis in dim}
     axes = tuple(axis for dim in stored.axes for axis in dim if axis not in kept)
-    parts, manual = parts_of(stored, axes), {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
+    parts, manual = parts_of(stored, axes), manual_axes(layout, axes)
     whole = jax.shard_map(
         lambda w: gather(w, parts, precision),
         in_specs=spec_of(parts),

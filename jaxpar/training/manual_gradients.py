@@ -15,7 +15,7 @@ from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, rows_of
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion, check_groups, in_groups
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, wide
-from jaxpar.sharding.layout import Layout, current_layout
+from jaxpar.sharding.layout import Layout, current_layout, manual_axes
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.loss import loss_of
@@ -73,8 +73,7 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
         given = PartitionSpec(axes) if how.own else spec_of(wanted)
         results = ((PartitionSpec(), PartitionSpec(), given), PartitionSpec(), PartitionSpec())
         # Unchecked: jax would take what is gathered for different on every device.
-        # With axes of size 1, so that what is not there leaves none behind.
-        manual = {*axes, *(axis for axis, size in layout.sizes.items() if size == 1)}
+        manual = manual_axes(layout, axes)
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = means_of(sums, weight)

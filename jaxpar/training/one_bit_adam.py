@@ -24,6 +24,7 @@ from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.sharding.rules import Axes, over
 from jaxpar.training.model import Names, Path, show, to_path
+from jaxpar.utils.checks import is_count
 
 NAME = "one_bit_adam"
 _ROLES = ("params", "gradients", "optimizer")
@@ -100,7 +101,7 @@ def one_bit_adam(
     """
     for name, value in (("warmup", warmup), ("block", block)):
         step = 8 if name == "block" else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % step:
+        if not is_count(value) or value % step:
             what = "a number of steps, 1 or more" if name == "warmup" else "a number of numbers, a multiple of 8"
             raise ConfigError(f"{NAME}: {name} is {value!r}, but {what}, is wanted.")
     for name, rate in (("b1", b1), ("b2", b2)):

@@ -18,6 +18,7 @@ from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.zero.gather import GATHERED, all_but_gathered
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
+from jaxpar.utils.checks import is_count
 
 OUTPUT = "block_output"
 """The name of what attention or MLP adds to the residual stream."""
@@ -72,7 +73,7 @@ class RematPolicy:
                 "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes none. Remedy: "
                 "another policy, or leave slice_activation out."
             )
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.layers):
+        if any(not is_count(n, 0) for n in self.layers):
             raise ConfigError(f"remat: layers is {list(self.layers)}, but numbers of layers, 0 or more, are wanted.")
 
     @classmethod

@@ -29,6 +29,7 @@ from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import check_steps, check_update
 from jaxpar.training.pipeline.evaluate import evaluated
 from jaxpar.training.state import TrainState, place, problems_of
+from jaxpar.utils.checks import is_count
 
 
 def train_step(
@@ -200,7 +201,7 @@ def how_of(
     fusion: CollectiveFusion | None,
 ) -> StepConfig:
     """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
-    if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
+    if not is_count(grad_accum_steps):
         raise ConfigError(
             f"grad_accum_steps is {grad_accum_steps!r}, but a number of microbatches, 1 or more, is wanted."
         )

@@ -18,6 +18,7 @@ from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.checks import is_count
 
 BALANCED = "balanced"
 """The order of a ring whose devices have even work in packed documents: the batch brings it, as of :func:`jaxpar.balanced_packing`."""
@@ -62,9 +63,7 @@ class Context:
                 raise ConfigError(
                     f"context: {name} is {value!r}, but one of {', '.join(names)} is wanted.{did_you_mean(str(value), names)}"
                 )
-        if self.block is not None and (
-            isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1
-        ):
+        if self.block is not None and not is_count(self.block):
             raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
         if self.keep_gathered_kv and self.impl != "gather":
             raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import ConfigError
+from jaxpar.utils.checks import is_count
 
 type Rule = Callable[[Any, Any], Any]
 
@@ -47,7 +48,7 @@ class Mask:
     def __post_init__(self) -> None:
         if isinstance(self.window, tuple):
             sides: tuple[Any, ...] = self.window
-            if len(sides) != 2 or any(side is not None and not _count(side, 0) for side in sides):
+            if len(sides) != 2 or any(side is not None and not is_count(side, 0) for side in sides):
                 raise ConfigError(
                     f"mask: window is {sides!r}, but (tokens before, tokens behind), 0 or more or None, is wanted."
                 )
@@ -58,10 +59,10 @@ class Mask:
                     f"mask: window is {sides!r}, which shows tokens behind the query, but the mask is causal. Remedy: causal=False for a mask "
                     f"of two sides, or window=({sides[0]}, 0) for a causal one."
                 )
-        elif self.window is not None and not _count(self.window, 1):
+        elif self.window is not None and not is_count(self.window, 1):
             raise ConfigError(f"mask: window is {self.window!r}, but a number of tokens, 1 or more, is wanted.")
         for name, value, least in (("prefix", self.prefix, 0), ("chunk", self.chunk, 1)):
-            if value is not None and not _count(value, least):
+            if value is not None and not is_count(value, least):
                 raise ConfigError(f"mask: {name} is {value!r}, but a number of tokens, {least} or more, is wanted.")
         if self.where is not None:
             _check_arity(self.where)
@@ -183,10 +184,6 @@ def _below(x: Any, length: Any) -> Any:
 def _chunk(x: Any, size: int) -> Any:
     """``x // size``, also where ``size`` is beyond the dtype of ``x``: then it is 0, and -1 below 0."""
     return x // size if size <= _ends(x)[1] else (x < 0) * -1
-
-
-def _count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_arity(where: Any) -> None:

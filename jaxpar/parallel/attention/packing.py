@@ -13,6 +13,7 @@ import numpy as np
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.attention.load_balance import Ints, grid
 from jaxpar.parallel.attention.mask import Mask
+from jaxpar.utils.checks import is_count
 
 CAUSAL = Mask(causal=True)
 TRIES = 4000
@@ -57,7 +58,7 @@ def balanced_packing(
     seq = ids.shape[-1]
     if impl not in ("ring", "gather"):
         raise ConfigError(f"balanced_packing: impl is {impl!r}, but 'ring' or 'gather' is wanted.")
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 2 or chunks % 2:
+    if not is_count(chunks, 2) or chunks % 2:
         raise ConfigError(f"balanced_packing: chunks is {chunks!r}, but an even number, 2 or more, is wanted.")
     if seq % (chunks * ways):
         fits = [n for n in range(2, chunks, 2) if seq % (n * ways) == 0]

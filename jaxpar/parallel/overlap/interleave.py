@@ -33,7 +33,7 @@ from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppe
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import Layout, current_layout, hint
+from jaxpar.sharding.layout import Layout, current_layout, hint, manual_axes
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Axes
 
@@ -391,9 +391,7 @@ class _How:
 
     def _manual(self) -> set[str]:
         outer = jax.sharding.get_abstract_mesh().manual_axes
-        # With axes of size 1, so that what is not there leaves none behind.
-        alone = {axis for axis, size in self.layout.sizes.items() if size == 1 and axis not in outer}
-        return {*self.rows, *self.seq, *self.hand, *alone}
+        return manual_axes(self.layout, (*self.rows, *self.seq, *self.hand), but=outer)
 
     def ways(self, axes: Axes) -> int:
         return math.prod(self.layout.sizes[axis] for axis in axes)

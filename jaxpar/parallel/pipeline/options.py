@@ -9,6 +9,7 @@ from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS, AsyncSchedule
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing
+from jaxpar.utils.checks import is_count
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Pipeline:
 
     def _check_recompute(self) -> None:
         said, stages = f"pipeline: recompute is {list(self.recompute)}", self.schedule.stages
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.recompute):
+        if any(not is_count(n, 0) for n in self.recompute):
             raise ConfigError(f"{said}, but numbers of layers, 0 or more, are wanted.")
         if self.recompute and self.activation_checkpointing == "full":
             raise ConfigError(
@@ -112,7 +113,7 @@ class Asynchronous:
                     f"asynchronous pipeline: {name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known)}"
                 )
         for name, size in (("stages", self.stages), ("microbatches", self.microbatches)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if not is_count(size):
                 raise ConfigError(f"asynchronous pipeline: {name} is {size!r}, but a number, 1 or more, is wanted.")
         self.schedule  # noqa: B018 (raises where there are too few microbatches)
 

@@ -21,7 +21,7 @@ from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.collectives import gather_reduce, hierarchical, quantized
 from jaxpar.parallel.precision import fp8_matmul
 from jaxpar.parallel.precision.policy import INT8, Precision
-from jaxpar.sharding.layout import current_layout
+from jaxpar.sharding.layout import current_layout, manual_axes
 from jaxpar.sharding.rules import Axes
 
 GATHERED = "gathered_weight"
@@ -188,6 +188,6 @@ def _spec(parts: gather_reduce.Parts) -> PartitionSpec:
 
 def _manual(way: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """A ``shard_map`` over the batch's axes; and those of size 1, so that what is not there leaves none behind."""
-    manual = {*way.batch, *(axis for axis, size in current_layout().sizes.items() if size == 1)}
+    manual = manual_axes(current_layout(), way.batch)
     # Unchecked: jax would take what is gathered for different on every device.
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)

@@ -16,6 +16,7 @@ from typing import Any
 from jaxpar.errors import MeshError, RulesError
 from jaxpar.sharding.mesh import MeshSpec
 from jaxpar.sharding.rules import Over, Rules, options, over
+from jaxpar.utils.checks import is_count
 
 STAGES = (0, 1, 2, 3)
 _SHARDED = ("params", "gradients", "optimizer")
@@ -56,7 +57,7 @@ class Zero:
             )
         self._spread()
         group = self.fsdp_group_size
-        if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+        if group is not None and not is_count(group):
             raise RulesError(f"optimizer: fsdp_group_size is {group!r}, but a number of devices, 1 or more, is wanted.")
         if group is not None and self.axis != "data":
             raise RulesError(

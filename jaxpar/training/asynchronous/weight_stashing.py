@@ -25,7 +25,7 @@ from jaxpar.parallel.pipeline.executor.primitives import pick, put, wide_dtype
 from jaxpar.parallel.pipeline.executor.program import EVERY, Head
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
-from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.layout import Layout, manual_axes
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.asynchronous.in_flight import Call, InFlight, split_over
 from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, evened, groups_of, in_stages
@@ -88,7 +88,7 @@ class _Run:
         call = self.call
         found = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 1, keepdims=False), pieces)
         out = jax.tree.map(lambda x: PartitionSpec(*row_axes(call.layout, x)), given_of(self.own))
-        manual = {*call.board.axes, *(axis for axis, size in call.layout.sizes.items() if size == 1 and axis != AXIS)}
+        manual = manual_axes(call.layout, call.board.axes, but=(AXIS,))
         local = lambda piece: jax.tree.map(lambda x: x[0], piece)
         if call.board.axes:
             own = PartitionSpec(call.board.axes)

@@ -19,7 +19,7 @@ from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.parallel.precision.policy import Precision
-from jaxpar.sharding.layout import Layout, hint
+from jaxpar.sharding.layout import Layout, hint, manual_axes
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import each_parameter, pieces_of, resolved_of
 from jaxpar.training.model import show, to_path
@@ -191,8 +191,7 @@ class StageTransfer:
         return PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
 
     def _inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
-        alone = {axis for axis, size in self.layout.sizes.items() if size == 1}
-        manual = {*self.axes, *alone, AXIS}
+        manual = manual_axes(self.layout, (*self.axes, AXIS))
         return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=manual, check_vma=False)
 
 

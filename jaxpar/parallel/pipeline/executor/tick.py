@@ -31,7 +31,7 @@ from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram, o
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, slots_of
 from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, held, read, write
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
-from jaxpar.sharding.layout import current_layout, hint
+from jaxpar.sharding.layout import current_layout, hint, manual_axes
 
 _WAYS = ("down", "up")
 
@@ -479,9 +479,7 @@ class TickRunner:
             return each_of(lambda kind, x: x.reshape((1,) * lead[kind] + x.shape), outs, f(*inner))
 
         def run(*args: Any) -> Any:
-            sizes = current_layout().sizes
-            alone = {axis for axis, size in sizes.items() if size == 1 and axis != AXIS}
-            manual = {*self.program.axes, *alone, *((AXIS,) if stages else ())}
+            manual = manual_axes(current_layout(), (*self.program.axes, *((AXIS,) if stages else ())), but=(AXIS,))
             in_specs = each_of(lambda kind, x: spec[kind](x.ndim), ins, args)
             # What comes out has the dims of what went in under the same name.
             dims = next((x.ndim for kind, x in pairs(ins, args) if kind == "columns"), 0)

@@ -21,6 +21,7 @@ from jaxpar.parallel.pipeline.schedules.orders import (
     parse,
 )
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
+from jaxpar.utils.checks import is_count
 
 
 def schedule(
@@ -70,7 +71,7 @@ def schedule(
     chunks = (2 if named is not None and named.chunks == "two" else 1) if chunks is None else chunks
     given = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "sequence_chunks": sequence_chunks}
     for what, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise ScheduleError(f"schedule {told!r}: {what} is {value!r}, but a number, 1 or more, is wanted.")
     sizes = Sizes(told, stages, microbatches, chunks, sequence_chunks, fused)
     if named is None:
