@@ -48,7 +48,7 @@ class Run:
             "data": {"source": "synthetic", "batch": 4 * processes, "seq": 16},
             "train": {"steps": STEPS, "eval_every": STEPS, "eval_batches": 1},
             "checkpoint": {"save_interval_steps": 20},
-            "supervise": {"allowance": ALLOWANCE, "restarts": 1000, "backoff": 1.0, **supervise},
+            "supervise": {"step_timeout": ALLOWANCE, "restarts": 1000, "restart_delay": 1.0, **supervise},
             "output": str(folder / "run"),
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(config))

@@ -214,7 +214,7 @@ def main() -> int:
             "model": MODEL,
             "layout": str(ROOT / "configs/layouts/fsdp.yaml"),
             "data": {"source": "synthetic", "batch": 8, "seq": 16},
-            "supervise": {"allowance": ALLOWANCE},
+            "supervise": {"step_timeout": ALLOWANCE},
             "output": str(folder / "run"),
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(config))

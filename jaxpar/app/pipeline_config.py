@@ -34,8 +34,13 @@ def make_pipeline(
     try:
         if asked.schedule in ASYNCHRONOUS:
             return _asynchronous(asked, stages, layers)
-        sizes = {"chunks": asked.virtual_stages, "sequence_chunks": asked.sequence_chunks}
-        schedule = jp.schedule(asked.schedule, stages, asked.microbatches, **sizes)
+        schedule = jp.schedule(
+            asked.schedule,
+            stages,
+            asked.microbatches,
+            chunks=asked.virtual_stages,
+            sequence_chunks=asked.sequence_chunks,
+        )
         each = _layers(asked.offset, layers, schedule.pieces.count)
         return jp.Pipeline(
             schedule,

@@ -105,7 +105,7 @@ def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.C
     assert main(["check", str(file)]) == 1
     assert capsys.readouterr().err == (
         "ConfigError: the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set "
-        "'simulate'.\n"
+        "'cpu_devices'.\n"
     )
 
 

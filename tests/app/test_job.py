@@ -60,20 +60,20 @@ def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> N
         "layout": str(CONFIGS / "layouts" / "ring.yaml"),
         "parallel": {"context": {"impl": "ring", "load_balance": "balanced"}},
     }
-    job = job_of(**keys, data={"pack": True, "batch": 2, "seq": 64})
+    job = job_of(**keys, data={"packing": True, "batch": 2, "seq": 64})
     assert list(job.batch_spec()) == ["tokens", "targets", "segment_ids", "order"]
     text = np.where(np.arange(1000) % 9 == 8, 0, 1)
     (first, *_) = eval_batches(text, batch=2, seq=64, max_batches=1, **job.reading(job.layout()))
     assert first["segment_ids"][0].tolist() == [i // 9 for i in range(64)]
     order = jp.balanced_packing(first["segment_ids"], 4, chunks=8)
     np.testing.assert_array_equal(first["order"], [order, order])
-    plain = job_of(data={"pack": True})
+    plain = job_of(data={"packing": True})
     assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
     text = (
-        "parallel.context: order is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of the ring's 4 devices. Remedy: a "
+        "parallel.context: load_balance is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of the ring's 4 devices. Remedy: a "
         "multiple of 8."
     )
-    short = job_of(**keys, data={"pack": True, "batch": 2, "seq": 12})
+    short = job_of(**keys, data={"packing": True, "batch": 2, "seq": 12})
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         short.reading(short.layout())
 
@@ -119,9 +119,9 @@ def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
 
 
 def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
-    asked = {"impl": "ring", "kv_grad_dtype": "bfloat16"}
+    asked = {"impl": "ring", "grad_dtype": "bfloat16"}
     assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", grad_dtype="bfloat16")
-    kept = {"impl": "gather", "keep": True}
+    kept = {"impl": "gather", "keep_gathered_kv": True}
     assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep_gathered_kv=True)
     assert job_of().model.context == jp.Context()
 
@@ -160,7 +160,7 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         verify(job, steps=1, bound=1e-5, console=Console())
     for asked, text in (
-        ({"chunks": 2}, "parallel.pipeline: chunks is 2, but under 'pipedream' each stage has one piece of the model"),
+        ({"virtual_stages": 2}, "parallel.pipeline: virtual_stages is 2, but under 'pipedream' each stage has one piece of the model"),
         ({"executor": "independent"}, "parallel.pipeline: executor is 'independent', but under 'pipedream' each stage"),
         (
             {"embedding": "per_microbatch"},
@@ -212,8 +212,8 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"context": {"load_balance": "balanced"}}},
             ConfigError,
             (
-                "parallel.context: order is 'balanced', which balances packed documents, but data.packing is false. Remedy: data: {packing: true}, or "
-                "order: zigzag."
+                "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is false. Remedy: data: {packing: true}, or "
+                "load_balance: zigzag."
             ),
         ),
         (
@@ -276,8 +276,8 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"context": {"impl": "ring", "keep_gathered_kv": True}}},
             ConfigError,
             (
-                "parallel.context: keep is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
-                "leave keep out."
+                "parallel.context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
+                "leave keep_gathered_kv out."
             ),
         ),
         (

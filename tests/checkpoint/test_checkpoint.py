@@ -454,7 +454,7 @@ def test_when_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert manager.due(1)
     for options, text in (
         ({"keep": 0}, "keep is 0"),
-        ({"every": 1, "minutes": 1}, "both say when"),
+        ({"save_interval_steps": 1, "save_interval_minutes": 1}, "both say when"),
         ({"keep_best": 0}, "keep_best is 0"),
         ({"best": "loss"}, "best is 'loss', but 'min' or 'max' is wanted"),
     ):

@@ -88,8 +88,8 @@ class Context:
             return None, None, arrays_BS
         if order == BALANCED and order_BS is None:
             raise LayoutError(
-                f"context: order is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-                f"np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.packing: true, or order: zigzag."
+                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: batch['order'] = "
+                f"np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.packing: true, or load_balance: zigzag."
             )
         at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
         name = order if order_BS is None else at
@@ -136,7 +136,7 @@ class Context:
         """
         if self.load_balance == BALANCED:
             raise ConfigError(
-                "context: order is 'balanced', which a pipeline's stages cannot take. Remedy: order: zigzag."
+                "context: load_balance is 'balanced', which a pipeline's stages cannot take. Remedy: load_balance: zigzag."
             )
         _, ring = self._settled(q, k, ways)
         order = self.load_balance or ("zigzag" if q.shape[1] * ways % (2 * ring) == 0 else "contiguous")

@@ -49,7 +49,7 @@ heir.Heir.hear = noting
 command = lambda again: lambda *place: [sys.executable, "-S", "-c", child, *map(str, place), str(again), folder]
 local = Local(Path(folder) / str(first), coordinator=address, console=False, append=True, grace=0.2)
 tell = lambda line: print(line, flush=True)
-sys.exit(member.Member(local, command, first, 1, total, address, Policy(backoff=0.0, elastic=True), lambda: 7, folder=Path(folder) / "leader", tell=tell,
+sys.exit(member.Member(local, command, first, 1, total, address, Policy(restart_delay=0.0, elastic=True), lambda: 7, folder=Path(folder) / "leader", tell=tell,
                        patience=30.0, allowance=1.5, fence=1.0).run())
 """
 

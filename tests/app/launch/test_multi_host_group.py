@@ -43,7 +43,7 @@ class Two:
         self.local = Local(folder / "0", coordinator=self.address, grace=0.5, console=False)
         self.hosts = Hosts(self.local, 2, 4, self.address, fits=fits, tell=self.lines[0].append, patience=patience)
         command = lambda *place: self._command(len(self.hosts_runs.causes) > 0)(*place)
-        kept = Policy(**{"backoff": 0.0, **policy})  # type: ignore[arg-type]
+        kept = Policy(**{"restart_delay": 0.0, **policy})  # type: ignore[arg-type]
         refit = lambda count: fits(min(count, self.hosts.room))
         self.hosts_runs = Supervisor(self.hosts, command, 4, kept, lambda: 7, refit, tell=self.hosts.say)
         self.threads = [threading.Thread(target=self._decide)]

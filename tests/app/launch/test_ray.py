@@ -49,7 +49,7 @@ def test_processes_and_actors_that_are_lost_are_named(group: Any) -> None:
         return [sys.executable, "-S", "-c", CHILD, str(rank), str(len(attempts)), str(total)]
 
     group._resources = {"CPU": 0.5}
-    supervisor = Supervisor(group, command, 2, Policy(backoff=0), tell=lines.append)
+    supervisor = Supervisor(group, command, 2, Policy(restart_delay=0), tell=lines.append)
     assert supervisor.run() == 0 and attempts == [2, 2, 2]
     assert lines[0] == "process 1 of 2 was killed by SIGKILL after step 5"
     assert "process 1 of 2 was lost with its Ray worker after step 5" in lines

@@ -37,7 +37,7 @@ class Run:
     def __init__(self, folder: Path, script: str, count: int = 2, **policy: float | bool | None):
         self.lines: list[str] = []
         self.attempts: list[int] = []
-        kept = Policy(**{"backoff": 0.0, **policy})  # type: ignore[arg-type]
+        kept = Policy(**{"restart_delay": 0.0, **policy})  # type: ignore[arg-type]
 
         def command(rank: int, total: int, address: str) -> list[str]:
             if rank == 0:
@@ -75,10 +75,10 @@ def test_who_was_killed_is_named_and_the_group_goes_on_from_its_checkpoint(tmp_p
 
 
 def test_who_hangs_is_named_rather_than_who_waits_for_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, "say(doing='compile')\nsay(step=17)\nhang()", allowance=3.0, restarts=0)
+    run = Run(tmp_path, "say(doing='compile')\nsay(step=17)\nhang()", step_timeout=3.0, restarts=0)
     assert run() == 1
     assert re.fullmatch(
-        r"process 1 of 2 has not finished a step for \d+ s \(allowance 3 s\), last step 17; is at data.py:7",
+        r"process 1 of 2 has not finished a step for \d+ s \(step_timeout 3 s\), last step 17; is at data.py:7",
         run.lines[0],
     )
     assert run.lines[1:] == ["gave up: no restart is allowed"]
@@ -313,13 +313,13 @@ def made(*changes: dict[str, object]) -> list[Peer]:
         ([{"code": -6, "step": 3}, {"step": 3}], 1, "process 0 of 2 was ended by SIGABRT after step 3, as jax ends one that has lost a peer", ()),
         # A stopped one among those that jax has ended because of it.
         ([{"code": -6, "step": 3}, {"step": 3, "doing": "step", "tick": 1.0}], 12,
-         "process 1 of 2 has not finished a step for 12 s (allowance 60 s), last step 3; no sign of life for 11 s, as of a process that is stopped", (1,)),
+         "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for 11 s, as of a process that is stopped", (1,)),
         ([{"tick": 601.0}, {"doing": "compile", "tick": 601.0, "sign": 300.0}], 601,
          "process 0 of 2 has not ended its start for 601 s (compile_timeout 600 s)", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0}, {"step": 3, "doing": "step", "tick": 70.0}], 70,
-         "process 1 of 2 has not finished a step for 70 s (allowance 60 s), last step 3", ()),
+         "process 1 of 2 has not finished a step for 70 s (step_timeout 60 s), last step 3", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0, "waits": True, "where": "loop.py:1"}] * 2, 70,
-         "processes 0, 1 of 2 have not finished a step for 70 s (allowance 60 s), last step 4; waits for its peers at loop.py:1", ()),
+         "processes 0, 1 of 2 have not finished a step for 70 s (step_timeout 60 s), last step 4; waits for its peers at loop.py:1", ()),
         ([{"step": 4, "doing": "step", "tick": 50.0, "sign": 50.0}, {"code": 0}], 60, None, ()),
     ],
 )  # fmt: skip

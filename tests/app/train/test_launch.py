@@ -57,7 +57,7 @@ def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
         "LaunchError: 2 processes of 4 devices: a batch of 12 rows cannot be divided by the 8 devices of its axes. Remedy: another number of processes, "
         "mesh or batch."
     )
-    allowance = refused("--processes", "2", supervise={"allowance": 0})
+    allowance = refused("--processes", "2", supervise={"step_timeout": 0})
     assert allowance == "ConfigError: supervise.step_timeout is 0, but seconds above 0 are wanted."
     restarts = refused(supervise={"processes": 2, "restarts": -1})
     assert restarts == "ConfigError: supervise.restarts is -1, but 0 or more is wanted."
@@ -111,7 +111,7 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
         "train": {"steps": 3000, "eval_every": 3000, "eval_batches": 1},
         "checkpoint": {"save_interval_steps": 10},
     }
-    supervise = {"processes": 1, "backoff": 0, "elastic": True, "restarts": 1}
+    supervise = {"processes": 1, "restart_delay": 0, "elastic": True, "restarts": 1}
     file.write_text(yaml.safe_dump({**RUN, "cpu_devices": 2, "output": str(output), "supervise": supervise, **changes}))
     ended = threading.Event()
 

@@ -400,7 +400,7 @@ def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch:
 def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
     text = (
         "context: load_balance is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-        "np.tile(jp.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.packing: true, or order: zigzag."
+        "np.tile(jp.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.packing: true, or load_balance: zigzag."
     )
     q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
     with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
