@@ -1,9 +1,17 @@
-"""Attention over a split sequence on 8 simulated devices: ``uv run python benchmarks/attention.py``.
+"""Attention over a sharded sequence on 8 simulated devices: CPU time, temporary memory and errors.
 
-Causal, batch 1, 8 heads of 64, fp32, forward and backward: CPU seconds (medians of several rounds, in each of which each implementation and the
-peer run in turn), temporary memory and errors against fp64, beside ``ringattention`` 0.1.2 where ``JAXPAR_PEER_PYTHON`` is the Python of an
-environment that has it (``uv pip install ringattention jax``). ``--table`` compares every implementation × mask × option × key heads × dtype × kind of axes with the plain
-form instead (25 CPU minutes), and prints a table; ``--markdown FILE`` puts it there.
+    uv run python benchmarks/attention.py
+
+Runs causal attention, forward and backward, with batch 1, 8 heads of 64 and fp32. Prints CPU seconds (medians over
+several rounds; each round runs every implementation and the peer in turn), temporary memory and errors against fp64.
+The peer is ``ringattention`` 0.1.2; it runs where ``JAXPAR_PEER_PYTHON`` is the Python of an environment that has it
+(``uv pip install ringattention jax``).
+
+Goals: the CPU time relative to the peer that ``GOALS`` states, no more temporary memory than the peer, and errors of at
+most ``ERROR``.
+
+``--table`` instead compares every implementation × mask × option × key heads × dtype × kind of axes with the plain form
+and prints a table (25 CPU minutes). ``--markdown FILE`` also writes the table into a file.
 """
 
 from __future__ import annotations
@@ -42,13 +50,15 @@ MESHES = {
     "ring_self_attention": {"context": 8},
 }
 GOALS = {("ring", 4096): 0.70, ("ring", 8192): 0.65, ("ulysses", 4096): 0.55}
+"""(Implementation, tokens) → largest CPU time relative to the peer."""
 BLOCK = 256
-"""Of the peer: what takes it the least time and memory."""
+"""Block size of the peer: the one with which it is fastest and takes the least memory."""
 ERROR = 2e-6
+"""Largest error against fp64, relative to the largest entry of each array."""
 
 
 def exact(x: list[np.ndarray]) -> np.ndarray:
-    """The result and gradients in fp64, some heads at a time."""
+    """Return the output and the gradients in fp64."""
     with jax.enable_x64(True):
 
         def both(q: Any, k: Any, v: Any, g: Any) -> Any:
@@ -60,7 +70,7 @@ def exact(x: list[np.ndarray]) -> np.ndarray:
 
 
 class Ours:
-    """One implementation, compiled, and run once."""
+    """One implementation of jaxpar, compiled and run once."""
 
     def __init__(self, impl: str, x: list[np.ndarray], want: np.ndarray) -> None:
         layout = jp.Layout(jp.MeshSpec(**MESHES[impl]).build(), RULES)
@@ -83,14 +93,14 @@ class Ours:
         ]
 
     def seconds(self) -> float:
-        """Of the CPU, for one run more."""
+        """Run once more; return the CPU seconds."""
         start = time.process_time()
         jax.block_until_ready(self.compiled(*self.given))
         return time.process_time() - start
 
 
 class Peer:
-    """``ringattention`` in a process of its own, which runs once for each line that it is sent."""
+    """``ringattention`` in a separate process, which runs once for each line that it receives."""
 
     def __init__(self, python: str, x: list[np.ndarray], want: np.ndarray) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +115,7 @@ class Peer:
         self.temp, self.errors = first["temp"], first["errors"]
 
     def seconds(self) -> float:
-        """Of the CPU, for one run more."""
+        """Run once more; return the CPU seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write("again\n")
         self.process.stdin.flush()
@@ -137,14 +147,15 @@ def side_by_side(lengths: list[int], impls: list[str], rounds: int) -> int:
         for name, run in runs.items():
             goal = GOALS.get((name, seq))
             seconds = statistics.median(each[name] for each in took)
-            # Of one round each: what else the machine does meanwhile slows both.
+            # The median of ratios within a round: other load on the machine slows both runs of a round.
             ratio = statistics.median(each[name] / each["ringattention 0.1.2"] for each in took) if other else math.nan
             more = run.temp / other.temp if other else math.nan
             bad = name in MESHES and max(run.errors) > ERROR
             missed += bool(goal and (ratio > goal or more > 1)) + bad
             errors = ", ".join(f"{e:.1e}" for e in run.errors)
             print(
-                f"{seq:6}  {name:19}  {seconds:6.2f}  {ratio:6.2f}  {goal or '':>5}  {run.temp / 2**20:8.1f}  {more:6.2f}  {errors}",
+                f"{seq:6}  {name:19}  {seconds:6.2f}  {ratio:6.2f}  {goal or '':>5}  {run.temp / 2**20:8.1f}  "
+                f"{more:6.2f}  {errors}",
                 flush=True,
             )
         if other:

@@ -1,8 +1,13 @@
-"""Attention over a split sequence, compiled for TPUs that are not here: ``uv run python benchmarks/attention_aot.py``.
+"""Attention over a sharded sequence, compiled for TPUs that this machine does not have: memory, bytes sent, overlap.
 
-Nothing needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). First attention alone, forward and backward, bfloat16, 32 query
-and 8 key heads of 128, on v5e 2x4: temporary memory, what a device sends, and how many of the permutes in a ring's loop have no compute beside them in the
-schedule (none is the goal). Then (``--models``) the step of the 1B model, context 4 × FSDP 4, 32,768 tokens a sequence.
+    uv run python benchmarks/attention_aot.py
+
+Needs no TPU, only its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Compiles attention on its own for v5e 2x4,
+forward and backward, in bfloat16, with 32 query and 8 key heads of 128. Prints the temporary memory, the bytes that a
+device sends, and how many permutes in a ring's loop are exposed, that is, scheduled without compute. With ``--models``
+also compiles the step of the 1B model with context 4 × FSDP 4 and 32,768 tokens per sequence.
+
+Goals: no exposed permute, and the limits of ``ALONE`` and ``MODELS``.
 """
 
 from __future__ import annotations
@@ -35,17 +40,17 @@ ALONE: dict[tuple[str, int], float] = {
     ("ring", 2**17): 1.6,
     ("ulysses", 2**17): 1.2,
 }
-"""Implementation and tokens → temporary GiB that are the goal; 0 for none."""
+"""(Implementation, tokens) → largest temporary memory in GiB; 0 for no goal."""
 MESHES = {
     "ring": jp.MeshSpec(context=8),
     "gather": jp.MeshSpec(context=8),
     "ulysses": jp.MeshSpec(ulysses=8),
     "hybrid": jp.MeshSpec(context=4, ulysses=2),
 }
-MODELS = {  # configuration, settings → wire GB and peak MiB that are the goal
+MODELS = {  # Name → configuration, settings, largest wire GB and peak MiB; 0 for no goal.
     "gather": ("1b_cp4_gather", [], 16.5, 3392),
     "ring": ("1b_cp4_ring", [], 22.0, 4356),
-    "ring, bf16 travels": ("1b_cp4_ring", ["parallel.context.kv_grad_dtype=bfloat16"], 17.5, 4356),
+    "ring, bf16 travels": ("1b_cp4_ring", ["parallel.context.grad_dtype=bfloat16"], 17.5, 4356),
     "gather, kept": ("1b_cp4_gather", ["parallel.context.keep_gathered_kv=true"], 13.5, 0),
     "ulysses": ("1b_cp4_ulysses", [], 10.5, 3208),
     "hybrid": ("1b_cp4_hybrid", [], 0, 0),
@@ -53,7 +58,7 @@ MODELS = {  # configuration, settings → wire GB and peak MiB that are the goal
 
 
 def alone(impl: str, seq: int) -> dict[str, Any]:
-    """Figures of attention by itself."""
+    """Compile attention on its own; return its figures."""
     topology = Topology.parse("v5e:2x4")
     layout = aim(jp.Layout(MESHES[impl].abstract(), RULES), topology)
     order = "contiguous" if impl == "ulysses" else "zigzag"
@@ -75,7 +80,7 @@ def alone(impl: str, seq: int) -> dict[str, Any]:
 
 
 def bare_permutes(report: Audit) -> tuple[int, int]:
-    """Permutes in loops that no compute is scheduled beside, and all permutes in loops."""
+    """Return the number of permutes in loops that are scheduled without compute, and of all permutes in loops."""
     looped = [c for c in report.select("collective-permute") if c.count > 1]
     return sum(not (c.overlapped and c.beside_flops) for c in looped), len(looped)
 
@@ -94,13 +99,14 @@ def main() -> int:
             found = figures[f"{impl} {seq}"] = alone(impl, seq)
             missed += (bool(goal) and found["temp"] > goal) + (found["bare"] > 0)
             print(
-                f"{impl:14}  {seq:6}  {found['temp']:8.3f}  {goal or '':>5}  {found['wire']:7.2f}  {found['exposed']:10.2f}  "
-                f"{found['permutes']:17}  {found['bare']:4}",
+                f"{impl:14}  {seq:6}  {found['temp']:8.3f}  {goal or '':>5}  {found['wire']:7.2f}  "
+                f"{found['exposed']:10.2f}  {found['permutes']:17}  {found['bare']:4}",
                 flush=True,
             )
     if options.models or options.runs:
         print(
-            "1B, context 4 × FSDP 4   wire GB  goal  exposed GB  peak MiB  goal  matmul FLOPs  kernel FLOPs  compile CPU s"
+            "1B, context 4 × FSDP 4   wire GB  goal  exposed GB  peak MiB  goal  matmul FLOPs  kernel FLOPs  "
+            "compile CPU s"
         )
         for name in options.runs.split(";") if options.runs else MODELS:
             config, sets, wire, peak = MODELS[name]
@@ -109,8 +115,9 @@ def main() -> int:
             sent, most = found["wire_bytes"] / 1e9, found["memory"]["peak"] / 2**20
             missed += bool(wire) and (sent > wire or (bool(peak) and most > peak))
             print(
-                f"{name:23}  {sent:7.2f}  {wire or '':>4}  {found['exposed_bytes'] / 1e9:10.2f}  {most:8.0f}  {peak or '':>4}  "
-                f"{found['matmul_flops']:12.4g}  {found['kernel_flops']:12.4g}  {found['compile_cpu_seconds']:13.0f}",
+                f"{name:23}  {sent:7.2f}  {wire or '':>4}  {found['exposed_bytes'] / 1e9:10.2f}  {most:8.0f}  "
+                f"{peak or '':>4}  {found['matmul_flops']:12.4g}  {found['kernel_flops']:12.4g}  "
+                f"{found['compile_cpu_seconds']:13.0f}",
                 flush=True,
             )
     if options.json:

@@ -1,7 +1,12 @@
-"""Does bfloat16 lose more where a sequence is split: ``uv run python benchmarks/attention_bf16.py``.
+"""Whether attention in bfloat16 loses precision where the sequence is sharded.
 
-Relative RMS errors of the result and of the gradients of queries, keys and values against fp64, over those of ``flash`` on one device, which
-has the same numbers in bfloat16. Simulated devices, 8 and then 32, each in a process of its own. Causal, batch 1, 32 query and 8 key heads.
+    uv run python benchmarks/attention_bf16.py
+
+Prints relative RMS errors of the output and of the gradients of queries, keys and values against fp64, as ratios to the
+errors of ``flash`` in bfloat16 on one device. Runs causal attention with batch 1, 32 query and 8 key heads on 8 and
+then 32 simulated devices, each number in a separate process.
+
+Goal: no ratio above 1.05.
 """
 
 from __future__ import annotations
@@ -15,10 +20,11 @@ import jaxpar as jp
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 32
 GOAL = 1.05
+"""Largest ratio of an error to that of ``flash``."""
 
 
 def exact(q: Any, k: Any, v: Any, g: Any) -> list[Any]:
-    """The result and gradients in fp64, written out plainly in numpy: of [seq, heads, head_dim]."""
+    """Return the output and the gradients [seq, heads, head_dim] in fp64, from a plain numpy implementation."""
     import numpy as np
 
     group, found = q.shape[1] // k.shape[1], [np.zeros(x.shape) for x in (q, q, k, v)]
@@ -39,7 +45,7 @@ def exact(q: Any, k: Any, v: Any, g: Any) -> list[Any]:
 
 
 def measure(devices: int, seq: int) -> int:
-    """Print the ratios; how many are above the goal."""
+    """Print the ratios; return how many of them exceed the goal."""
     jp.simulate_devices(devices)
     import jax
     import jax.numpy as jnp
@@ -92,7 +98,7 @@ def main() -> int:
         "devices  implementation   relative RMS error of o, dq, dk, dv in bf16: flash's, then as a ratio to it",
         flush=True,
     )
-    # Devices are simulated once in a process, before jax is there.
+    # A process can simulate devices only once, before it imports jax.
     again = [sys.executable, __file__, "--seq", str(options.seq), "--devices"]
     return max(subprocess.run([*again, str(n)], check=False).returncode for n in counts)
 

@@ -1,7 +1,12 @@
-"""The table of ``attention.py --table``: every implementation × mask and option × key heads × dtype × kind of mesh axes against the plain form.
+"""The table of ``attention.py --table``: errors of each implementation against the plain form.
 
-Each of some 1,500 programs runs once, on few numbers, so that its compiler is all that counts: it does not optimise, and works beside the
-trace of the next program.
+    uv run python benchmarks/attention.py --table
+
+It covers every implementation × mask or option × key heads × dtype × kind of mesh axes. Each of about 1,500 programs
+runs once, on small arrays, so the time is spent on compiling. The compiler therefore optimizes nothing, and compiles
+one program while the next is traced.
+
+Goal: no error above ``BOUNDS``.
 """
 
 from __future__ import annotations
@@ -38,15 +43,17 @@ MESHES = {
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 32, 4, 8
 KV_HEADS = (2, 1, 4)
 DTYPES = {"fp32": False, "bf16": True}
-"""Names → whether half as wide."""
+"""Name → whether arrays are rounded to bfloat16."""
 LEARNED = ("bias", "sinks", "alibi")
 BOUNDS = {"fp32": 1e-5, "bf16": 3e-2}
-"""The greatest error that is right: of fp32 against fp32, of bf16 against fp32 of the same numbers; relative to each array's largest entry."""
+"""Largest error allowed: fp32 against fp32, bf16 against fp32 of the same numbers, relative to each array's largest
+entry."""
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MARKS = "<!-- errors -->", "<!-- end of errors -->"
-"""Of a file, between which lines the table stands."""
+"""The lines of the Markdown file between which the table stands."""
 ONE_AT_A_TIME = threading.Lock()
-"""Two programs at once on the same simulated devices may wait for each other's threads for ever."""
+"""Serializes runs: two programs that run concurrently on the same simulated devices may deadlock on each other's
+threads."""
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -77,10 +84,10 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 class Programs:
-    """What programs make of one case's numbers, each of them once.
+    """Results of the programs for one case. Each distinct program is compiled and run once.
 
-    Under Explicit axes a program is often that of Auto axes but for annotations outside of the ``shard_map``, and for numbering. Then it
-    is traced and lowered, which is where Explicit axes raise, and not compiled again.
+    Under Explicit axes a program often equals the one for Auto axes except for annotations outside the ``shard_map``
+    and for numbering. It is then traced and lowered, which is where Explicit axes raise errors, but not compiled again.
     """
 
     def __init__(self) -> None:
@@ -90,7 +97,10 @@ class Programs:
     def run(
         self, layout: jp.Layout, impl: str, x: tuple[Any, ...], options: dict[str, Any], which: tuple[Any, ...]
     ) -> list[np.ndarray]:
-        """The result, and gradients of queries, keys, values and what else can be learned; ``which`` tells numbers from others."""
+        """Return the output and the gradients of queries, keys, values and the learned options.
+
+        ``which`` identifies the input arrays, so that programs on different inputs are not confused.
+        """
         learned = {name: options[name] for name in LEARNED if name in options}
         fixed = {name: value for name, value in options.items() if name not in learned}
 
@@ -120,7 +130,7 @@ class Programs:
 
 
 def without_annotations(text: str) -> str:
-    """A lowered program without what it says of layouts outside of a ``shard_map``, each function's values numbered as they come."""
+    """Strip sharding annotations outside a ``shard_map`` from lowered text, and renumber each function's values."""
     return "\nfunc.func".join(_renumbered(part) for part in text.split("\n  func.func"))
 
 
@@ -148,7 +158,7 @@ def layout_of(explicit: bool, **sizes: int) -> jp.Layout:
 
 
 def arrays(kv_heads: int, half: bool) -> tuple[Any, ...]:
-    """Queries, keys, values and the gradient of the result, which in fp32 are those of bf16 if ``half``."""
+    """Return queries, keys, values and the output's gradient in fp32; with ``half`` rounded to bfloat16 first."""
     rng = np.random.default_rng(0)
     shapes = ((BATCH, SEQ, HEADS, HEAD_DIM), *((BATCH, SEQ, kv_heads, HEAD_DIM),) * 2)
     x = (rng.normal(size=shape).astype(np.float32) for shape in (*shapes, shapes[0]))
@@ -164,7 +174,7 @@ def error_of(
     programs: Programs,
     want: list[np.ndarray],
 ) -> float:
-    """The largest, of the result or of a gradient; infinite where a program has none."""
+    """Return the largest error of the output or of a gradient; infinity if the program fails."""
     x = arrays(kv_heads, half)
     x = tuple(jnp.asarray(a, jnp.bfloat16) for a in x) if half else x
     try:
@@ -180,7 +190,7 @@ def error_of(
 def errors_of(
     impls: Sequence[str], kv_heads: int, options: dict[str, Any], pool: ThreadPoolExecutor
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Implementation → dtype → the largest error, over both kinds of axes; and how many programs were compiled for it."""
+    """Return implementation → dtype → largest error over both kinds of axes, and the number of compiled programs."""
     one, programs = layout_of(False, data=1), Programs()
     wanted = [
         pool.submit(programs.run, one, "dense", arrays(kv_heads, half), options, ("wanted", half))
@@ -211,12 +221,14 @@ def as_markdown(impls: Sequence[str], rows: dict[str, dict[str, dict[str, float]
 
 
 def table(impls: list[str], kv_heads: Sequence[int], kept: Path | None, markdown: Path | None) -> int:
-    """Print the table; 1 if a figure is out of bounds.
+    """Print the table; return 1 if a figure is out of bounds.
 
     Args:
-      kv_heads: in how many key heads; others are taken from ``kept``, if they are there, and a row says of which it is.
-      kept: JSON of what was computed so far, which is not computed again.
-      markdown: a file whose lines between :data:`MARKS` the table is put in the place of.
+      impls: implementations, one per column.
+      kv_heads: numbers of key heads to compute. Rows include others that ``kept`` holds; a row's title lists its
+        numbers.
+      kept: JSON file of figures that were computed before and are not computed again.
+      markdown: a file in which the table replaces the lines between :data:`MARKS`.
     """
     found: dict[str, Any] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     each = len(impls) * len(DTYPES) * 2

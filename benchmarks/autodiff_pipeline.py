@@ -1,7 +1,10 @@
-"""A pipeline as one writes it first: a scan over ticks that jax differentiates. What ``pipeline_aot.py --memory`` shows beside the schedules.
+"""A naive pipeline for comparison: a scan over ticks that jax differentiates.
 
-Every tick each stage runs its layers on what the stage before has sent, ``microbatches + stages - 1`` times; jax turns the scan around. The backward pass
-wants of every tick what its layers kept, so this is GPipe, and what it holds grows with the microbatches.
+    uv run python benchmarks/pipeline_aot.py --memory
+
+The command prints its memory next to that of jaxpar's schedules. In each of ``microbatches + stages - 1`` ticks every
+stage runs its layers on what the previous stage sent; jax derives the backward scan. The backward pass needs the
+residuals of every tick, so this is GPipe, and its memory grows with the number of microbatches.
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ AXIS = "pipeline"
 
 
 def autodiff_gpipe(staged: jp.PipelineLoss, microbatches: int) -> Callable[[Any, Any], jax.Array]:
-    """The loss of a :class:`jaxpar.PipelineLoss`, its layers over the axis ``pipeline``, for ``jp.train_step`` without ``pipeline=``.
+    """Return the loss of a :class:`jaxpar.PipelineLoss` with its layers sharded over the axis ``pipeline``.
 
-    ``side`` is taken to be the same for all rows, as positions are.
+    It is for ``jp.train_step`` without ``pipeline=``. ``layer_inputs`` must be equal for all rows, as positions are.
     """
 
     def loss(model: Any, batch: Any) -> jax.Array:
         batch = staged.prepare(model, batch)
         leaves, block = stacked_part(model, staged.path)
         x = staged.embed(model, batch)
-        # Each microbatch has rows of every device.
+        # Interleaved rows, so that each microbatch has rows of every device.
         pieces = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
         pieces = jp.hint(pieces, None, *staged.dims) if staged.dims else pieces
         side = staged.layer_inputs(model, jax.tree.map(lambda x: x[: pieces.shape[1]], batch))

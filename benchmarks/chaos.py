@@ -1,11 +1,22 @@
-"""Kills and corruptions, and what is left after them: ``uv run python benchmarks/chaos.py [--kills 50 --corruptions 1000]``.
+"""Checkpoints survive kills at any moment, and every corruption of a checkpoint is detected.
 
-A small run (Adam, dropout by key, shuffled data, accumulation, a loss scale) saves every step. It is killed by SIGKILL, at a random moment, while a save
-is at work, or while it starts and restores (``--aim``; by default all in turn), started again, killed again, until it has come to its end; after each kill every
-step in its folder is held, checksum by checksum, against those of a run that was never killed. The runs are forked from one process that has imported
-everything, and share what they compile (jax's persistent cache): a kill costs some two CPU seconds. ``--plain`` compiles nothing at all: steps are numpy, saves
-and restores the real ones, between the same kills. Then a checkpoint of one MiB is damaged in random ways, and each must be found. Exit 1 if anything is missed.
-``--processes 4`` kills and stops one process of four under a supervisor (:mod:`chaos_processes`), ``--terminate 4`` sends SIGTERM to one (:mod:`chaos_terminate`).
+    uv run python benchmarks/chaos.py [--kills 50 --corruptions 1000]
+
+Kills: a small run (Adam, dropout by key, shuffled data, gradient accumulation, a loss scale) saves every step. It is
+killed by SIGKILL at a random moment, during a save, or during start and restore (``--aim``; all three by default), and
+restarted until it reaches its last step. After each kill, the checksums of every saved step are compared with those of
+a run that was never killed. The runs are forked from one process that has imported everything, and share jax's
+persistent compilation cache: a kill costs about two CPU seconds. With ``--plain`` steps are numpy and nothing is
+compiled; saves and restores are the real ones.
+
+Corruptions: a checkpoint of 1 MiB is damaged in random ways.
+
+Goals: every step equals that of the run never killed, every corruption is detected, and no restore returns wrong
+values. Exit status 1 if a goal is missed.
+
+``--processes 4`` kills and stops one process of four under a supervisor (:mod:`chaos_processes`), ``--hosts`` kills
+processes and supervisors of two hosts (:mod:`chaos_hosts`), and ``--terminate 4`` sends SIGTERM to one process of four
+(:mod:`chaos_terminate`).
 """
 
 from __future__ import annotations
@@ -29,11 +40,11 @@ from jaxpar.checkpoint.verify import check, problems_of, steps_in, unfinished_in
 
 DEVICES, ROWS, WIDTH = 4, 16, 64
 STARTING = 1.0
-"""CPU seconds in which a run starts, restores and makes its first step."""
+"""CPU seconds that a run needs to start, restore and run its first step."""
 
 
 def plain(folder: Path, steps: int) -> None:
-    """A run whose steps are numpy: goes on from what the folder holds, to the last step."""
+    """Run numpy steps from the latest checkpoint in ``folder`` to the last step."""
     jp.simulate_devices(2)
     import jax
     import numpy as np
@@ -52,7 +63,7 @@ def plain(folder: Path, steps: int) -> None:
 
 
 def child(folder: Path, steps: int) -> None:
-    """The run: goes on from what the folder holds, to the last step."""
+    """Run training steps from the latest checkpoint in ``folder`` to the last step."""
     jp.simulate_devices(DEVICES)
     import jax
     import jax.numpy as jnp
@@ -100,7 +111,7 @@ def sums(folder: Path, step: int) -> Any:
 def kills(
     work: Callable[[Path, int], None], number: int, steps: int, aims: list[str], dice: random.Random, root: Path
 ) -> list[str]:
-    """Kill runs until so many kills are done; a line with what became of them."""
+    """Kill runs ``number`` times; return a line with the result."""
     reference, folder = root / "never", root / "killed"
     if Forked(work, reference, steps).wait():
         return ["the run that is never killed FAILED"]
@@ -132,7 +143,7 @@ def kills(
 
 
 def _wait_for(run: Forked, folder: Path, before: int, aim: str, dice: random.Random) -> None:
-    """Until it is time to kill: soon after the start, or, once the run has saved a step, at any moment or in a save."""
+    """Wait for the moment to kill: soon after the start, or after a saved step, at random or during a save."""
     early = dice.uniform(0, STARTING)
     while run.poll() is None and (_cpu(run) < early if aim == "start" else len(steps_in(folder)) == before):
         time.sleep(0.004)
@@ -144,18 +155,18 @@ def _wait_for(run: Forked, folder: Path, before: int, aim: str, dice: random.Ran
 
 
 def _half_written(folder: Path) -> set[tuple[str, int]]:
-    """What saves were at work in, each folder told from another of the same name."""
+    """Return the unfinished saves; the inode distinguishes folders of the same name."""
     return {(name, (folder / name).stat().st_ino) for name in unfinished_in(folder)}
 
 
 def _cpu(run: Forked) -> float:
-    """Seconds that it has computed, by which a busy machine does not change where it is hit."""
+    """Return the CPU seconds that a process has used, which do not depend on the load of the machine."""
     *_, user, system = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _differing(folder: Path, true: dict[int, Any]) -> int:
-    """How many steps are not those of the run never killed."""
+    """Return how many steps differ from those of the run that was never killed."""
     wrong = 0
     for step in steps_in(folder):
         try:
@@ -171,7 +182,7 @@ def _saving(folder: Path) -> bool:
 
 
 def corruptions(number: int, dice: random.Random, root: Path) -> list[str]:
-    """Damage a checkpoint of one MiB, in one way after another."""
+    """Damage a checkpoint of 1 MiB ``number`` times; return a line with the result."""
     jp.simulate_devices(DEVICES)
     import jax
     import numpy as np
@@ -196,12 +207,15 @@ def corruptions(number: int, dice: random.Random, root: Path) -> list[str]:
             shutil.copyfile(root / "one" / file.relative_to(copy), file)
     size = sum(p.stat().st_size for p in files) / 2**20
     return [
-        f"corruptions of {size:.1f} MiB: {number - missed} of {number} detected, files named; {silent} restored wrong without a word"
+        (
+            f"corruptions of {size:.1f} MiB: {number - missed} of {number} detected, files named; {silent} restored "
+            f"wrong without a word"
+        )
     ]
 
 
 def damage(files: list[Path], dice: random.Random) -> Iterator[Path]:
-    """Flip, cut, lengthen, empty, delete, turn or swap; yields what is different now."""
+    """Damage a file in one random way: flip, cut, lengthen, zero, delete, rotate or swap; yield the changed files."""
     file, other = dice.sample(files, 2)
     data = file.read_bytes()
     spoilt, at = bytearray(data), dice.randrange(len(data))
@@ -255,7 +269,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             return int("NOT as wanted" in terminate(asked.terminate, asked.trials, dice, Path(folder))[-1])
     with tempfile.TemporaryDirectory() as folder:
-        if asked.kills:  # before this process has a backend, which no fork survives
+        if asked.kills:  # before this process has a jax backend, which does not survive a fork
             load(*(() if asked.plain else ("optax", "jaxpar.data", "jaxpar.training.step", "jaxpar.training.state")))
             aims = [asked.aim] if asked.aim else ["any", "save", "start"]
             lines += kills(plain if asked.plain else child, asked.kills, asked.steps, aims, dice, Path(folder))

@@ -1,9 +1,14 @@
-"""What ``chaos.py --hosts`` does: a run of four processes under the supervisors of two hosts (both are this one), whose processes, and which themselves, are killed.
+"""A run over two hosts survives the loss of a process, of a host, and of the leading host.
 
-In one run, not elastic: a process of each host, all of the second host, which is started again, and all of the first one, the same. In others, elastic:
-all of the second host, which stays away; all of the first one, after whom the second leads, and follows whom it does when it is started again; the first one while it
-compiles. Seconds are from the signal to the line at the *other* host's supervisor, and to the first step after the
-restart, without what the restart spends compiling.
+    uv run python benchmarks/chaos.py --hosts
+
+Starts four processes under the supervisors of two hosts, both on this machine. A run that is not elastic loses a
+process of each host; then all of the second host, which is restarted; then all of the first host, which is restarted.
+Elastic runs lose all of the second host for good; all of the first host, after which the second leads and the restarted
+first host follows it; and the first host while it compiles.
+
+Prints seconds from the signal to the line of the *other* host's supervisor, and to the first step after the restart,
+without compile time. Goal: ``AGAIN`` seconds to the next step, with the expected number of processes.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ EACH, COUNT = 2, 4
 
 
 class Two:
-    """The supervisors of two hosts; ``hosts[0]`` has process 0."""
+    """The supervisors of two hosts; ``hosts[0]`` runs process 0."""
 
     def __init__(self, folder: Path, **supervise: object):
         self._folder, self._supervise = folder, supervise
@@ -43,12 +48,12 @@ class Two:
         return Run(self._folder, COUNT, words, **self._supervise)
 
     def kill(self, rank: int) -> float:
-        """One process; the time."""
+        """Kill one process; return the time."""
         os.kill(self.hosts[0].child(rank), signal.SIGKILL)
         return time.monotonic()
 
     def lose(self, host: int) -> float:
-        """All of a host, its supervisor first; the time."""
+        """Kill all of a host, its supervisor first; return the time."""
         children = [self.hosts[host].child(rank) for rank in range(host * EACH, host * EACH + EACH)]
         self.hosts[host].process.kill()
         for child in children:
@@ -56,22 +61,22 @@ class Two:
         return time.monotonic()
 
     def log(self, rank: int) -> str:
-        """What a process has written."""
+        """Return the log of a process."""
         file = self._folder / "run/logs" / f"process-{rank}.log"
         return file.read_text() if file.exists() else ""
 
     def bring_back(self, host: int) -> None:
-        """Start its supervisor again."""
+        """Restart a host's supervisor."""
         self.hosts[host] = self._start(host)
 
     def end(self) -> None:
-        """End all."""
+        """Stop both hosts."""
         for host in self.hosts:
             host.end()
 
 
 def said(run: Run, pattern: str, before: int) -> tuple[float, str]:
-    """The line, when it has come."""
+    """Wait for a line that matches; return its time and text."""
     run.until(lambda: run.find(pattern, before) is not None, pattern)
     found = run.find(pattern, before)
     assert found is not None
@@ -79,8 +84,8 @@ def said(run: Run, pattern: str, before: int) -> tuple[float, str]:
 
 
 def hosts(root: Path) -> list[str]:
-    """All of it; a line for each kill, which ends in ``as wanted`` where it is."""
-    lines, two = [], Two(root / "two", allowance=30.0)
+    """Run all kills; return a line for each, which ends in ``as wanted`` if it met the goal."""
+    lines, two = [], Two(root / "two", step_timeout=30.0)
     try:
         for rank in (1, 3):
             two.hosts[0].progress()
@@ -112,8 +117,8 @@ def hosts(root: Path) -> list[str]:
 
 
 def lost_for_good(root: Path, host: int, *, early: bool = False) -> list[str]:
-    """Elastic: a host is lost and stays away, ``early`` while its processes compile; the other goes on alone."""
-    two, other = Two(root / f"elastic-{host}-{early}", allowance=30.0, elastic=True), 1 - host
+    """Lose a host for good in an elastic run, with ``early`` while its processes compile; return lines about it."""
+    two, other = Two(root / f"elastic-{host}-{early}", step_timeout=30.0, elastic=True), 1 - host
     try:
         if early:
             said(two.hosts[0], r"^launch ", 0)
@@ -153,13 +158,14 @@ def lost_for_good(root: Path, host: int, *, early: bool = False) -> list[str]:
 
 
 def told(what: str, run: Run, before: int, sent: float, named: float, count: int) -> str:
-    """A line on a kill, when the run steps again with ``count`` processes."""
+    """Wait until the run steps again with ``count`` processes; return a line about the kill."""
     again, compiling = stepping(run, before)
     size = next((int(m[1]) for _, line in run.lines[before:] if (m := re.search(r"data (\d+) = \d+ devices", line))), 0)
     good = again - sent - compiling <= AGAIN and size == count
     line = (
-        f"{what}: said at the other host after {named:.1f} s; {size} processes step again after {again - sent - compiling:.1f} s without the compile of "
-        f"{compiling:.1f} s (wanted: {count} processes, {AGAIN:g} s): {'as wanted' if good else 'NOT as wanted'} (load {os.getloadavg()[0]:.0f})"
+        f"{what}: said at the other host after {named:.1f} s; {size} processes step again after "
+        f"{again - sent - compiling:.1f} s without the compile of {compiling:.1f} s (wanted: {count} processes, "
+        f"{AGAIN:g} s): {'as wanted' if good else 'NOT as wanted'} (load {os.getloadavg()[0]:.0f})"
     )
     print(line, flush=True)
     return line

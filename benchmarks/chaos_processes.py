@@ -1,7 +1,13 @@
-"""What ``chaos.py --processes N`` does: a run of N processes under its supervisor, of which one is killed, then one stopped; every second time during a save.
+"""A supervised run of N processes restarts after one of them is killed or stopped.
 
-Seconds are the supervisor's: from the signal to the line that names the process, and to the first step after the restart. What the restart spends compiling
-(as the run itself prints it) is told apart.
+    uv run python benchmarks/chaos.py --processes N
+
+Kills processes with SIGKILL, then stops processes with SIGSTOP, every second time during a save. Prints seconds from
+the signal to the supervisor's line that names the process, and to the first step after the restart. Compile time of the
+restart, as the run prints it, is listed separately.
+
+Goals: ``AGAIN`` seconds from SIGKILL to the next step; a stopped process named within ``ALLOWANCE`` seconds of the last
+step.
 """
 
 from __future__ import annotations
@@ -25,9 +31,13 @@ ALLOWANCE, AGAIN, STEPS = 15.0, 30.0, 100_000
 
 
 class Run:
-    """A supervised run, and each line that it prints with its time.
+    """A supervised run, and the lines that it prints with their times.
 
-    ``words`` are of the command line, ``supervise`` of that table of the configuration; ``processes`` are all, of which ``words`` may start a part.
+    Args:
+      folder: folder for the configuration and the output.
+      processes: number of processes; ``words`` may start only some of them.
+      words: arguments of ``jaxpar train``.
+      supervise: entries of the table ``supervise`` of the configuration.
     """
 
     def __init__(self, folder: Path, processes: int, words: tuple[str, ...] = (), **supervise: object):
@@ -54,7 +64,7 @@ class Run:
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         words = words or ("--processes", str(processes))
         command = [sys.executable, "-m", "jaxpar.app.cli", "train", str(folder / "run.yaml"), *words]
-        # Light compiles: what is measured is all else.
+        # Fast compiles: the benchmark measures everything else.
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
@@ -68,7 +78,7 @@ class Run:
             self.lines.append((time.monotonic(), line.rstrip()))
 
     def child(self, rank: int) -> int:
-        """The process number of a rank."""
+        """Return the process id of a rank."""
         for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()):
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -80,7 +90,7 @@ class Run:
         raise SystemExit(f"process {rank} is not there:\n" + "\n".join(line for _, line in self.lines[-20:]))
 
     def step(self) -> int:
-        """The last step of which there is a record."""
+        """Return the last recorded step."""
         try:
             lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
             return max(json.loads(line)["step"] for line in lines if line.endswith("}"))
@@ -88,12 +98,12 @@ class Run:
             return 0
 
     def progress(self, steps: int = 25) -> None:
-        """Wait for so many steps."""
+        """Wait until ``steps`` more steps are recorded."""
         start = self.step()
         self.until(lambda: self.step() > start + steps, "progress")
 
     def until(self, ready: Callable[[], bool], what: str, limit: float = 900) -> float:
-        """Wait; the time when it was so."""
+        """Wait until ``ready()``; return the time."""
         end = time.monotonic() + limit
         while not ready():
             if time.monotonic() > end or self.process.poll() is not None:
@@ -102,12 +112,12 @@ class Run:
         return time.monotonic()
 
     def find(self, pattern: str, after: int) -> tuple[float, str] | None:
-        """The first line from the ``after``-th on that matches."""
+        """Return the time and text of the first line from index ``after`` that matches."""
         return next(((at, line) for at, line in self.lines[after:] if re.search(pattern, line)), None)
 
     def end(self) -> None:
-        """Kill the supervisor's children through it."""
-        for _ in range(2):  # the second one ends all at once; sent together they would be one
+        """Stop the supervisor, which stops its children."""
+        for _ in range(2):  # The second SIGTERM stops immediately. Two without a pause would merge into one.
             self.process.send_signal(signal.SIGTERM)
             time.sleep(1)
         try:
@@ -117,11 +127,16 @@ class Run:
 
 
 def hit(run: Run, rank: int, number: signal.Signals, *, in_save: bool) -> tuple[float, float, float, str]:
-    """Signal a process; seconds until it is named, until the run steps again, spent compiling in between; and the line."""
+    """Signal a process and wait for the restart.
+
+    Returns:
+      Seconds until the process is named, seconds until the run steps again, seconds spent compiling in between, and the
+      line that names the process.
+    """
     before = len(run.lines)
     run.progress()
     child = run.child(rank)
-    if in_save:  # the others would wait ten minutes for its part of it
+    if in_save:  # the other processes would wait ten minutes for this one's part of the save
         run.until(lambda: any((run.folder / "run/checkpoints").glob("*.unfinished")), "a save")
     os.kill(child, number)
     sent = time.monotonic()
@@ -133,7 +148,7 @@ def hit(run: Run, rank: int, number: signal.Signals, *, in_save: bool) -> tuple[
 
 
 def stepping(run: Run, before: int) -> tuple[float, float]:
-    """When a run that was begun anew has made a step, and the seconds that it spent compiling; ``before`` of its lines are older."""
+    """Wait for a step of a restarted run; return its time and the compile seconds. Ignores lines before ``before``."""
     file = run.folder / "run/metrics.jsonl"
     run.until(lambda: run.find(r"^compiled in", before) is not None, "the compile")
     found = run.find(r"^compiled in ([\d.]+)", before)
@@ -144,7 +159,7 @@ def stepping(run: Run, before: int) -> tuple[float, float]:
 
 
 def processes(count: int, trials: int, dice: random.Random, root: Path) -> list[str]:
-    """Kill and stop, ``trials`` times each; a line for each kind, with what was found and what is wanted."""
+    """Kill and stop processes, ``trials`` times each; return a line per signal with the result and the goal."""
     run, lines = Run(root / "processes", count), list[str]()
     try:
         run.until(lambda: run.step() > 20, "the first steps")
@@ -162,7 +177,8 @@ def processes(count: int, trials: int, dice: random.Random, root: Path) -> list[
                 else f"wanted: named within {ALLOWANCE:g} s of the last step"
             )
             lines.append(
-                f"{number.name}, {count} processes: {right} of {trials} named, after {named:.1f} s at most; stepping again after {again:.1f} s at most, without "
+                f"{number.name}, {count} processes: {right} of {trials} named, after {named:.1f} s at most; stepping "
+                f"again after {again:.1f} s at most, without "
                 f"compiles of {compiles} s ({wanted}): {'as wanted' if good else 'NOT as wanted'}"
             )
             lines += [f"  {r[3]}" for r in results]

@@ -1,4 +1,9 @@
-"""SIGTERM to one process of a run of several: do all save the same step, exit 0, and how soon? Part of ``benchmarks/chaos.py --terminate N``."""
+"""After SIGTERM to one process of a run, all processes save the same step and exit with 0.
+
+    uv run python benchmarks/chaos.py --terminate N
+
+Goal: at most ``WANTED`` seconds from the end of the save to the end of the last process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from jaxpar.checkpoint.manifest import NAME
 from jaxpar.checkpoint.verify import check, steps_in
 
 WANTED = 5.0
-"""Seconds from the end of the save to the end of the last process."""
+"""Most seconds from the end of the save to the end of the last process."""
 RUN: dict[str, Any] = {
     "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
     "layout": str(Path(__file__).parents[1] / "configs/layouts/fsdp_tp.yaml"),
@@ -31,7 +36,7 @@ RUN: dict[str, Any] = {
 
 
 def child(folder: Path, port: str, rank: int, count: int) -> None:
-    """A process of the run: two devices, a model of one matrix, the loop of ``jaxpar train``."""
+    """Run one process: two devices, a model of one matrix, the loop of ``jaxpar train``."""
     import jax
     import jax.numpy as jnp
     from rich.console import Console
@@ -53,7 +58,7 @@ def child(folder: Path, port: str, rank: int, count: int) -> None:
 
 
 def terminate(count: int, trials: int, dice: random.Random, root: Path) -> list[str]:
-    """Runs of ``count`` processes, each ended by one signal to one process; a line for each, and one for all."""
+    """Run ``count`` processes ``trials`` times, each ended by one SIGTERM; return a line per run and a summary."""
     lines, worst = [], 0.0
     for trial in range(trials):
         told, seconds = _one(count, dice.randrange(count), dice.uniform(0, 2), root / f"terminate{trial}")
@@ -62,7 +67,8 @@ def terminate(count: int, trials: int, dice: random.Random, root: Path) -> list[
         print(told, flush=True)
     good = worst <= WANTED and not any("WRONG" in line for line in lines)
     lines.append(
-        f"SIGTERM to one of {count} processes, {trials} runs: at most {worst:.1f} s from the end of the save to the end of the last process "
+        f"SIGTERM to one of {count} processes, {trials} runs: at most {worst:.1f} s from the end of the save to the "
+        f"end of the last process "
         f"(wanted {WANTED:g}): {'as wanted' if good else 'NOT as wanted'}"
     )
     print(lines[-1], flush=True)
@@ -70,7 +76,7 @@ def terminate(count: int, trials: int, dice: random.Random, root: Path) -> list[
 
 
 def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, float]:
-    """One run: what is to be said of it, and the seconds from its last save to its end."""
+    """Run once; return a line about the run, and the seconds from its last save to its end."""
     folder.mkdir()
     (folder / "run.yaml").write_text(yaml.safe_dump({**RUN, "output": str(folder / "out")}))
     with socket.socket() as probe:
@@ -93,7 +99,7 @@ def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, floa
         cpu = [0.0] * count
         for rank, run in enumerate(runs):
             if run.returncode is not None:
-                continue  # it died before
+                continue  # the process ended before the signal
             _, status, used = os.wait4(run.pid, 0)
             run.returncode = os.waitstatus_to_exitcode(status)
             cpu[rank] = used.ru_utime + used.ru_stime
@@ -113,7 +119,10 @@ def _one(count: int, victim: int, pause: float, folder: Path) -> tuple[str, floa
     before = [re.findall(r"([\d.]+) CPU s", (folder / f"{rank}.txt").read_text()) for rank in range(count)]
     after = max((used - float(found[0]) for used, found in zip(cpu, before, strict=True) if found), default=0.0)
     verdict = "all stopped there, exit 0" if same and codes == [0] * count else f"WRONG: exits {codes}"
-    told = f"SIGTERM to process {victim}: step {step} saved {saved - asked:.1f} s later, {verdict}; the last process ended {ended - saved:.1f} s"
+    told = (
+        f"SIGTERM to process {victim}: step {step} saved {saved - asked:.1f} s later, {verdict}; the last process "
+        f"ended {ended - saved:.1f} s"
+    )
     told += f" after the save, of which a process's end takes {after:.1f} CPU s at most (load {os.getloadavg()[0]:.0f})"
     return told, ended - saved
 

@@ -1,12 +1,19 @@
-"""Checkpoints beside plain orbax, the same state in one run: ``uv run python benchmarks/checkpoint.py [--mebibytes 256]``.
+"""Save and restore throughput of jaxpar checkpoints next to plain orbax, on the same state in one run.
 
-Plain orbax is ``StandardCheckpointer`` as its documentation shows it (OCDBT, zstd): it has no checksums. ``raw`` is orbax as jaxpar asks it, without
-jaxpar's checksums: what they cost alone. Kinds take turns, so that what else the machine does falls on all of them; medians. What is restored is compared
-bit for bit. The pause is what an asynchronous save keeps the caller for. No time of an accelerator: a simulated device's memory is the host's.
+    uv run python benchmarks/checkpoint.py [--mebibytes 256]
 
-``--memory``: the tensors of a 135M-parameter Llama with Adam's moments (fp32), saved by one process, then restored by 8 processes (``jax.distributed`` over
-loopback) of one device each: how far the resident memory of each rises at its highest (``VmHWM``, reset before) beside its share of the bytes. Exit 1 beyond
-1.5 shares and 200 MB.
+Plain orbax is ``StandardCheckpointer`` as its documentation shows it (OCDBT, zstd), which has no checksums. "orbax as
+jaxpar asks it" is orbax with jaxpar's options but without jaxpar's checksums, so the difference to ``jp.save`` is their
+cost. The kinds run in turn, so that other load on the machine affects all of them; figures are medians. Restored arrays
+are compared bit for bit. The pause is the time for which an asynchronous save blocks the caller. The times do not apply
+to an accelerator: a simulated device's memory is host memory.
+
+Goals: 0.9 of orbax's throughput for saves and for restores, and bit-equal arrays. Exit status 1 otherwise.
+
+``--memory`` saves the tensors of a 135M-parameter Llama with Adam's moments (fp32) from one process, and restores them
+in 8 processes (``jax.distributed`` over loopback) with one device each. It prints the peak rise of each process's
+resident memory (``VmHWM``, reset before the restore) next to its share of the bytes. Goal: at most 1.5 shares + 200 MB.
+Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -42,11 +49,11 @@ WEIGHTS = {
     "down": (LAYERS, MLP, EMBED),
     "norms": (LAYERS, 2, EMBED),
 }
-"""Of the 135M shape, layers stacked; the table of words is read and written by the same weights."""
+"""Shapes of the 135M model with stacked layers. The embedding table is also the output head."""
 
 
 def shapes(devices: int) -> dict[str, Any]:
-    """Weights and both moments; the last dim but one split over all devices, but for the norms."""
+    """Return the shapes of weights and both moments. All but the norms are sharded in their second last dim."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -60,7 +67,7 @@ def shapes(devices: int) -> dict[str, Any]:
 
 
 def save_model(folder: Path, devices: int) -> None:
-    """Save numbers of a model that lies over so many devices."""
+    """Save random values of the model, sharded over ``devices`` devices."""
     jp.simulate_devices(devices)
     import jax
     import numpy as np
@@ -71,7 +78,7 @@ def save_model(folder: Path, devices: int) -> None:
 
 
 def restore_share(folder: Path, rank: int, port: int, told: Path) -> None:
-    """One of the processes: restores what its device has, and leaves how many bytes that took."""
+    """Restore one process's share, and write the bytes that this took to ``told``."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -80,7 +87,7 @@ def restore_share(folder: Path, rank: int, port: int, told: Path) -> None:
     like = shapes(DEVICES)
     share = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(like))
     jax.block_until_ready(jax.numpy.zeros(8))
-    Path("/proc/self/clear_refs").write_text("5")  # begins VmHWM anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _resident("VmRSS")
     found = jax.block_until_ready(jp.restore(folder, like))
     held = sum(s.data.nbytes for x in jax.tree.leaves(found) for s in x.addressable_shards)
@@ -97,7 +104,7 @@ def _resident(name: str) -> int:
 
 
 def memory() -> int:
-    """A line for each layout that was saved; the worst process counts."""
+    """Measure the memory of a restore for each saved layout; return 1 if the worst process exceeds the limit."""
     load()
     good = True
     for devices in (DEVICES, 1):
@@ -107,7 +114,7 @@ def memory() -> int:
 
 
 def _shares(root: Path, devices: int) -> bool:
-    """Save over so many devices, restore on 8, each in a process of its own."""
+    """Save over ``devices`` devices and restore in 8 processes; return whether memory stays within the limit."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -120,8 +127,9 @@ def _shares(root: Path, devices: int) -> bool:
     worst, mb = max((json.loads(file.read_text()) for file in told), key=lambda rise: rise["peak"]), 1e6
     allowed = 1.5 * worst["share"] + 200e6
     print(
-        f"saved over {devices} devices, restored on one of {DEVICES}: share {worst['share'] / mb:.0f} MB; resident memory rises by "
-        f"{worst['peak'] / mb:.0f} MB at most (allowed {allowed / mb:.0f}), by {worst['after'] / mb:.0f} MB when all is there",
+        f"saved over {devices} devices, restored on one of {DEVICES}: share {worst['share'] / mb:.0f} MB; resident "
+        f"memory rises by {worst['peak'] / mb:.0f} MB at most (allowed {allowed / mb:.0f}), by "
+        f"{worst['after'] / mb:.0f} MB when all is there",
         flush=True,
     )
     return bool(worst["peak"] <= allowed)
@@ -222,7 +230,8 @@ def main() -> int:
         print(f"{name:26} {took[name]:6.2f} s {size / took[name]:7.0f} MiB/s{ratio}")
     for name, times in (("jaxpar", pauses), ("plain orbax", others)):
         print(
-            f"pause of an asynchronous save, {name:12} {statistics.median(times) * 1e3:5.0f} ms (longest {max(times) * 1e3:.0f})"
+            f"pause of an asynchronous save, {name:12} {statistics.median(times) * 1e3:5.0f} ms "
+            f"(longest {max(times) * 1e3:.0f})"
         )
     saves = took["plain orbax, save"] / took["jp.save, read back"]
     loads_ratio = took["plain orbax, restore"] / took["jp.restore"]
@@ -241,7 +250,7 @@ def _timed(kinds: dict[str, Callable[[Path], None]], root: Path, rounds: int, *,
         for name, run in kinds.items():
             began = time.perf_counter()
             run(root / "x")
-            if turn:  # the first one loads libraries
+            if turn:  # the first round loads libraries
                 times[name].append(time.perf_counter() - began)
             if fresh:
                 shutil.rmtree(root / "x")

@@ -1,8 +1,11 @@
-"""Two copies in flight against one, in TPU programs: ``uv run python benchmarks/copies.py [NAME ...]``.
+"""Exposed communication of a step with one or two overlapped copies, in TPU programs.
 
-Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Each line is a step of a configuration in ``configs/bench``
-compiled for ``v5e:4x4``: what one device sends, what of that no compute is scheduled beside (over all axes, and over those that copies are about), peak,
-FLOPs and what the compiler took. ``--set`` changes all of them, as ``--set model.layers=2``.
+    uv run python benchmarks/copies.py [NAME ...]
+
+Needs no TPU, only its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Each line is a step of a configuration in
+``configs/bench``, compiled for ``v5e:4x4``. It lists what one device sends and how much of that is exposed, that is,
+scheduled without compute, over all axes and over the axis that the copies overlap; peak memory; FLOPs; and compile
+time. ``--set`` changes every configuration, for example ``--set model.layers=2``.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ TOPOLOGY, DEVICES = "v5e:4x4", 16
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration, changes to it, and the axis that its layers send over."""
+    """A configuration, changes to it, and the mesh axis over which its layers communicate."""
 
     config: str
     axis: str
@@ -30,14 +33,14 @@ class Run:
 
 RUNS = {
     "tp": Run("1b_fsdp4_tp4", "model"),
-    # Four sequences on four devices leave one to each, which is no two: here are eight of half the length.
+    # Four sequences on four devices are one per device, which cannot be halved. So eight, of half the length.
     "ring": Run("1b_cp4_ring", "context", ("data.batch=8", "data.seq=16384")),
     "ulysses": Run("1b_cp4_ulysses", "ulysses", ("data.batch=8", "data.seq=16384")),
 }
 
 
 def line(run: Run, copies: int, settings: list[str]) -> str:
-    """A row of the table."""
+    """Compile one configuration; return its row of the table."""
     changes = [*run.settings, *settings, f"parallel.overlap.ways={copies}"]
     job = make_job(load_run(str(CONFIGS / f"{run.config}.yaml"), changes))
     layout = job.layout(DEVICES)
@@ -55,7 +58,8 @@ def line(run: Run, copies: int, settings: list[str]) -> str:
     own = f"{audit.wire_bytes(axis=run.axis) / 1e9:.2f} | {audit.exposed(axis=run.axis) / 1e9:.2f}"
     return (
         f"| {run.config} | {copies} | {audit.wire_bytes() / 1e9:.2f} | {audit.exposed() / 1e9:.2f} | {own} | "
-        f"{program.memory['peak'] / 2**20:,.0f} | {audit.matmul_flops + audit.kernel_flops:.4g} | {program.compile_cpu_seconds:.0f} |"
+        f"{program.memory['peak'] / 2**20:,.0f} | {audit.matmul_flops + audit.kernel_flops:.4g} | "
+        f"{program.compile_cpu_seconds:.0f} |"
     )
 
 

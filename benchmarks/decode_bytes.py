@@ -1,9 +1,14 @@
-"""What a decode step holds, reads and sends: ``uv run python benchmarks/decode_bytes.py --topology v5e:4x4`` (extra tpu).
+"""Bytes that a decode step holds, reads and sends, by mesh, batch and storage of weights and cache.
 
-Two layers of the 1B preset in bf16, 2,048 slots, are compiled for the topology with each mesh, batch and way of keeping weights and cache, and audited; or, without
-``--topology``, for 16 simulated devices in fp32 (XLA:CPU sends what is of 16 bits in 32), which takes a tenth of the time. What
-grows with the layers is told for each of the two, so that a model of L layers takes L times as much. ``held`` is what a step is given, all of which it reads once:
-weights and cache, a device. ``a token`` divides what all devices read by the rows.
+    uv run python benchmarks/decode_bytes.py --topology v5e:4x4
+
+Needs the TPU compiler (extra ``tpu``), but no TPU. Compiles and audits two layers of the 1B preset in bf16 with 2,048
+slots. Without ``--topology`` it compiles for 16 simulated devices in fp32 (XLA:CPU sends 16-bit values as 32-bit ones),
+which takes a tenth of the time.
+
+The figures are totals over the two layers, the embedding and the head. ``weights`` and ``cache`` are bytes per device,
+and a step reads each of them once. ``read a token`` is what all devices read, divided by the rows of the batch. There
+is no goal: docs/inference.md has the tables.
 """
 
 from __future__ import annotations
@@ -47,13 +52,13 @@ KEPT: dict[str, dict[str, str]] = {
 
 
 def compiled(name: str | None, layout: jp.Layout, model: jp.Generator) -> tuple[Any, int, float]:
-    """The audit of a model's step, its temporary bytes, and the CPU seconds that the compiler took."""
+    """Return the audit of a model's step, its temporary bytes, and the CPU seconds of the compiler."""
     if name is None:
         began = time.process_time()
         audit = jp.audit(model.decode.lower(model.prepared, model.abstract).compile(), mesh=layout.mesh)
         return audit, audit.memory["temp"], time.process_time() - began
 
-    def step(state: Any, params: Any) -> Any:  # keys are no arrays to what is exported, and nothing is drawn
+    def step(state: Any, params: Any) -> Any:  # exported programs take no PRNG keys, and greedy decoding needs none
         keys = jax.vmap(jax.random.key)(jnp.zeros(model.batch, jnp.uint32))
         state, tokens = model.decode.__wrapped__(params, replace(state, keys=keys))
         return replace(state, keys=None), tokens
@@ -65,7 +70,7 @@ def compiled(name: str | None, layout: jp.Layout, model: jp.Generator) -> tuple[
 
 
 def step_of(name: str | None, mesh: str, kept: str, batch: int, slots: int) -> dict[str, Any]:
-    """Figures of one compiled step."""
+    """Compile one step; return its figures."""
     config = preset("1b", layers=2, **({"dtype": "float32"} if name is None else {"param_dtype": "bfloat16"}))
     rules = jp.Layout.from_yaml(LAYOUTS / "tp.yaml", devices=2).rules.replace(vocab=("pipeline", "model"))
     spec = jp.MeshSpec(**MESHES[mesh])
@@ -109,7 +114,8 @@ def main() -> int:
     mib = lambda count: f"{count / 2**20:.2f}"
     columns = ("weights", "cache", "temp", "traffic", "read a token", "wire", "wire a token")
     print(
-        f"two layers of 1B, {arguments.slots} slots, {arguments.topology or '16 simulated devices'}; MiB a device and step, MiB of all devices a token"
+        f"two layers of 1B, {arguments.slots} slots, {arguments.topology or '16 simulated devices'}; MiB a device "
+        f"and step, MiB of all devices a token"
     )
     print(f"| mesh | kept | rows | {' | '.join(columns)} | MFLOPs | collectives | compile CPU s |")
     print(f"|{'---|' * (6 + len(columns))}")

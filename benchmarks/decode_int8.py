@@ -1,8 +1,12 @@
-"""What int8 costs in quality: ``uv run python benchmarks/decode_int8.py --checkpoint runs/resume/checkpoints``.
+"""The quality that int8 weights and an int8 cache cost: held-out loss and agreement of greedy tokens.
 
-A trained quickstart's model reads held-out text token by token through its cache, as it is, with weights in int8, with its cache in int8, and with both;
-told are the held-out losses of the same tokens, and how many greedy tokens agree with those of the model as it is: of each prompt's continuation, and where every token is
-given the same text before it. Exit 1 where a loss is more than ``--bound`` above that of fp32.
+    uv run python benchmarks/decode_int8.py --checkpoint runs/resume/checkpoints
+
+The trained model of the quickstart reads held-out text token by token through its cache: in fp32, with int8 weights,
+with an int8 cache, and with both. Prints the held-out losses on the same tokens, and the fraction of greedy tokens that
+agree with fp32, both in continuations of prompts and where each token is predicted from the same text.
+
+Goal: no loss more than ``--bound`` nats above that of fp32. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ KEPT: dict[str, dict[str, str]] = {
 
 
 def read_through(model: jp.Generator, params: Any, batch: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
-    """The mean loss of each token after those before it, all of them read from the cache; and the likeliest tokens [batch, seq]."""
+    """Read a batch token by token through the cache; return the mean loss, and the likeliest tokens [batch, seq]."""
 
     @jax.jit
     def run(params: Any, tokens_BS: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, jax.Array]:

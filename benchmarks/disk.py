@@ -1,9 +1,14 @@
-"""An optimizer's state on disk beside one in memory, step by step in one run: ``uv run python benchmarks/disk.py``.
+"""Step time with the optimizer state on disk, relative to the optimizer state in memory.
 
-A Llama of simulated devices, whose "device" is the host's processor: what is measured is what the disk, the copies and the host's part of the
-step cost beside the compute, as ratios to the jitted step; no time of an accelerator. ``cold`` drops the files from the operating
-system's cache before each step, as with moments that exceed the host's memory; ``warm`` leaves them. Kinds of steps take turns, so that what else
-the machine does falls on all of them.
+    uv run python benchmarks/disk.py
+
+Runs a small residual MLP on simulated devices, which compute on the host's processor. The ratios to the jitted step
+therefore show what the disk, the copies and the host's part of the step add to the compute; no time applies to an
+accelerator. ``cold`` drops the files from the operating system's page cache before each step, as if the moments
+exceeded the host memory; ``warm`` keeps them. The kinds of steps run in turn, so that other load on the machine affects
+all of them.
+
+Goal: weights within 1e-5 of those of the step in memory. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ RULES = {"batch": "data", "layers": None, "embed": None, "mlp": None}
 
 
 def drop(folder: Path) -> None:
-    """Forget what the operating system keeps of the files."""
+    """Drop the files from the operating system's page cache."""
     for file in folder.rglob("*.[ab]"):
         f = os.open(file, os.O_RDONLY)
         os.fsync(f)
@@ -95,11 +100,12 @@ def main() -> int:
                     drop(path)
                 state, seconds = timed(step, state, x)
                 runs[name] = (step, state, path)
-                if number:  # the first is compiled
+                if number:  # the first step compiles
                     times[name].append(seconds)
         first = statistics.median(times["in memory"])
         print(
-            f"{8 * layers * embed * embed:,} parameters, {options.rows} rows, {options.devices} devices, {options.steps} steps"
+            f"{8 * layers * embed * embed:,} parameters, {options.rows} rows, {options.devices} devices, "
+            f"{options.steps} steps"
         )
         print("step                median s   ratio   read MiB  written MiB  staged MiB  on disk MiB")
         for name, (step, state, path) in runs.items():
@@ -107,7 +113,10 @@ def main() -> int:
             line = f"{name:18}  {middle:8.3f}  {middle / first:6.2f}"
             if path is not None:
                 moved = [n / (options.steps + 1) / 2**20 for n in step.traffic]
-                line += f"  {moved[0]:9.1f}  {moved[1]:11.1f}  {step.peak_staged / 2**20:10.1f}  {2 * step.bytes_on_disk / 2**20:11.1f}"
+                line += (
+                    f"  {moved[0]:9.1f}  {moved[1]:11.1f}  {step.peak_staged / 2**20:10.1f}  "
+                    f"{2 * step.bytes_on_disk / 2**20:11.1f}"
+                )
             print(line, flush=True)
         kept = jax.tree.leaves(runs["in memory"][1].params)
         gaps = [
@@ -118,7 +127,8 @@ def main() -> int:
             for _, s, _ in runs.values()
         ]
         print(
-            f"{'pass' if max(gaps) < 1e-5 else 'FAIL'}  weights are those of the step in memory, within {max(gaps):.1e} (goal 1e-5)"
+            f"{'pass' if max(gaps) < 1e-5 else 'FAIL'}  weights are those of the step in memory, within "
+            f"{max(gaps):.1e} (goal 1e-5)"
         )
     return 0 if max(gaps) < 1e-5 else 1
 

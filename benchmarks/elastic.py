@@ -1,8 +1,13 @@
-"""A run that goes on elsewhere: ``uv run python benchmarks/elastic.py [--steps 50]``.
+"""A run resumed on another layout or number of devices continues with the same losses and batches.
 
-``jaxpar train`` of a small Llama (fp32, shuffled text, Adam, clipping, two microbatches) on 8 devices, fully sharded × tensor parallel, never stopped. The
-checkpoint of its step 10 is then taken up on other layouts and numbers of devices, each in a process that has so many, for so many steps. Printed: the
-largest difference of a step's loss from that of the run never stopped, relative, and whether every batch had the same tokens. Exit 1 beyond 1e-5.
+    uv run python benchmarks/elastic.py [--steps 50]
+
+``jaxpar train`` trains a small Llama (fp32, shuffled text, Adam, clipping, two microbatches) on 8 devices, fully
+sharded × tensor parallel, without interruption. Its checkpoint of step 10 is then resumed for ``--steps`` steps on each
+of several layouts and numbers of devices, each in a separate process. Prints the largest relative difference of a
+step's loss from the uninterrupted run, and whether every batch had the same tokens.
+
+Goals: differences of at most 1e-5, and equal batches. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 class Noted:
-    """Batches that leave a line for each: what its tokens are, whatever the layout makes of them."""
+    """Batches that log a hash of their tokens, which does not depend on the layout."""
 
     def __init__(self, stream: Any, file: Path):
         self._stream, self._file = stream, file
@@ -64,17 +69,19 @@ class Noted:
 
 
 def child(folder: Path) -> int:
-    """The run of a folder."""
+    """Run the training of ``folder``."""
     from jaxpar.app.cli import main
     from jaxpar.app.train import loop
 
     made = loop.batches
-    loop.batches = lambda *args, **options: Noted(made(*args, **options), folder / "batches")  # type: ignore[assignment]
+    loop.batches = lambda *args, **options: Noted(  # type: ignore[assignment]
+        made(*args, **options), folder / "batches"
+    )
     return main(["train", str(folder / "run.yaml")])
 
 
 def run(folder: Path, steps: int, changes: dict[str, Any]) -> tuple[dict[int, float], list[str]]:
-    """Loss of each step, and a line for each batch; the folder may hold a checkpoint to begin with."""
+    """Train in a process, from a checkpoint in ``folder`` if any; return losses by step and batch hashes."""
     folder.mkdir(exist_ok=True)
     train = {"steps": FIRST + steps, "eval_every": 1000, "eval_batches": 1}
     if "parallel" not in changes:

@@ -1,4 +1,4 @@
-"""Work in processes of their own that need not import everything anew: they are forked from one that has, while no jax backend runs in it."""
+"""Forked processes for benchmarks: they share the imports of their parent, in which no jax backend runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jaxpar as jp
 
 
 def load(*modules: str) -> None:
-    """Import what forked processes will need: orbax, these modules and these names of jaxpar. Nothing of it starts a backend or a thread."""
+    """Import orbax, ``modules`` and the names of jaxpar that forked processes need, without a backend or a thread."""
     import orbax.checkpoint  # noqa: F401
 
     for name in ("CheckpointManager", "MeshSpec", "restore", "save"):
@@ -25,7 +25,10 @@ def load(*modules: str) -> None:
 
 
 class Forked:
-    """A process that does one thing and ends with status 0, or 1 if that raised; as much of ``subprocess.Popen`` as is wanted."""
+    """A forked process that runs one function; the parts of ``subprocess.Popen`` that the benchmarks need.
+
+    Its exit status is 0, or 1 if the function raised.
+    """
 
     def __init__(self, work: Callable[..., object], *given: object):
         sys.stdout.flush()
@@ -37,17 +40,17 @@ class Forked:
         try:
             work(*given)
             status = 0
-        except BaseException:  # noqa: BLE001 (what forked it must never go on here)
+        except BaseException:  # noqa: BLE001 (the parent's code must never continue in this process)
             traceback.print_exc()
         finally:
             os._exit(status)
 
     def poll(self) -> int | None:
-        """Its status, ``None`` while it runs; negative is the signal that ended it."""
+        """Return the exit status, ``None`` while the process runs; negative is the signal that ended it."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
-        """Its status, when it has ended."""
+        """Wait for the process; return its exit status."""
         status = self._wait(0)
         assert status is not None
         return status

@@ -1,8 +1,12 @@
-"""How the number of collectives follows the key: ``uv run python benchmarks/fusion.py``.
+"""The number of collectives follows ``parallel.fusion``.
 
-A small Llama of eight layers, compiled for TPU and GPU without either (extras ``tpu`` and ``gpu``, or ``JAXPAR_TPU_PYTHON`` and
-``JAXPAR_GPU_PYTHON``), once for each value of ``parallel.fusion``: how often a device takes part in each kind of collective in one step,
-and how many bytes of them no compute is beside.
+    uv run python benchmarks/fusion.py
+
+Compiles a small Llama of eight layers for TPU and GPU, once for each value of ``parallel.fusion``. Needs neither
+device, only their compilers (extras ``tpu`` and ``gpu``, or ``JAXPAR_TPU_PYTHON`` and ``JAXPAR_GPU_PYTHON``). Prints
+how many collectives of each kind a device runs per step, and how many of their bytes are exposed.
+
+Goal: boundaries between layers give one collective per group. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 RULES = ("seq", "residual_seq", "embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
 HALF = MODEL.layers // 2
 CASES: dict[tuple[str, int], list[dict[str, Any]]] = {
-    # On a v5e 4x4 a scatter over all chips is two rounds.
+    # Not v5e 4x4: there a scatter over all chips takes two rounds.
     ("v5e:2x4", 0): [
         {},
         {"reduce": 0},
@@ -93,7 +97,7 @@ def main() -> int:
                 print(f"{topology:8}  {stage:5}  {told:34}  {numbers}  {exposed / 1e6:10.2f}", flush=True)
                 for kind, name in FOLLOWS.items():
                     value = asked.get(name)
-                    # A metric's sum is an all-reduce of its own, or goes with another.
+                    # A metric's sum is a separate all-reduce, or is combined with another.
                     if isinstance(value, tuple) and counts[kind] not in (len(value) + 1, len(value) + 2):
                         wrong.append(
                             f"{topology}, stage {stage}: {counts[kind]} of {kind}, not {len(value) + 1}, for {told}"

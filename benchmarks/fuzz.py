@@ -1,8 +1,15 @@
-"""What an enemy may write, found by coverage: ``uv run --with atheris python benchmarks/fuzz.py config [--cpu-seconds 600]``; or ``manifest``.
+"""Coverage-guided fuzzing of the configuration and manifest parsers.
 
-Atheris (libFuzzer for Python) makes bytes that reach new lines, from the repository's own configurations and a true manifest on. ``config`` reads them as a run's
-YAML, up to the dataclasses; ``manifest`` as the text of a manifest and as its JSON with the checksum set right, up to every piece, and what is taken must be
-written as it was read. Anything but an error of ours is a crash, and so is an input that takes two CPU seconds or a gigabyte. Exit 1 on a crash; the input is kept.
+    uv run --with atheris python benchmarks/fuzz.py config [--cpu-seconds 600]
+    uv run --with atheris python benchmarks/fuzz.py manifest
+
+Atheris (libFuzzer for Python) mutates inputs to reach new lines. It starts from the repository's configurations and
+from a valid manifest. ``config`` parses inputs as the YAML of a run, up to the dataclasses. ``manifest`` parses them as
+the text of a manifest, and as its JSON with a correct checksum, up to every piece; accepted manifests must be written
+as they were read.
+
+Goal: no crash. Any exception other than jaxpar's own is a crash, and so is an input that takes two CPU seconds or 1
+GiB. Exit status 1 on a crash; the input is kept.
 """
 
 from __future__ import annotations
@@ -36,17 +43,17 @@ WHOLE = {
     "step": 7,
     "versions": {"jax": "0"},
     "layout": {"mesh": {"data": 2}},
-    "about": {"config": {"a": [1, 2.5, "x", None, True]}},
+    "metadata": {"config": {"a": [1, 2.5, "x", None, True]}},
 }
 
 
 def config(data: bytes) -> None:
-    """A run's YAML."""
+    """Parse the YAML of a run."""
     build(RunConfig, parse_yaml(data, "c.yaml"), "c.yaml")
 
 
 def altered(data: bytes) -> bytes:
-    """The true manifest's JSON with some values in it replaced, moved or taken away, as the bytes say."""
+    """Return the valid manifest's JSON with some values replaced, moved or removed, as ``data`` directs."""
     dice, whole = atheris.FuzzedDataProvider(data), json.loads(json.dumps(WHOLE))
     for _ in range(dice.ConsumeIntInRange(1, 4)):
         at: Any = whole
@@ -77,7 +84,7 @@ def altered(data: bytes) -> bytes:
 
 
 def as_manifest(data: bytes) -> None:
-    """A manifest's text, or its JSON without the checksum."""
+    """Parse the text of a manifest, or its JSON without the checksum."""
     data = altered(data[1:]) if data[:1] == b"\0" else data
     text = data.decode("utf-8", "replace")
     try:
@@ -95,7 +102,7 @@ def as_manifest(data: bytes) -> None:
 
 
 def seeds(kind: str, folder: Path) -> Path:
-    """A corpus to begin with, and a dictionary of what bytes seldom happen to be; returns the dictionary."""
+    """Write a seed corpus, and a dictionary of tokens that random bytes seldom form; return the dictionary's path."""
     if kind == "config":
         for file in [*(ROOT / "configs").rglob("*.yaml")]:
             (folder / file.name).write_bytes(file.read_bytes())
@@ -160,7 +167,8 @@ def main() -> None:
             raise TimeoutError(f"{ended - began:.1f} CPU seconds for {len(data)} bytes")
         if ended > asked.cpu_seconds:
             print(
-                f"{asked.kind}: {runs:,} inputs in {ended:.0f} CPU seconds, {taken:,} taken, the others refused by name; the slowest took {slowest:.2f} s",
+                f"{asked.kind}: {runs:,} inputs in {ended:.0f} CPU seconds, {taken:,} taken, the others refused by "
+                f"name; the slowest took {slowest:.2f} s",
                 flush=True,
             )
             os._exit(0)

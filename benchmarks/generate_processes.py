@@ -1,9 +1,16 @@
-"""Text of several processes: ``uv run python benchmarks/generate_processes.py [--processes 2] [--only tokens|ends]``.
+"""Generation with several processes: the text equals that of one device, and lost processes end all of them.
 
-First the same prompts, of different lengths, greedily in fp32, by one process with one device and by N processes with two devices each, in layouts that put
-data, a sequence, heads or a pipeline's stages across processes: text and number of tokens are to be the same. Then a group in the midst of its text loses a process (SIGKILL to the
-last, and to the first; SIGKILL under the supervisors of two hosts), has one stopped, and is asked to end: seconds from the signal to the line that says
-so, and to the end of all. Exit 1 if anything is not as it should be.
+    uv run python benchmarks/generate_processes.py [--processes 2] [--only tokens|ends]
+
+``tokens``: the same prompts of different lengths, greedily in fp32, run on one process with one device and on N
+processes with two devices each. The layouts shard the batch, the sequence, the heads or the pipeline stages over
+processes. Goal: the same text and number of tokens.
+
+``ends``: while text is generated, the last or the first process is killed (SIGKILL), a process is killed under the
+supervisors of two hosts, a process is stopped, or the group receives Ctrl-C. Prints seconds from the signal to the line
+that reports it, and to the end of all processes. Goal: the expected line and exit status.
+
+Exit status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -47,7 +54,7 @@ LAYOUTS = {
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Of a model whose layers are larger than they begin: else it says one word again and again."""
+    """Save a checkpoint of a model with enlarged layers. With initial weights the model repeats one word."""
     import jax
     import optax
 
@@ -64,7 +71,7 @@ def make_checkpoint(folder: Path) -> None:
 
 
 class Run:
-    """A command that generates, and each line of its standard error with its time."""
+    """A process that generates, and the lines of its standard error with their times."""
 
     def __init__(self, folder: Path, *words: str, prompts: list[str] = PROMPTS, most: int = 24):
         said = [word for prompt in prompts for word in ("--prompt", prompt)]
@@ -90,7 +97,7 @@ class Run:
             self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
 
     def end(self) -> tuple[int, float]:
-        """Its exit status, and when."""
+        """Wait for the process; return its exit status and the time."""
         status = self.process.wait(600)
         ended = time.monotonic()
         for thread in self._threads:
@@ -98,7 +105,7 @@ class Run:
         return status, ended
 
     def streams(self, size: int = 200) -> None:
-        """Wait for so much text."""
+        """Wait for ``size`` bytes of text."""
         until = time.monotonic() + 300
         while len(self.text) < size:
             if time.monotonic() > until or self.process.poll() is not None:
@@ -106,7 +113,7 @@ class Run:
             time.sleep(0.05)
 
     def when(self, pattern: str) -> float:
-        """When a line came that matches."""
+        """Return the time of the first line that matches."""
         found = next((at for at, line in self.lines if re.search(pattern, line)), None)
         if found is None:
             raise SystemExit(f"no line matches {pattern!r}: {self.lines}")
@@ -114,7 +121,7 @@ class Run:
 
 
 def child(folder: Path, rank: int) -> int:
-    """The process of a rank."""
+    """Return the process id of a rank."""
     for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -127,7 +134,7 @@ def child(folder: Path, rank: int) -> int:
 
 
 def tokens(folder: Path, count: int) -> bool:
-    """Whether all layouts say what one device says."""
+    """Whether all layouts generate the text of one device."""
 
     def said(name: str, layout: str, mesh: dict[str, int], devices: int, *words: str) -> list[Any]:
         file = folder / f"{name}.jsonl"
@@ -152,14 +159,24 @@ def tokens(folder: Path, count: int) -> bool:
 
 
 def ends(folder: Path, count: int) -> bool:
-    """Lose a process, stop one, ask all to end; whether each is named, and the exit status as said."""
+    """Kill a process, stop one, interrupt all; return whether each is reported, with the expected exit status."""
     good, group = True, ("--processes", str(count), "--set", f"cpu_devices={count}")
     cases = {
-        "the last killed": (signal.SIGKILL, count - 1, rf"^process {count - 1} of {count} was killed by SIGKILL after step \d+$", 1),
+        "the last killed": (
+            signal.SIGKILL,
+            count - 1,
+            rf"^process {count - 1} of {count} was killed by SIGKILL after step \d+$",
+            1,
+        ),
         "the first killed": (signal.SIGKILL, 0, rf"^process 0 of {count} was killed by SIGKILL after step \d+$", 1),
-        f"the last stopped, allowance {ALLOWANCE:g} s": (signal.SIGSTOP, count - 1, rf"^process {count - 1} of {count} has not finished a step .* no sign of life", 1),
+        f"the last stopped, allowance {ALLOWANCE:g} s": (
+            signal.SIGSTOP,
+            count - 1,
+            rf"^process {count - 1} of {count} has not finished a step .* no sign of life",
+            1,
+        ),
         "Ctrl-C": (signal.SIGINT, None, r"^stopped by Ctrl-C: \d+ tokens of 1 prompt", 130),
-    }  # fmt: skip
+    }
     for name, (number, rank, pattern, status) in cases.items():
         run = Run(folder, *group, prompts=["abc"], most=2000)
         run.streams()
@@ -191,12 +208,13 @@ def ends(folder: Path, count: int) -> bool:
 
 
 def told(name: str, at: float, runs: list[Run], pattern: str, wanted: int) -> bool:
-    """Print what came of a signal, at each supervisor."""
+    """Print when each supervisor reported a signal and ended; return whether all exit statuses are ``wanted``."""
     good = True
     for run in runs:
         status, ended = run.end()
         print(
-            f"{name}: said after {run.when(pattern) - at:.1f} s, all ended after {ended - at:.1f} s, exit status {status}",
+            f"{name}: said after {run.when(pattern) - at:.1f} s, all ended after {ended - at:.1f} s, exit status "
+            f"{status}",
             flush=True,
         )
         good &= status == wanted

@@ -1,20 +1,26 @@
-"""MaxText and jaxpar compiled for the same TPUs, side by side: ``uv run python benchmarks/maxtext_aot.py``.
+"""The train steps of MaxText and jaxpar, compiled for the same TPUs: wire bytes, memory, FLOPs and compile time.
 
-Nothing here needs a TPU. What it needs is the TPU compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``) and uv on the path: the
-first run installs MaxText 0.2.5 as its users would, in an environment of its own beside jaxpar's cache (3 GB). Each run of
-the table compiles MaxText's train step and jaxpar's one after the other, in processes of their own, and counts both programs
-with ``jaxpar.audit``. ``wire`` is what one device sends in a step, ``peak`` its memory, ``compile`` the CPU seconds of the
-compiler alone, on both sides without tracing. Those want an idle machine, and only their ratio means something.
+    uv run python benchmarks/maxtext_aot.py
 
-Shapes, weights in fp32 with AdamW, compute in bf16, full remat: ``1b`` has embed 2048, 16 layers, 16 heads of 128, a gated MLP
-of 7168, a vocabulary of 32,000 and 2 × 2,048 tokens a device; ``8b`` is Llama 3.1 8B with 1 × 4,096 tokens a device.
+Needs no TPU, only the TPU compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``) and uv on the path. The first run installs
+MaxText 0.2.5 as its users would, in a separate environment next to jaxpar's cache (3 GB). Each run of the table
+compiles MaxText's train step and then jaxpar's, in separate processes, and audits both programs with ``jaxpar.audit``.
+``wire`` is what one device sends per step, ``peak`` its memory, and ``compile`` the CPU seconds of the compiler,
+without tracing on both sides. Compile times need an idle machine, and only their ratio is meaningful.
 
-``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 v5p chips, and holds the compiler's time to 1.3 × the first.
-``--repeat 3`` compiles in turn and shows the quickest: one compile's CPU seconds vary by a tenth.
+Shapes: weights in fp32 with AdamW, compute in bf16, full remat. ``1b`` has embed 2048, 16 layers, 16 heads of 128, a
+gated MLP of 7168, a vocabulary of 32,000 and 2 × 2,048 tokens per device. ``8b`` is Llama 3.1 8B with 1 × 4,096 tokens
+per device.
 
-Seen for ``1b_fsdp16`` (2026-11, jax 0.12.0.1): MaxText 6.31 GB and 1,851 MiB with the libtpu 0.0.52 that it installs, 2,185 MiB
-with 0.0.50.1, which this jax asks for and jaxpar uses: 6.01 GB and 1,779 MiB. 3.157e13 matmul FLOPs on both sides. For one
-libtpu on both sides make the environment by hand, and name it with ``--maxtext-python``.
+Goals: the limits of ``RUNS``, and no more matmul FLOPs than MaxText. Exit status 1 if one is missed.
+
+``--growth`` instead compiles the 8B FSDP step for 16, 256 and 4,096 v5p chips; the goal is at most 1.3 × the compile
+time of the first. ``--repeat 3`` compiles in turn and shows the fastest compile of each side, because the CPU seconds
+of one compile vary by a tenth.
+
+Measured for ``1b_fsdp16`` (2026-11, jax 0.12.0.1): MaxText 6.31 GB and 1,851 MiB with libtpu 0.0.52, which it installs,
+and 2,185 MiB with 0.0.50.1, which this jax requires and jaxpar uses; jaxpar 6.01 GB and 1,779 MiB. Both have 3.157e13
+matmul FLOPs. To use one libtpu on both sides, create the environment yourself and pass it with ``--maxtext-python``.
 """
 
 from __future__ import annotations
@@ -44,20 +50,23 @@ CONFIGS = HERE.parent / "configs" / "bench"
 MAXTEXT = "0.2.5"
 GROWTH = ("v5p:2x2x4", "v5p:4x8x8", "v5p:16x16x16")  # one kind of chip: v5e ends at 256
 GROWTH_GOAL = 1.3
+"""Largest compile time for any topology of ``GROWTH``, relative to the first."""
 BF16 = 2
+"""Bytes of a bf16 value."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the table.
+    """One run of the table and its goals.
 
     Attributes:
-      config: in ``configs/bench``.
-      maxtext: its settings for the shape, or ``None`` to compile ours alone.
+      config: name of the configuration in ``configs/bench``.
+      maxtext: MaxText's settings for the shape, or ``None`` to compile jaxpar only.
       settings: changes to ``config``.
-      wire: the most GB on the wire; ``by_hand``: the same, as a multiple of the figure by hand.
-      peak: the most MiB; without one, MaxText's.
-      compile: the most CPU seconds, as a multiple of MaxText's.
+      wire: most GB on the wire.
+      by_hand: most bytes on the wire, as a multiple of the figure of :func:`by_hand`; replaces ``wire``.
+      peak: most MiB of peak memory; if not given, less than MaxText's.
+      compile: most CPU seconds to compile, as a multiple of MaxText's.
     """
 
     config: str
@@ -82,21 +91,24 @@ RUNS = {
 
 
 def by_hand(model: LlamaConfig, data: int, tensor: int, tokens: int) -> dict[str, float]:
-    """Bytes that one device must send in a step, everything in bf16: FSDP over ``data``, tensor + sequence over ``tensor``.
+    """Return the bytes that one device must send per step, all in bf16, by term.
+
+    FSDP is over ``data`` devices, tensor and sequence parallelism over ``tensor`` devices.
 
     To gather or to scatter X bytes over N devices, each sends X · (N - 1) / N.
 
-    - ``layers``: weights are gathered for the forward pass and again for the backward pass, their gradients scattered once.
-    - ``ends``: head and embedding are gathered once (the loss keeps the head for its backward pass), their gradients scattered
-      once. A lookup that exchanges rows (:mod:`jaxpar.models.embedding`) can send less than this, where rows are fewer
-      than words; both programs do that under FSDP alone, for 0.2 GB less at 1B and 1.9 GB less at 8B.
-    - ``stream``: the residual stream of a data shard's ``tokens``, gathered before and scattered after each block: 4 in
-      the forward pass, 4 in the backward pass. Full remat repeats the 2 gathers and the scatter after attention; nobody needs
-      that after the MLP. ``save_outputs`` repeats the gathers alone.
+    - ``layers``: weights are gathered for the forward pass and again for the backward pass, and their gradients are
+      scattered once.
+    - ``ends``: head and embedding are gathered once (the loss keeps the head for its backward pass), and their
+      gradients are scattered once. A lookup that exchanges rows (:mod:`jaxpar.models.embedding`) can send less where
+      there are fewer rows than words. Both programs do so under FSDP alone, which saves 0.2 GB at 1B and 1.9 GB at 8B.
+    - ``stream``: the residual stream of a data shard's ``tokens`` is gathered before and scattered after each block: 4
+      times in the forward pass and 4 in the backward pass. Full remat repeats the 2 gathers and the scatter after
+      attention; nothing needs the scatter after the MLP again. ``save_outputs`` repeats only the gathers.
     - ``stream_ends``: the same out of the embedding and into the head, and back.
 
-    For 1B this gives 5.97 GB (FSDP 16), 10.25 (FSDP 4 × TP 4) and 9.45 (block outputs kept). The goals were set with 6.1, 10.9
-    and 9.2: the first gathers the head twice; the second repeats both scatters of a layer; the last two leave out
+    For 1B this gives 5.97 GB (FSDP 16), 10.25 (FSDP 4 × TP 4) and 9.45 (block outputs kept). The goals were set with
+    6.1, 10.9 and 9.2: the first gathers the head twice; the second repeats both scatters of a layer; the last two omit
     ``stream_ends``.
     """
     attention = model.embed * model.head_dim * 2 * (model.heads + model.kv_heads)
@@ -112,7 +124,7 @@ def by_hand(model: LlamaConfig, data: int, tensor: int, tokens: int) -> dict[str
 
 
 def facts(report: Audit, memory: dict[str, int], seconds: float, versions: dict[str, str]) -> dict[str, Any]:
-    """What both columns show."""
+    """Return the figures that the table shows for either side."""
     told = json.loads(report.to_json())
     kept = ("exposed_bytes", "matmul_flops", "kernel_flops", "certain")
     figures = {name: told[name] for name in kept} | {"wire_bytes": report.wire_bytes(), "wire": told["wire_bytes"]}
@@ -125,20 +137,23 @@ def facts(report: Audit, memory: dict[str, int], seconds: float, versions: dict[
 
 
 def job_of(run: Run, devices: int, layers: int | None) -> Job:
-    """The run's job with the batch for so many devices; its configuration is for 16."""
+    """Return the run's job with its batch scaled to ``devices``; its configuration is for 16."""
     settings = [*run.settings, *([f"model.layers={layers}"] if layers else [])]
     batch = make_job(load_run(CONFIGS / f"{run.config}.yaml", settings)).config.data.batch
     return make_job(load_run(CONFIGS / f"{run.config}.yaml", [*settings, f"data.batch={batch * devices // 16}"]))
 
 
 def compile_ours(job: Job, topology: Topology, keep: bool, *, other_arms: bool = False) -> dict[str, Any]:
-    """What ``jaxpar check --topology`` compiles, counted; of conditionals the arm that sends most, or the other ones."""
+    """Compile and audit jaxpar's step, as ``jaxpar check --topology`` does.
+
+    Of each conditional the audit counts the arm that sends most, or with ``other_arms`` the other arms.
+    """
     layout = job.layout(topology.devices)
     options = job.step_options() | {"compiler_options": job.compiler_options(topology.platform)}
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         if not keep:
-            os.environ["JAXPAR_CACHE"] = folder  # empty, so that it is compiled
+            os.environ["JAXPAR_CACHE"] = folder  # an empty cache, so that the step is compiled
         step = compile_for(topology, layout, job.make_model, job.tx, job.loss_fn, job.batch_spec(), **options)
     traced = time.process_time() - began
     report = audit(step, mesh=layout.mesh)
@@ -148,8 +163,8 @@ def compile_ours(job: Job, topology: Topology, keep: bool, *, other_arms: bool =
 
 
 def maxtext_settings(run: Run, job: Job, topology: Topology, layers: int | None) -> list[str]:
-    """The run in MaxText's words; its own defaults are the 1B shape."""
-    cores = 2 if topology.kind in ("v4", "v5p") else 1  # it names slices of these by cores, not by chips
+    """Return the run as MaxText settings; MaxText's defaults are the 1B shape."""
+    cores = 2 if topology.kind in ("v4", "v5p") else 1  # MaxText counts cores of these kinds, not chips
     tensor = job.layout(topology.devices).sizes["model"]
     data = job.config.data
     parallel = [f"ici_fsdp_parallelism={topology.devices // tensor}", f"ici_tensor_parallelism={tensor}"]
@@ -160,9 +175,9 @@ def maxtext_settings(run: Run, job: Job, topology: Topology, layers: int | None)
 
 
 def compile_maxtext(python: str, settings: Sequence[str]) -> dict[str, Any]:
-    """MaxText's train step, counted by the same audit as ours."""
+    """Compile MaxText's train step and audit it as jaxpar's."""
     own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PYTHONPATH")}
-    # It caches what it compiles in the home folder, and would take no time the second time.
+    # MaxText caches programs in the home folder, so a second compile would take no time.
     own |= {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +193,7 @@ def compile_maxtext(python: str, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def maxtext_python(given: str | None) -> str:
-    """An interpreter with MaxText: the one given, or one made once beside jaxpar's cache."""
+    """Return an interpreter with MaxText: the given one, or one installed once next to jaxpar's cache."""
     if given:
         return given
     folder = cache_folder().parent / f"maxtext-{MAXTEXT}"
@@ -190,13 +205,13 @@ def maxtext_python(given: str | None) -> str:
         print(f"installing MaxText {MAXTEXT} in {folder}", file=sys.stderr)
         subprocess.run([uv, "venv", "--quiet", "--clear", "--python", "3.12", str(folder)], check=True)
         install = [uv, "pip", "install", "--quiet", "--python", str(python), f"maxtext[tpu]=={MAXTEXT}"]
-        subprocess.run(install, cwd=folder, check=True)  # from the project's folder uv would hold it to our pins
+        subprocess.run(install, cwd=folder, check=True)  # in the project's folder uv would apply our version pins
         whole.touch()
     return str(python)
 
 
 def judge(run: Run, ours: dict[str, Any], theirs: dict[str, Any] | None, hand: float) -> list[tuple[str, bool]]:
-    """The goals of a run, in words, and whether each is met."""
+    """Return the goals of a run as text, and whether each is met."""
     wire, peak = ours["wire_bytes"] / 1e9, ours["memory"]["peak"] / 2**20
     most = run.wire if run.by_hand is None else run.by_hand * hand / 1e9
     goals = [(f"wire {wire:.2f} ≤ {most:.2f} GB", wire <= most)] if most is not None else []
@@ -217,12 +232,12 @@ HEAD = "run              side     wire GB  exposed GB  peak MiB  matmul FLOPs  c
 
 
 def say(name: str, side: str, text: str) -> None:
-    """A line of the table."""
+    """Print a line of the table."""
     print(f"{name:15}  {side:7}  {text}", flush=True)
 
 
 def row(figures: dict[str, Any]) -> str:
-    """One side of a run, under ``HEAD``."""
+    """Return the figures of one side as a row under ``HEAD``."""
     gigabytes = f"{figures['wire_bytes'] / 1e9:7.2f}  {figures['exposed_bytes'] / 1e9:10.2f}"
     compiled = f"{figures['memory']['peak'] / 2**20:8.0f}  {figures['matmul_flops']:12.4g}"
     notes = ("  (found in the cache)" if figures.get("cached") else "") + (
@@ -232,7 +247,7 @@ def row(figures: dict[str, Any]) -> str:
 
 
 def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Ours over theirs, and the versions of both."""
+    """Return jaxpar's figures relative to MaxText's, and the versions of both."""
     peak = ours["memory"]["peak"] / theirs["memory"]["peak"]
     wire, seconds = (ours[name] / theirs[name] for name in ("wire_bytes", "compile_cpu_seconds"))
     versions = [f"{k} {v} and {ours['versions'][k]}" for k, v in theirs["versions"].items() if k in ours["versions"]]
@@ -240,17 +255,17 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def quicker(found: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
-    """Of two compiles of one program, that which took less."""
+    """Return the faster of two compiles of the same program."""
     return other if other and other["compile_cpu_seconds"] < found["compile_cpu_seconds"] else found
 
 
 def compare(name: str, run: Run, options: argparse.Namespace, python: str | None) -> dict[str, Any]:
-    """Compile both sides of a run, print its rows and goals."""
+    """Compile both sides of a run; print its rows and goals."""
     topology = Topology.parse(options.topology)
     job = job_of(run, topology.devices, options.layers)
     theirs: dict[str, Any] | None = None
     ours: dict[str, Any] = {}
-    for _ in range(options.repeat):  # in turn, so that both meet the same moods of the machine
+    for _ in range(options.repeat):  # in turn, so that the machine's load affects both sides
         if python is not None and run.maxtext is not None:
             theirs = quicker(compile_maxtext(python, maxtext_settings(run, job, topology, options.layers)), theirs)
         ours = quicker(compile_ours(job, topology, options.keep_cache), ours)
@@ -271,7 +286,7 @@ def compare(name: str, run: Run, options: argparse.Namespace, python: str | None
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
-    """The compiler's time for the 8B FSDP step as the devices grow, one sequence each."""
+    """Compile the 8B FSDP step for more and more devices, one sequence each; return the figures by topology."""
     found: dict[str, Any] = {}
     for name in GROWTH:
         topology = Topology.parse(name)
@@ -298,7 +313,7 @@ def main() -> int:
     names = options.runs.split(",")
     if unknown := sorted(set(names) - RUNS.keys()):
         parser.error(f"no run {', '.join(unknown)}; runs are {', '.join(RUNS)}")
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # jax's own, which a user may have turned on
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # jax's own cache, which a user may have enabled
     print(f"load of this machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     both = not options.growth and any(RUNS[name].maxtext is not None for name in names)
     python = maxtext_python(options.maxtext_python) if both else None

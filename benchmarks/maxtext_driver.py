@@ -1,7 +1,9 @@
-"""MaxText's half of ``maxtext_aot.py``, run by MaxText's interpreter: ``python maxtext_driver.py FOLDER SETTINGS...``.
+"""MaxText's side of ``maxtext_aot.py``: compiles MaxText's train step with MaxText's interpreter.
 
-It runs MaxText's own ``train_compile`` and looks over its shoulder: FOLDER gets ``program.hlo``, the optimised HLO, and
-``result.json``, with CPU seconds, the compiler's memory analysis and the mesh. Nothing here imports jaxpar.
+    python maxtext_driver.py FOLDER SETTINGS...
+
+It runs MaxText's own ``train_compile``. It writes the optimized HLO to FOLDER as ``program.hlo``, and CPU seconds, the
+compiler's memory analysis and the mesh as ``result.json``. It does not import jaxpar.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ MEMORY = ("argument_size", "output_size", "temp_size", "alias_size", "peak_memor
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process so far, all threads."""
+    """Return the CPU seconds of this process so far, over all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def watched(folder: Path, compile_: Any, mesh: dict[str, int]) -> Any:
-    """``Lowered.compile`` that also writes down what it made: the compiler's seconds, and all those before it."""
+    """Wrap ``Lowered.compile`` so that it also writes the program, the compile seconds and the seconds before it."""
     began = cpu_seconds()
 
     def compile_and_tell(lowered: Any, *args: Any, **options: Any) -> Any:
@@ -50,7 +52,7 @@ def watched(folder: Path, compile_: Any, mesh: dict[str, int]) -> Any:
 
 
 def main(folder: Path, settings: list[str]) -> None:
-    """Compile what the settings say; the step is the last program compiled, so its facts are those that stay."""
+    """Compile MaxText's step with these settings. The step is compiled last, so its facts overwrite all others."""
     mesh: dict[str, int] = {}
     make_mesh = train_compile.get_topology_mesh
 

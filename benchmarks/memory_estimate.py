@@ -1,9 +1,11 @@
-"""The memory estimate against the compiler: ``uv run python benchmarks/memory_estimate.py [--compile] [--write]``.
+"""The memory estimate of ``jp.explain`` compared with the peak memory that the TPU compiler reports.
 
-Reads the points of ``tests/analysis/memory/memory_points.json`` (a model, a layout and a TPU topology each), and prints the estimate
-beside the peak that the compiler gave, as the table of ``docs/memory.md``; ``--write`` puts it there. With ``--compile``,
-points that have no figures yet are compiled first (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), one or two CPU minutes each, and the
-file is written after each of them.
+    uv run python benchmarks/memory_estimate.py [--compile] [--write]
+
+Reads the points of ``tests/analysis/memory/memory_points.json`` (each a model, a layout and a TPU topology), and prints
+estimate and peak as the table of ``docs/memory.md``. ``--write`` writes the table there. ``--compile`` first compiles
+the points without figures (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), one or two CPU minutes each, and updates the file
+after each point. The table states how many points are within 10 %.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.utils.yaml_config import load_yaml, merge
 
 ROOT = Path(__file__).parents[1]
-POINTS = ROOT / "tests" / "plan" / "memory_points.json"
+POINTS = ROOT / "tests" / "analysis" / "memory" / "memory_points.json"
 DOCS, MARKS = ROOT / "docs" / "memory.md", ("<!-- table -->", "<!-- end of table -->")
 
 
 def inputs(point: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that ``jp.explain`` and ``jp.compile_for`` share, for one point."""
+    """Return the arguments that ``jp.explain`` and ``jp.compile_for`` share, for one point."""
     data = merge(load_yaml(ROOT / "configs" / "layouts" / f"{point['layout']}.yaml"), {"mesh": point["mesh"]})
     layout = jp.Layout.from_dict(data, devices=Topology.parse(point["topology"]).devices)
     rest = _vit(point) if point.get("family") == "vit" else _llama(point)
@@ -49,7 +51,7 @@ def _llama(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def options(point: dict[str, Any]) -> dict[str, Any]:
-    """Of the step: what a Llama computes in 16 bits is summed so, too, as when these programs were compiled."""
+    """Return the step options of a point: a 16-bit Llama sums in 16 bits, as when the points were compiled."""
     half = point.get("family") != "vit" and point["model"]["dtype"] == "bfloat16"
     return {"precision": {"reduce": "bf16"}} if half else {}
 
@@ -63,7 +65,7 @@ def _vit(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def estimate_of(point: dict[str, Any]) -> Memory:
-    """The estimate for one point, on its topology."""
+    """Return the estimate for one point on its topology."""
     given = inputs(point)
     given["layout"] = aim(given["layout"], Topology.parse(point["topology"]))
     memory = jp.explain(**given, step=options(point)).memory
@@ -72,7 +74,7 @@ def estimate_of(point: dict[str, Any]) -> Memory:
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """The errors as a Markdown table, MiB on one device, and a line on their spread."""
+    """Return a Markdown table of the errors, in MiB on one device, and a line on their spread."""
     head = (
         "model",
         "remat",
@@ -113,7 +115,7 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def words(point: dict[str, Any]) -> tuple[str, ...]:
-    """A point in the words of the table."""
+    """Return the cells that describe a point."""
     layout = point["layout"] + "".join(f", {axis} {size}" for axis, size in point["mesh"].items())
     if point.get("family") == "vit":
         vit = ViTConfig(**point["model"])
@@ -130,9 +132,9 @@ def words(point: dict[str, Any]) -> tuple[str, ...]:
 
 
 def compile_missing(file: Path, names: Sequence[str]) -> None:
-    """Compile the points that have no figures, or those that are named, and write the figures into the file."""
+    """Compile the points without figures, or those in ``names``, and write the figures into the file."""
     for name in [point["name"] for point in json.loads(file.read_text())["points"]]:
-        data = json.loads(file.read_text())  # again: points may be added while this runs
+        data = json.loads(file.read_text())  # read again, because points may be added while this runs
         point = next((point for point in data["points"] if point["name"] == name), None)
         if point is None or (name not in names if names else "compiled" in point):
             continue
@@ -148,7 +150,7 @@ def compile_missing(file: Path, names: Sequence[str]) -> None:
 
 
 def write(file: Path, data: dict[str, Any]) -> None:
-    """One point a line, replaced in one piece."""
+    """Write one point per line, and replace the file atomically."""
     points = ",\n  ".join(json.dumps(point) for point in data["points"])
     text = f'{{\n "versions": {json.dumps(data["versions"])},\n "points": [\n  {points}\n ]\n}}\n'
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:

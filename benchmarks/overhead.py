@@ -1,8 +1,12 @@
-"""What jaxpar's train step costs over a step written by hand: ``uv run python benchmarks/overhead.py``.
+"""The overhead of jaxpar's train step over a step written by hand.
 
-Both steps train the same Llama with the same shardings in one process. Compared are the compiled programs (FLOPs and
-collectives must be equal) and the CPU seconds of running them in turn. Then: the time to explain, trace and lower the
-step of the 70B preset for 4,096 devices.
+    uv run python benchmarks/overhead.py
+
+Both steps train the same Llama with the same shardings in one process. Compares the compiled programs, and the CPU
+seconds of running them in turn. Also measures the CPU seconds to explain, trace and lower the step of the 70B preset
+for 4,096 devices.
+
+Goal: equal FLOPs and equal collectives. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ COLLECTIVE = re.compile(r"= (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to
 
 
 def hand_written_step(graphdef: Any, rest: Any, tx: Any, shardings: Any) -> Any:
-    """The step as one would write it without jaxpar: value_and_grad, sharded gradients, update, out_shardings, donation."""
+    """Return the step as written without jaxpar: value_and_grad, sharded gradients, update, out_shardings, donation."""
 
     def step(params: Any, opt_state: Any, count: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> jax.Array:
@@ -55,7 +59,7 @@ def hand_written_step(graphdef: Any, rest: Any, tx: Any, shardings: Any) -> Any:
 
 
 def programs(layout: jp.Layout, config: Any, batch: Any) -> tuple[Any, Any, Callable[[], None], Callable[[], None]]:
-    """jaxpar's compiled step and the hand-written one, and a function that runs each once and waits."""
+    """Return jaxpar's compiled step and the hand-written one, and for each a function that runs it once and waits."""
     tx = optax.adamw(1e-3)
     make_model = make_llama(config)
     state = jp.init(layout, make_model, tx)
@@ -63,7 +67,7 @@ def programs(layout: jp.Layout, config: Any, batch: Any) -> tuple[Any, Any, Call
 
     with nnx.use_eager_sharding(False):
         graphdef, params, rest = nnx.split(nnx.eval_shape(make_model, jax.random.key(0)), nnx.Param, ...)
-    fresh = jp.init(layout, make_model, tx)  # the same values; the hand-written step donates its own copy
+    fresh = jp.init(layout, make_model, tx)  # the same values: both steps donate their arguments
     params = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(fresh.params))
     opt_state = jax.tree.unflatten(
         jax.tree.structure(jax.eval_shape(tx.init, params)), jax.tree.leaves(fresh.opt_state)
@@ -95,14 +99,14 @@ def programs(layout: jp.Layout, config: Any, batch: Any) -> tuple[Any, Any, Call
 
 
 def facts(compiled: Any) -> dict[str, Any]:
-    """FLOPs and collectives (kind and result type → count) of a compiled program."""
+    """Return FLOPs and collectives (kind and result type → count) of a compiled program."""
     found = COLLECTIVE.findall(compiled.as_text())
     kinds = Counter(f"{kind} {re.sub(r'{[^}]*}', '', result)}" for result, kind in found)
     return {"flops": compiled.cost_analysis()["flops"], "collectives": dict(sorted(kinds.items()))}
 
 
 def elements(collectives: dict[str, int]) -> Counter[str]:
-    """Collectives as single arrays: how the compiler bundled them into tuples says nothing about what is moved."""
+    """Return collectives by single array, because the compiler may combine arrays into tuples in different ways."""
     single: Counter[str] = Counter()
     for text, count in collectives.items():
         kind, result = text.split(" ", 1)
@@ -112,7 +116,7 @@ def elements(collectives: dict[str, int]) -> Counter[str]:
 
 
 def cpu_ratio(a: Callable[[], None], b: Callable[[], None], rounds: int, steps: int) -> tuple[float, float, float]:
-    """Median CPU seconds a step of ``a`` and of ``b``, and the median of their ratio, round by round in turn."""
+    """Return median CPU seconds per step of ``a`` and ``b``, and the median of their ratio; rounds alternate."""
 
     def block(f: Callable[[], None]) -> float:
         began = time.process_time()
@@ -134,7 +138,7 @@ def cpu_ratio(a: Callable[[], None], b: Callable[[], None], rounds: int, steps: 
 
 
 def large_model() -> dict[str, float]:
-    """CPU seconds to explain, trace and lower the 70B preset's step for 4,096 abstract TPU devices."""
+    """Return CPU seconds to explain, trace and lower the 70B preset's step for 4,096 abstract TPU devices."""
     layout = jp.Layout.from_yaml(LAYOUTS / "fsdp_tp.yaml", devices=4096)
     make_model, tx, seconds = make_llama(preset("llama3_1_70b")), optax.adamw(1e-3), {}
     shape = (2048, 8192)
@@ -176,7 +180,7 @@ def main() -> int:
         }
         ours, hand, run_ours, run_hand = programs(layout, config, batch)
         a, b = facts(ours), facts(hand)
-        # XLA's count moves by a few scalar operations with how it duplicates them into fusions.
+        # XLA's FLOP count varies by a few scalar operations with their duplication into fusions.
         equal = math.isclose(a["flops"], b["flops"], rel_tol=1e-6) and elements(a["collectives"]) == elements(
             b["collectives"]
         )

@@ -1,9 +1,14 @@
-"""What pipelines' bubbles are, by formula, simulated and measured: ``uv run python benchmarks/pipeline.py``.
+"""Pipeline bubbles by formula, simulated and measured.
 
-Measured is the step that ``jaxpar.train_step(pipeline=)`` gives, on simulated CPU devices. Its layers sleep (``sleep.cc``, for which a C++ compiler
-is wanted: ``$CXX``, or ``c++``), as long for a forward as for each half of a backward, so that four devices on two cores take the time of four devices:
-what is measured is the executor, its order and what it adds, and nothing of any hardware. F = B = W; a bubble is the part of the time that a stage stands still.
-It wants an idle machine.
+    uv run python benchmarks/pipeline.py
+
+Measures the step of ``jaxpar.train_step(pipeline=)`` on simulated CPU devices. Its layers sleep (``sleep.cc``, which
+needs a C++ compiler: ``$CXX``, or ``c++``), equally long for a forward pass and for each half of a backward pass
+(F = B = W). Four devices on two cores therefore take the time of four devices. This measures the executor, its order
+and its overhead, not any hardware. A bubble is the share of time in which a stage idles. The benchmark needs an idle
+machine.
+
+Goals: the simulated bubble equals the formula, and the measured time is within ``GOAL`` of the simulated one.
 """
 
 from __future__ import annotations
@@ -34,9 +39,9 @@ from jaxpar.parallel.pipeline.schedules.simulate import simulate
 SOURCE = Path(__file__).with_name("sleep.cc")
 ROWS, WIDTH = 2, 8
 HOW: dict[str, Any] = {"lockstep": "ticks", "independent": "neighbours"}
-"""Lowering → how its stages wait for each other."""
+"""Executor → how its stages wait for each other in the simulation."""
 GOAL = 0.05
-"""How far a measured time may lie from the simulated one, as a part of it."""
+"""Largest relative difference of a measured time from the simulated one."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,10 @@ class Row:
     Attributes:
       name: as for :func:`jaxpar.schedule`.
       formula: the bubble of S stages, M microbatches and V chunks, from the papers.
-      chunks: of the model on each stage.
-      sequence_chunks: an executor takes whole sequences, so more than one is not measured.
-      least: how many microbatches a stage it wants, for its formula to hold.
+      chunks: chunks of the model on each stage.
+      sequence_chunks: chunks of a sequence. The executor of this benchmark takes full sequences, so a schedule with
+        more than one is not measured.
+      least: fewest microbatches per stage for which the formula holds.
     """
 
     name: str
@@ -82,7 +88,7 @@ ROWS_OF_TABLE = (
 
 
 def load_kernel(folder: Path) -> None:
-    """Compile ``sleep.cc`` and tell jax of it as ``sleep``."""
+    """Compile ``sleep.cc`` and register it with jax as ``sleep``."""
     library = folder / "sleep.so"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir()]
     subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True)
@@ -91,14 +97,14 @@ def load_kernel(folder: Path) -> None:
 
 
 def sleep(x: jax.Array, awaited: jax.Array, milliseconds: float) -> jax.Array:
-    """``x``, so much later than both are there."""
+    """Return ``x``, ``milliseconds`` after both ``x`` and ``awaited`` are ready."""
     call = jax.ffi.ffi_call("sleep", jax.ShapeDtypeStruct(x.shape, x.dtype))
     y: jax.Array = call(x, awaited, milliseconds=float(milliseconds))
     return y
 
 
 def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.Array]:
-    """A layer ``x * w`` whose forward, backward of ``x`` and backward of ``w`` last so long each, one after the other."""
+    """Return a layer ``x * w`` whose forward, backward of ``x`` and backward of ``w`` sleep ``milliseconds`` each."""
 
     @jax.custom_vjp
     def layer(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -110,7 +116,7 @@ def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.A
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         w, x = kept
         of_x = sleep(cotangent * w, cotangent, milliseconds)
-        # A core would do one after the other, so the second waits for the first.
+        # One device runs them one after the other, so the second sleep depends on the first.
         return jnp.sum(sleep(cotangent * x, of_x, milliseconds), 0), of_x
 
     layer.defvjp(forward, backward)
@@ -118,7 +124,7 @@ def sleeping_layer(milliseconds: float) -> Callable[[Any, jax.Array, Any], jax.A
 
 
 def measured(schedule: Schedule, unit: float, repeats: int, executor: Any) -> float:
-    """Seconds of a step, the least of several, whose stages' layers take ``unit`` milliseconds for F, B and W each."""
+    """Return the fastest of several steps in seconds, with layers that take ``unit`` ms for F, B and W each."""
     layout, loss, make, batch = problem(schedule.stages, schedule.pieces.chunks, schedule.microbatches, unit)
     with layout:
         state = jp.init(layout, make, optax.sgd(0.0))
@@ -133,7 +139,7 @@ def measured(schedule: Schedule, unit: float, repeats: int, executor: Any) -> fl
 
 
 def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float, repeats: int) -> float:
-    """The same of an asynchronous pipeline, of a call that finds the stages at work."""
+    """Return the fastest of several calls of an asynchronous pipeline in seconds, in steady state."""
     layout, loss, make, batch = problem(stages, 1, microbatches, unit)
     step = jp.PipedreamStep(
         layout, loss, jp.Asynchronous(name, stages, microbatches, activation_checkpointing="none"), donate=False
@@ -145,7 +151,7 @@ def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float
 
 
 def problem(stages: int, chunks: int, microbatches: int, unit: float) -> tuple[jp.Layout, jp.PipelineLoss, Any, Any]:
-    """Layout, loss, model and batch: layers that sleep, one for each chunk of a stage."""
+    """Return layout, loss, model and batch with sleeping layers, one for each chunk of a stage."""
     layout = jp.Layout(
         jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None, embed=None, layers="pipeline")
     )
@@ -160,7 +166,7 @@ def problem(stages: int, chunks: int, microbatches: int, unit: float) -> tuple[j
 
 
 def least(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds, the least of several calls."""
+    """Return the seconds of the fastest of several calls."""
     jax.block_until_ready(call())
     seconds = []
     for _ in range(repeats):
@@ -171,7 +177,7 @@ def least(call: Callable[[], Any], repeats: int) -> float:
 
 
 def judged(row: Row, schedule: Schedule, unit: float, repeats: int, executor: Any) -> dict[str, Any]:
-    """The figures of a schedule, and which goals it misses."""
+    """Return the figures of a schedule, and the goals that it misses."""
     microbatches = schedule.microbatches // row.sequence_chunks
     found = {
         "formula": row.formula(schedule.stages, microbatches, row.chunks),
@@ -194,12 +200,15 @@ def main() -> int:
         "--sizes", default="4x8,4x16,2x8", help="stages x microbatches, with commas (default: %(default)s)"
     )
     parser.add_argument("--names", help="which schedules, with commas; all by default")
-    parser.add_argument("--lowering", choices=sorted(HOW), default="lockstep", help="(default: %(default)s)")
+    parser.add_argument("--executor", choices=sorted(HOW), default="lockstep", help="(default: %(default)s)")
     parser.add_argument(
         "--unit",
         type=float,
         default=160,
-        help="ms of F, of B and of W on a stage, many times the 1 to 3 ms that two cores add to a tick; 0 measures nothing",
+        help=(
+            "ms of F, of B and of W on a stage, many times the 1 to 3 ms that two cores add to a tick; 0 measures "
+            "nothing"
+        ),
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
@@ -210,7 +219,8 @@ def main() -> int:
     figures: dict[str, Any] = {}
     part = functools.partial("{:7.1%}".format)
     print(
-        f"load of this machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; F, B and W last {options.unit:g} ms each"
+        f"load of this machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; F, B and W last {options.unit:g} ms "
+        f"each"
     )
     print("                 stages  micro-   ---------------- bubble ----------------   measured ÷ simulated")
     print(
@@ -231,7 +241,8 @@ def main() -> int:
                 )
                 print(
                     f"{name:15}  {stages:6}  {microbatches:7}  {part(found['formula'])}  {part(found['stages']):>9}  "
-                    f"{part(found['ticks']):>8}  {last}  {'FAIL: ' + ', '.join(found['missed']) if found['missed'] else ''}".rstrip(),
+                    f"{part(found['ticks']):>8}  {last}  "
+                    f"{'FAIL: ' + ', '.join(found['missed']) if found['missed'] else ''}".rstrip(),
                     flush=True,
                 )
         for stages, microbatches in sizes if options.unit else ():
@@ -244,7 +255,8 @@ def main() -> int:
                 found["missed"] = ["measured"] if found["ratio"] - 1 > GOAL else []
                 figures[f"{name} {stages}x{microbatches}"] = found
                 print(
-                    f"{name:15}  {stages:6}  {microbatches:7}  {part(0)}  {part(0):>9}  {part(0):>8}  {part(found['measured'])}  {found['ratio']:13.3f}  "
+                    f"{name:15}  {stages:6}  {microbatches:7}  {part(0)}  {part(0):>9}  {part(0):>8}  "
+                    f"{part(found['measured'])}  {found['ratio']:13.3f}  "
                     f"{'FAIL: measured' if found['missed'] else ''}".rstrip(),
                     flush=True,
                 )

@@ -1,10 +1,17 @@
-"""Pipelines compiled for TPUs that are not here: ``uv run python benchmarks/pipeline_aot.py``.
+"""Pipelines compiled for TPUs that this machine does not have: wire bytes, memory, FLOPs and compile time.
 
-Nothing needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). First the step of the 1B model on v5e 4x4, pipeline 4 × FSDP 4, 8 microbatches
-(``configs/bench/1b_pp4_fsdp4.yaml``), two CPU minutes each, beside what MaxText's circular pipeline came to; ``--maxtext`` compiles that too, in turn, as
-``maxtext_aot.py`` does. With ``--memory`` instead what a device holds of a small Llama of eight layers as the microbatches grow, each of a sequence of 512
-tokens a device, looked up microbatch by microbatch (``embedding: per_microbatch``), beside a pipeline that jax differentiates (``autodiff_pipeline.py``), and how long the
-compiler takes. ``gpipe`` and ``breadth_first`` keep every microbatch until its backward, so they grow by nature.
+    uv run python benchmarks/pipeline_aot.py [--memory]
+
+Needs no TPU, only its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Compiles the step of the 1B model for v5e 4x4
+with pipeline 4 × FSDP 4 and 8 microbatches (``configs/bench/1b_pp4_fsdp4.yaml``), two CPU minutes each, and prints it
+next to the figures of MaxText's circular pipeline. ``--maxtext`` compiles that pipeline too, in turn, as
+``maxtext_aot.py`` does. Goals: ``GOAL``.
+
+``--memory`` instead compiles a small Llama of eight layers with more and more microbatches, each with a sequence of 512
+tokens per device, and prints temporary memory and compile time, also for a pipeline that jax differentiates
+(``autodiff_pipeline.py``). The embedding is looked up per microbatch (``embedding: per_microbatch``). ``gpipe`` and
+``breadth_first`` store every microbatch until its backward pass, so their memory grows by nature. Goals: the other
+schedules grow by at most ``GROWTH``, and compile time by at most ``SLOWER``.
 """
 
 from __future__ import annotations
@@ -33,25 +40,27 @@ RUNS = {
         f"parallel.pipeline.{key}" for key in (*keys, f"activation_checkpointing={activation_checkpointing}")
     ]
     for name, keys in {
-        "1f1b": ["schedule=1f1b", "chunks=1", "grad_reduction=per_step"],
-        "interleaved 4, sums whole": ["schedule=interleaved", "chunks=4", "grad_reduction=per_step"],
-        "interleaved 4": ["schedule=interleaved", "chunks=4", "grad_reduction=per_chunk"],
+        "1f1b": ["schedule=1f1b", "virtual_stages=1", "grad_reduction=per_step"],
+        "interleaved 4, sums whole": ["schedule=interleaved", "virtual_stages=4", "grad_reduction=per_step"],
+        "interleaved 4": ["schedule=interleaved", "virtual_stages=4", "grad_reduction=per_chunk"],
     }.items()
     for activation_checkpointing in ("full", "none")
 }
-"""What is compiled → its settings."""
+"""Name of a run → its settings."""
 MAXTEXT = {
     "MaxText, least sent": {"wire": 4.5, "peak": 3415, "flops": 3.438e13, "seconds": 120},
     "MaxText, least held": {"wire": 12.5, "peak": 2323, "flops": 3.719e13, "seconds": 113},
 }
-"""MaxText 0.2.5's circular pipeline of the same model, repeats and microbatches: GB, MiB, matmul FLOPs, the compiler's CPU seconds."""
+"""MaxText 0.2.5's circular pipeline of the same model, repeats and microbatches: GB, MiB, matmul FLOPs, compile CPU
+seconds."""
 CIRCULAR = [
     *("compile_topology=v5e-16", "compile_topology_num_slices=1", "per_device_batch_size=2", "max_target_length=2048"),
     *("ici_pipeline_parallelism=4", "ici_fsdp_parallelism=4", "num_pipeline_microbatches=8"),
     *("num_layers_per_pipeline_stage=1", "num_pipeline_repeats=4", "pipeline_fsdp_ag_per_repeat=true"),
 ]
-"""The first of them in MaxText's words, whose own defaults are the 1B shape."""
+"""The first entry of ``MAXTEXT`` as MaxText settings; MaxText's defaults are the 1B shape."""
 GOAL = {"wire": 3.5, "peak": 2600, "flops": 3.44e13, "seconds": 60}
+"""Largest figures for the interleaved schedule: GB, MiB, matmul FLOPs, compile CPU seconds."""
 SMALL = ["model.layers=8", "model.embed=512", "model.mlp=1024", "model.heads=4", "model.kv_heads=4", "model.vocab=2048"]
 SEQ, DATA = 512, 4
 SCHEDULES = {
@@ -65,21 +74,24 @@ SCHEDULES = {
 CUT = {"seq1f1b": 4}
 """Schedule → chunks of a sequence."""
 FLAT = [name for name in SCHEDULES if name not in ("gpipe", "breadth_first")]
-"""Those that keep as much whatever the number of microbatches."""
+"""Schedules whose memory does not grow with the number of microbatches."""
 AUTODIFF = "gpipe by autodiff"
 GROWTH, SLOWER, AGAIN = 1.03, 1.1, 2
-"""The most that temporary memory may grow with them, and the compiler's time from the fewest to the most: 8 to 32 is asked for, so 8 to 64 is harder.
-One compile's seconds vary, so where they seem to grow both are compiled again, so often at the most, and the quickest counts."""
+"""Largest growth of temporary memory and of compile time from the fewest to the most microbatches.
+
+The target is 8 to 32 microbatches, so 8 to 64 is stricter. Compile times vary: where they seem to grow, both programs
+are compiled again, at most ``AGAIN`` times, and the fastest compile counts.
+"""
 
 
 def compiled(settings: list[str], layers: int | None = None, config: Path = CONFIG) -> dict[str, float]:
-    """Figures of the configuration's step with these settings, on v5e 4x4."""
+    """Compile the configuration's step with these settings for v5e 4x4; return its figures."""
     job = make_job(load_run(config, [*settings, *([f"model.layers={layers}"] if layers else [])]))
     return figures_of(compile_ours(job, Topology.parse("v5e:4x4"), False))
 
 
 def by_autodiff(settings: list[str], microbatches: int) -> dict[str, float]:
-    """The same of a pipeline that jax differentiates."""
+    """Compile the step with a pipeline that jax differentiates; return its figures."""
     job = make_job(load_run(CONFIG, settings))
     loss = autodiff_gpipe(staged_next_token_loss(job.model), microbatches)
     return figures_of(compile_ours(replace(job, loss_fn=loss, pipeline=None), Topology.parse("v5e:4x4"), False))
@@ -92,13 +104,16 @@ def figures_of(found: dict[str, Any]) -> dict[str, float]:
 
 
 def quickest(compile_one: Callable[[], dict[str, float]], repeat: int) -> dict[str, float]:
-    """The figures, compiled so often; the seconds are the least, as they vary by a quarter."""
+    """Compile ``repeat`` times; return the figures with the fewest compile seconds, which vary by a quarter."""
     each = [compile_one() for _ in range(repeat)]
     return {**each[0], "seconds": min(one["seconds"] for one in each)}
 
 
 def beside_maxtext(names: list[str], layers: int | None, python: str | None, repeat: int) -> dict[str, Any]:
-    """Compile the runs and print them; the goals are those of the interleaved schedule as it is configured, MaxText's being the same."""
+    """Compile the runs and print them.
+
+    The goals apply to the interleaved schedule of the configuration, which is also MaxText's.
+    """
     print("1B, pipeline 4 × FSDP 4     wire GB  exposed GB  peak MiB  matmul FLOPs  compile CPU s  goals missed")
     for name, found in MAXTEXT.items():
         say(name, found, [])
@@ -110,7 +125,7 @@ def beside_maxtext(names: list[str], layers: int | None, python: str | None, rep
         say("MaxText, compiled now", theirs, [])
     for name in names:
         found = quickest(functools.partial(compiled, RUNS[name], layers), repeat)
-        held = layers is None and name == "interleaved 4, residuals"
+        held = layers is None and name == "interleaved 4, none"
         missed = [key for key, most in GOAL.items() if held and found[key] > most]
         figures[name] = {**found, "missed": missed}
         say(name, found, missed)
@@ -121,7 +136,8 @@ def beside_maxtext(names: list[str], layers: int | None, python: str | None, rep
 def say(name: str, found: dict[str, float], missed: list[str]) -> None:
     exposed = f"{found['exposed']:10.2f}" if "exposed" in found else f"{'–':>10}"
     print(
-        f"{name:26}  {found['wire']:7.2f}  {exposed}  {found['peak']:8.0f}  {found['flops']:12.4g}  {found['seconds']:13.0f}  "
+        f"{name:26}  {found['wire']:7.2f}  {exposed}  {found['peak']:8.0f}  {found['flops']:12.4g}  "
+        f"{found['seconds']:13.0f}  "
         f"{', '.join(missed)}".rstrip(),
         flush=True,
     )
@@ -130,7 +146,7 @@ def say(name: str, found: dict[str, float], missed: list[str]) -> None:
 def of_schedule(
     name: str, count: int, activation_checkpointing: str, embedding: str, small: list[str]
 ) -> dict[str, float]:
-    """Figures of the small model's step with a schedule of so many microbatches."""
+    """Compile the small model's step with a schedule of ``count`` microbatches; return its figures."""
     pipeline = {
         "schedule": name,
         "virtual_stages": SCHEDULES.get(name, 1),
@@ -152,7 +168,7 @@ def is_slower(each: list[dict[str, float]]) -> bool:
 def memory(
     names: list[str], microbatches: list[int], activation_checkpointing: str, embedding: str, small: list[str]
 ) -> dict[str, Any]:
-    """Temporary MiB of each schedule for so many microbatches, and the compiler's CPU seconds."""
+    """Print temporary MiB and compile CPU seconds of each schedule for each number of microbatches."""
     columns = "".join(f"{count:8}" for count in microbatches)
     title = f"temporary MiB, {activation_checkpointing} kept, embedding {embedding}; microbatches"
     print(f"{title:58}{columns}   last ÷ first   compile CPU s of each")
@@ -194,7 +210,7 @@ def main() -> int:
         "--schedules", default=",".join((*SCHEDULES, AUTODIFF)), help="of --memory: which (default: %(default)s)"
     )
     parser.add_argument("--microbatches", default="8,64", help="of --memory (default: %(default)s)")
-    parser.add_argument("--keeps", default="full", choices=("full", "none"), help="of --memory")
+    parser.add_argument("--activation-checkpointing", default="full", choices=("full", "none"), help="of --memory")
     parser.add_argument(
         "--embedding",
         default="per_microbatch",

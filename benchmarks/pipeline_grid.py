@@ -1,9 +1,15 @@
-"""Every schedule's gradients against one device, on the whole grid: ``uv run python benchmarks/pipeline_grid.py``.
+"""Gradients of every pipeline schedule compared with those of one device, on the full grid of options.
 
-Schedules × {pipeline alone, beside data and model axes (uniform), each stage its own beside a data axis (divergent)} × {inputs kept, residuals kept} ×
-{even, uneven pieces}, on eight simulated CPU devices in fp32: a model of 16 layers that mix what stands before a token, 8 microbatches, four stages (two beside the
-model axis). The error of a tensor is its largest difference over its largest entry; of loss and gradients the worst is printed. The goal: 2e-6. The suite runs a part
-(``tests/training/pipeline/test_gradients_pipelined.py``). ``--embedding per_microbatch`` looks words up in the ticks. Half a CPU minute for each schedule and mesh.
+    uv run python benchmarks/pipeline_grid.py
+
+The grid is schedules × {pipeline only, with data and model axes (lockstep executor), with a data axis (independent
+executor)} × {full, no activation checkpointing} × {even, uneven pieces}. It runs on eight simulated CPU devices in
+fp32: a model of 16 layers that mix each token with its predecessors, 8 microbatches, and four stages (two with the
+model axis). The error of a tensor is its largest difference relative to its largest entry. Prints the worst error of
+loss and gradients. ``--embedding per_microbatch`` looks up embeddings in the ticks. Each schedule and mesh takes half a
+CPU minute. The test suite runs a part of the grid (``tests/training/pipeline/test_gradients_pipelined.py``).
+
+Goal: no error above 2e-6.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ def make_model(key: jax.Array) -> Any:
 
 
 def mixed(block: Any, x: jax.Array, past: jax.Array, start: Any) -> jax.Array:
-    """Each token with the mean of those up to it, of which ``past`` holds all and this part begins at ``start``."""
+    """Add to each token the mean of those up to it; ``past`` holds all tokens, and ``x`` begins at ``start``."""
     place = start + jnp.arange(x.shape[1])[:, None]
     share = jnp.where(place >= jnp.arange(past.shape[1])[None], 1 / (1 + place), 0)
     mean = jnp.einsum("st,bte->bse", share, past)
@@ -76,7 +82,10 @@ def carried(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Array) -
 
 
 def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over words that count, of which microbatches have different numbers; the embedding is used again."""
+    """Return the mean loss over the targets that count, a number that differs between microbatches, and this weight.
+
+    The head uses the embedding again.
+    """
     logits = jp.hint(x @ (model["head"] + model["words"].T), "batch", "seq", "vocab")
     right = jax.nn.one_hot(batch["targets"], WORDS)
     counts = (batch["targets"] > 2).astype(jnp.float32)
@@ -97,7 +106,7 @@ LOSS = jp.PipelineLoss(
 
 
 def one_step(sizes: dict[str, int], pipeline: jp.Pipeline | None) -> tuple[float, Any]:
-    """Loss and gradients."""
+    """Return loss and gradients of one step."""
     layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
     batch = {
         name: jax.random.randint(jax.random.key(n), (ROWS, SEQ), 0, WORDS)
@@ -114,7 +123,7 @@ def one_step(sizes: dict[str, int], pipeline: jp.Pipeline | None) -> tuple[float
 def pipeline_of(
     name: str, stages: int, executor: Lowering, activation_checkpointing: Any, uneven: bool, embedding: Any
 ) -> jp.Pipeline:
-    """The schedule; its first piece a layer longer and its last one shorter, where pieces are to be uneven."""
+    """Return the schedule's pipeline; with ``uneven`` its first piece has one more layer and its last one fewer."""
     chunks = SCHEDULES[name]
     cut = 4 if name == "seq1f1b" else 1
     schedule = jp.schedule(name, stages=stages, microbatches=MICROBATCHES, chunks=chunks, sequence_chunks=cut)
@@ -131,11 +140,11 @@ def pipeline_of(
 
 
 def apart(got: tuple[float, Any], want: tuple[float, Any]) -> float:
-    """The largest of the relative errors of the loss and of each tensor."""
+    """Return the largest of the relative errors of the loss and of each tensor."""
     errors = [abs(got[0] - want[0]) / abs(want[0])]
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         errors.append(float(np.abs(a - b).max() / np.abs(b).max()))
-    return float(np.max(errors))  # not max(): that loses a nan
+    return float(np.max(errors))  # not max(), which may drop a NaN
 
 
 def main() -> int:

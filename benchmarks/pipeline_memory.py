@@ -1,9 +1,15 @@
-"""What a device holds of every schedule as microbatches grow, compiled for CPU devices: ``uv run python benchmarks/pipeline_memory.py``.
+"""Temporary memory of every pipeline schedule as microbatches grow, compiled for CPU devices.
 
-``pipeline_aot.py --memory`` compiles the same for TPUs, half a CPU minute each; this takes ten CPU seconds each and no TPU's compiler. A small Llama of eight
-layers in fp32 over four simulated devices, a sequence of 32 tokens a microbatch, looked up in the ticks (``embedding: per_microbatch``); temporary memory as XLA:CPU says it. ``gpipe`` and ``breadth_first`` keep
-every microbatch until its backward, so they grow by nature. The goals: the others grow by 3 % at the most, and no program takes a tenth longer to compile
-(where one seems to, both are compiled again, as one time varies by a tenth).
+    uv run python benchmarks/pipeline_memory.py
+
+``pipeline_aot.py --memory`` compiles the same for TPUs, in half a CPU minute per program. This takes ten CPU seconds
+per program and needs no TPU compiler. Compiles a small fp32 Llama of eight layers over four simulated devices, with a
+sequence of 32 tokens per microbatch and the embedding looked up in the ticks (``embedding: per_microbatch``). Temporary
+memory is what XLA:CPU reports. ``gpipe`` and ``breadth_first`` store every microbatch until its backward pass, so their
+memory grows by nature.
+
+Goals: the other schedules grow by at most 3 %, and no program takes a tenth longer to compile. Where one seems to, both
+are compiled again, because one time varies by a tenth.
 """
 
 from __future__ import annotations
@@ -31,14 +37,18 @@ SMALL += ["model.dtype=float32", "mesh={pipeline: 4, data: 1}", "data.seq=32"]
 
 
 def compiled(name: str, microbatches: int, activation_checkpointing: str, embedding: str) -> tuple[float, float]:
-    """Temporary MiB of a device, and CPU seconds to trace and to compile."""
+    """Return temporary MiB of a device, and CPU seconds to trace and compile."""
     asked = {
         "schedule": name,
         "virtual_stages": SCHEDULES[name],
         "sequence_chunks": CUT.get(name, 1),
         "grad_reduction": "per_step",
     }
-    asked |= {"activation_checkpointing": activation_checkpointing, "microbatches": microbatches, "before": embedding}
+    asked |= {
+        "activation_checkpointing": activation_checkpointing,
+        "microbatches": microbatches,
+        "embedding": embedding,
+    }
     settings = [
         *SMALL,
         *(f"parallel.pipeline.{key}={value}" for key, value in asked.items()),
@@ -57,19 +67,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which (default: %(default)s)")
     parser.add_argument("--microbatches", default="8,64", help="the fewest and the most (default: %(default)s)")
-    parser.add_argument("--keeps", default="full", choices=("full", "none"))
+    parser.add_argument("--activation-checkpointing", default="full", choices=("full", "none"))
     parser.add_argument(
         "--embedding", default="per_microbatch", choices=("per_step", "per_microbatch"), help="(default: %(default)s)"
     )
     options = parser.parse_args()
     few, many = map(int, options.microbatches.split(","))
     print(
-        f"temporary MiB, {options.activation_checkpointing} kept, embedding {options.embedding}{few:5}{many:8}   growth   CPU s of each   goals missed"
+        f"temporary MiB, {options.activation_checkpointing} kept, embedding {options.embedding}{few:5}{many:8}   "
+        f"growth   CPU s of each   goals missed"
     )
     failed = 0
     for name in options.schedules.split(","):
         compile_one = functools.partial(
-            compiled, name, activation_checkpointing=options.activation_checkpointing, before=options.embedding
+            compiled, name, activation_checkpointing=options.activation_checkpointing, embedding=options.embedding
         )
         (least, first), (most, last) = compile_one(few), compile_one(many)
         tries = AGAIN
@@ -80,7 +91,8 @@ def main() -> int:
         failed += len(missed)
         nature = "" if name in FLAT else "(grows by nature)"
         print(
-            f"{name:30}{least:15.2f}{most:8.2f}{most / least:9.3f}   {first:.1f}, {last:.1f}   {', '.join(missed)}{nature}",
+            f"{name:30}{least:15.2f}{most:8.2f}{most / least:9.3f}   {first:.1f}, {last:.1f}   "
+            f"{', '.join(missed)}{nature}",
             flush=True,
         )
     print(f"{failed} goals missed")

@@ -1,8 +1,14 @@
-"""int8 and signs on the wire: their bytes in TPU programs, and what they do to a loss: ``uv run python benchmarks/quantised.py``.
+"""int8 and 1-bit communication: wire bytes in TPU programs, and the effect on the loss.
 
-Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). The first table compiles steps of the 1B shape for
-``v5e:4x4``: what one device sends, how much of it in 8 bits (or eight signs), within groups of four neighbours, exposed; beside what it must send by
-hand. The second trains the quickstart on simulated devices with and without, on the same data: held-out losses, side by side.
+    uv run python benchmarks/quantised.py
+
+Needs no TPU, only its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). The first table compiles steps of the 1B
+shape for ``v5e:4x4``. It lists what one device sends, in total, in 8-bit elements (int8, or eight signs each), within
+groups of four neighbours, and exposed, next to what it must send computed by hand. The second table trains the
+quickstart on simulated devices with and without quantization on the same data, and lists the held-out losses.
+
+Goals: at most the share ``most`` of the wire bytes of the run without quantization, and held-out losses within
+``NEAR``. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -28,20 +34,22 @@ from jaxpar.parallel.collectives import one_bit
 from jaxpar.parallel.collectives.quantized import BLOCK
 from jaxpar.sharding.hardware.topology import Topology
 
-INT8 = 1 + 4 / BLOCK  # a byte, and its share of a block's scale
+INT8 = 1 + 4 / BLOCK  # one byte, and its share of a block's fp32 scale
 PRECISION = "precision={compute: bf16, gather: int8, reduce: int8}"
 SHARE = (DEVICES - 1) / DEVICES
 
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the first table.
+    """One run of the first table.
 
     Attributes:
-      config: in ``configs/bench``; ``settings`` are changes to it.
-      wire: bytes that one device must send.
-      most: of what the run ``against`` sends, at most this share.
-      after: count a step after the warm-up of 1-bit Adam, not in it.
+      config: name of the configuration in ``configs/bench``.
+      settings: changes to ``config``.
+      wire: bytes that one device must send, computed by hand from the model.
+      against: name of the run to compare with.
+      most: largest share of the wire bytes of ``against``.
+      after: audit a step after the warm-up of 1-bit Adam, not during it.
     """
 
     config: str
@@ -53,29 +61,30 @@ class Run:
 
 
 def sharded(model: LlamaConfig, size: float, group: int = DEVICES) -> float:
-    """Stage 3: the layers' weights gathered twice, the second time within groups, their gradients scattered, in so many bytes a number.
+    """Return the wire bytes of stage 3 with ``size`` bytes per number.
 
-    The head stays in 16 bits, gathered for both passes at once; the lookup exchanges rows, there and back.
+    The layers' weights are gathered twice, the second time within groups, and their gradients are scattered. The head
+    stays in 16 bits and is gathered once for both passes. The lookup exchanges rows, forward and backward.
     """
     layers = (2 * SHARE + (group - 1) / group) * size * matrices(model)
     return layers + SHARE * (2 * BF16 * model.embed * model.vocab + 2 * (16 << 20))
 
 
 def whole(model: LlamaConfig, size: float) -> float:
-    """Stage 1: all weights gathered once, all gradients scattered once."""
+    """Return the wire bytes of stage 1: all weights gathered once, all gradients scattered once."""
     return SHARE * 2 * size * (matrices(model) + 2 * model.embed * model.vocab)
 
 
-SIGNS = 1 / 8 + 4 / one_bit.BLOCK  # a bit, and its share of a block's scale
+SIGNS = 1 / 8 + 4 / one_bit.BLOCK  # one bit, and its share of a block's fp32 scale
 ONE_BIT = (
     "optimizer={name: one_bit_adam, clip_norm: null, options: {warmup: 100}}",
     "precision={compute: bf16}",
-    "model.layers=4",  # what is whole on every device has to fit
+    "model.layers=4",  # replicated state must fit on a device
 )
 
 
 def averaged(model: LlamaConfig, size: float) -> float:
-    """Stage 0: all gradients scattered and gathered once."""
+    """Return the wire bytes of stage 0: all gradients scattered and gathered once."""
     return SHARE * 2 * size * (matrices(model) + 2 * model.embed * model.vocab)
 
 
@@ -98,7 +107,7 @@ HEAD = (
 
 
 def measure(name: str, run: Run, options: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
-    """Compile a run, print its row."""
+    """Compile a run, print its row, and return its figures and goals."""
     layers = [f"model.layers={options.layers}"] if options.layers else []
     job = make_job(load_run(CONFIGS / f"{run.config}.yaml", [*run.settings, *layers]))
     found = compile_ours(job, Topology.parse("v5e:4x4"), options.keep_cache, other_arms=run.after)
@@ -127,11 +136,11 @@ VARIANTS = {
     "1-bit Adam": ("layout=layouts/dp.yaml", *SIGNED),
 }
 NEAR = {"int8 weights and gradients": 0.02, "1-bit Adam": 0.25}
-"""Nats per token that the held-out loss may be higher."""
+"""Largest increase of the held-out loss, in nats per token."""
 
 
 def trained(steps: int) -> dict[str, Any]:
-    """Held-out losses of the quickstart with and without, after so many steps."""
+    """Train the quickstart for ``steps`` steps with and without quantization; return the held-out losses and goals."""
     losses: dict[str, list[float]] = {}
     for name, settings in VARIANTS.items():
         with tempfile.TemporaryDirectory() as folder:

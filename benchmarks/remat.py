@@ -1,8 +1,10 @@
-"""What each recompute policy keeps and computes, 1B fully sharded on 16 v5e chips: ``uv run python benchmarks/remat.py``.
+"""Memory, FLOPs and wire bytes of each remat policy, for the 1B model fully sharded over 16 v5e chips.
 
-Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). For each policy one step is compiled for
-``v5e:4x4``; the table has, for one device, temporary memory and the peak, the host's memory, matmul and attention-kernel FLOPs, how much
-more they are than without recompute, and the bytes sent.
+    uv run python benchmarks/remat.py
+
+Needs no TPU, only its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Compiles one step per policy for ``v5e:4x4``.
+Prints for one device: temporary and peak memory, host memory, matmul and attention-kernel FLOPs, the share of matmul
+FLOPs beyond those needed without recomputation, and the bytes sent. There is no goal.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ RUNS = {
     "full, 10 of 16 layers": "{policy: full, layers: [10]}",
     "full": "full",
 }
-HEAD = "policy                 temp MiB  peak MiB  host MiB  matmul FLOPs  kernel FLOPs  computed again  wire GB  compile CPU s"
+HEAD = (
+    "policy                 temp MiB  peak MiB  host MiB  matmul FLOPs  kernel FLOPs  computed again  wire GB  "
+    "compile CPU s"
+)
 
 
 def main() -> int:
@@ -45,7 +50,7 @@ def main() -> int:
     figures = {}
     print(HEAD)
     for name in names:
-        # The bench's model recomputes everything; parallel.remat says otherwise.
+        # The configuration's model recomputes everything; parallel.remat overrides that.
         job = make_job(load_run(CONFIGS / "1b_fsdp16.yaml", [f"parallel.remat={RUNS[name]}", *layers]))
         found = compile_ours(job, Topology.parse("v5e:4x4"), options.keep_cache)
         found["needed_flops"] = job.model.matmul_params * 6 * job.config.data.batch * job.config.data.seq / 16
@@ -53,7 +58,8 @@ def main() -> int:
         memory, matmul, kernel = found["memory"], found["matmul_flops"], found["kernel_flops"]
         print(
             f"{name:22} {memory['temp'] / 2**20:8.0f}  {memory['peak'] / 2**20:8.0f}  {memory['host'] / 2**20:8.0f}  "
-            f"{matmul:12.4g}  {kernel:12.4g}  {matmul / found['needed_flops'] - 1:14.1%}  {found['wire_bytes'] / 1e9:7.2f}  "
+            f"{matmul:12.4g}  {kernel:12.4g}  {matmul / found['needed_flops'] - 1:14.1%}  "
+            f"{found['wire_bytes'] / 1e9:7.2f}  "
             f"{found['compile_cpu_seconds']:13.0f}",
             flush=True,
         )

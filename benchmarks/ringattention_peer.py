@@ -1,7 +1,8 @@
-"""``ringattention`` 0.1.2, forward and backward on 8 simulated devices: run by attention.py in an environment that has it.
+"""The peer of ``attention.py``: ``ringattention`` 0.1.2, forward and backward on 8 simulated devices.
 
-Prints temporary bytes, and the largest error of the result and of each gradient against what the file has; then, for each line that it is sent,
-the CPU seconds of one run more.
+``attention.py`` runs it in an environment that has ``ringattention``. It prints temporary bytes, and the largest errors
+of the output and of each gradient against those in the file. For each line on standard input it runs once more and
+prints the CPU seconds.
 """
 
 import json
@@ -16,7 +17,7 @@ from jax.extend import backend
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The library asks an old jax for its backend.
+# ringattention looks up the backend where old versions of jax had it.
 jax.lib.xla_bridge = types.SimpleNamespace(get_backend=backend.get_backend)
 from ringattention import ringattention_jax
 

@@ -1,11 +1,17 @@
-"""Optimizer parallelism of the 1B shape on 16 v5e chips, by bytes: ``uv run python benchmarks/zero.py``.
+"""Memory and wire bytes of the ZeRO stages, for the 1B shape on 16 v5e chips.
 
-Nothing here needs a TPU, but its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Each run compiles a step for ``v5e:4x4`` and
-prints, for one device: what the step is given (``state``, to the byte beside the formula), its memory at the peak, and what it sends,
-beside what it must send by hand.
+    uv run python benchmarks/zero.py
 
-ZeRO's formulas for P parameters on N devices, Adam, 16-bit weights and gradients beside fp32 master weights: 16P; 4P + 12P/N;
-2P + 14P/N; 16P/N. Of these the state is 12P or 12P/N; weights and gradients of 2P each live inside the step. ``formula`` is the sum.
+Needs no TPU, only its compiler (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``). Each run compiles a step for ``v5e:4x4``.
+Prints for one device: the bytes of the step's arguments (``state``) next to the figure by hand, peak memory, and wire
+bytes next to what the device must send by hand.
+
+ZeRO's formulas for P parameters on N devices with Adam, 16-bit weights and gradients and fp32 master weights: 16P; 4P +
+12P/N; 2P + 14P/N; 16P/N. Of these the state is 12P or 12P/N; weights and gradients of 2P each exist only inside the
+step. ``formula`` is the sum.
+
+Goals: the state equals the figure by hand to the byte, the limits of ``RUNS``, and stage 0 does not fit. Exit status 1
+otherwise.
 
 MaxText 0.2.5 with the same compiler: ZeRO-1 6.6 GB and 11,767 MiB; FSDP 6.3 GB; plain data parallelism does not fit.
 """
@@ -31,21 +37,23 @@ from jaxpar.sharding.hardware.topology import Topology
 
 DEVICES = 16
 FP32 = 4
-COUNTERS = 4 * 512  # the step, the key, Adam's count and its schedule's; a TPU keeps a scalar in 512 bytes
+COUNTERS = 4 * 512  # step, key, Adam's count and the schedule's count; a TPU stores a scalar in 512 bytes
 
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the table.
+    """One run of the table.
 
     Attributes:
-      config: in ``configs/bench``; ``settings`` are changes to it.
-      ways: devices that share the state.
-      formula: bytes of state, weights and gradients, from parameters and devices; ``None`` where no formula is named.
-      wire: bytes that one device must send, from the model and the bytes of a reduced number.
-      most_wire, most_peak: goals in GB and MiB.
-      fits: whether the compiler should accept it.
-      norms: which of the layers' norms are split: all (``split``), their ``moments`` alone, or none (``whole``).
+      config: name of the configuration in ``configs/bench``.
+      settings: changes to ``config``.
+      ways: number of devices over which the state is sharded.
+      formula: maps the number of parameters to bytes of state, weights and gradients; ``None`` if there is no formula.
+      wire: bytes that one device must send, computed by hand from the model.
+      most_wire: most wire bytes in GB.
+      most_peak: most peak memory in MiB.
+      fits: whether the compiler should accept the program.
+      norms: which of the layers' norms are sharded: all (``split``), only their ``moments``, or none (``whole``).
     """
 
     config: str
@@ -60,32 +68,39 @@ class Run:
 
 
 def matrices(model: LlamaConfig) -> float:
-    """Parameters of the layers' matrices."""
+    """Return the number of parameters of the layers' matrices."""
     return float(model.matmul_params - model.embed * model.vocab)
 
 
 def ends(model: LlamaConfig) -> float:
-    """Parameters of embedding and head."""
+    """Return the number of parameters of embedding and head."""
     return 2.0 * model.embed * model.vocab
 
 
 def once(model: LlamaConfig, reduce: int = BF16, n: int = DEVICES) -> float:
-    """Every weight gathered once, every gradient scattered once; as much as every gradient all-reduced.
+    """Return the wire bytes for gathering each weight once and scattering each gradient once.
 
-    A lookup that exchanges rows instead of gathering the embedding (stage 3) sends less.
+    All-reducing each gradient takes as many. A lookup that exchanges rows instead of gathering the embedding (stage 3)
+    sends less.
     """
     return (BF16 + reduce) * (matrices(model) + ends(model)) * (n - 1) / n
 
 
 def groups(model: LlamaConfig, size: int = 4) -> float:
-    """Stage 3 within groups, the sharded gradients summed across them; the lookup exchanges rows, twice 16 MiB."""
+    """Return the wire bytes of stage 3 within groups.
+
+    The sharded gradients are summed across groups. The lookup exchanges rows, twice 16 MiB.
+    """
     within = BF16 * (3 * matrices(model) + 2 * ends(model) / 2) * (size - 1) / size
     across = 2 * BF16 * (matrices(model) + ends(model)) / size * (DEVICES // size - 1) / (DEVICES // size)
     return within + across + 2 * (16 << 20) * (size - 1) / size
 
 
 def fsdp_in_fp32(model: LlamaConfig) -> float:
-    """Stage 3, gradients summed in fp32: layers' weights gathered twice, the head's once; of the embedding rows are exchanged, twice 16 MiB."""
+    """Return the wire bytes of stage 3 with gradients summed in fp32.
+
+    The layers' weights are gathered twice and the head once. The lookup exchanges rows, twice 16 MiB.
+    """
     head = model.embed * model.vocab
     sent = BF16 * (2 * matrices(model) + head) + FP32 * (matrices(model) + head) + 2 * (16 << 20)
     return sent * (DEVICES - 1) / DEVICES
@@ -108,11 +123,17 @@ RUNS = {
     ),
     "stage 3, groups of 4": Run("1b_hsdp4x4", (), 4, lambda p: 16 * p / 4, groups, norms="moments"),
 }
-HEAD = "run                      state B  (by hand)    formula MiB  peak MiB  wire GB  (by hand)  exposed GB  compile CPU s"
+HEAD = (
+    "run                      state B  (by hand)    formula MiB  peak MiB  wire GB  (by hand)  exposed GB  "
+    "compile CPU s"
+)
 
 
 def state_by_hand(job: Job, run: Run) -> int:
-    """Bytes of parameters, moments, counters and batch on one device; the last norm, below 64 KiB, is whole."""
+    """Return bytes of parameters, moments, counters and batch on one device.
+
+    The last norm is replicated, because it is below 64 KiB.
+    """
     model = job.model
     norms = 2 * model.layers * model.embed
     whole = {"split": 0, "moments": FP32 * norms, "whole": 3 * FP32 * norms}[run.norms]
@@ -122,7 +143,7 @@ def state_by_hand(job: Job, run: Run) -> int:
 
 
 def measure(name: str, run: Run, options: argparse.Namespace) -> dict[str, Any]:
-    """Compile a run, print its row and goals."""
+    """Compile a run, print its row, and return its figures and goals."""
     layers = [f"model.layers={options.layers}"] if options.layers else []
     job = make_job(load_run(CONFIGS / f"{run.config}.yaml", [*run.settings, *layers]))
     hand, state = run.wire(job.model) / 1e9, state_by_hand(job, run)
@@ -136,7 +157,8 @@ def measure(name: str, run: Run, options: argparse.Namespace) -> dict[str, Any]:
     wire, peak = found["wire_bytes"] / 1e9, found["memory"]["peak"] / 2**20
     given = found["memory"]["argument"]
     print(
-        f"{name:23} {given}  ({state})  {formula:11.0f}  {peak:8.0f}  {wire:7.3f}  {hand:9.3f}  {found['exposed_bytes'] / 1e9:10.3f}"
+        f"{name:23} {given}  ({state})  {formula:11.0f}  {peak:8.0f}  {wire:7.3f}  {hand:9.3f}  "
+        f"{found['exposed_bytes'] / 1e9:10.3f}"
         f"  {found['compile_cpu_seconds']:13.0f}",
         flush=True,
     )

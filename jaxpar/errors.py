@@ -1,8 +1,8 @@
-"""Every error jaxpar raises on purpose, and the helpers that word them.
+"""Every error that jaxpar raises on purpose, and the helpers that word them.
 
-An error says what is wrong, where (the tensor's path), with which names and sizes, and what to do.
-Each class also derives from the built-in a caller would expect (``ValueError``, ``KeyError``, ...), so that
-generic handlers keep working.
+An error text says what is wrong, where (such as the tensor's path), with which names and sizes, and the remedy. Each
+class also derives from the built-in that a caller would expect (``ValueError``, ``OSError``, ...), so generic handlers
+keep working.
 
 >>> from jaxpar.errors import did_you_mean
 >>> did_you_mean("hedas", ["heads", "embed"])
@@ -16,19 +16,19 @@ from collections.abc import Iterable, Sequence
 
 
 class JaxparError(Exception):
-    """Base class: catch it to catch everything that jaxpar raises on purpose."""
+    """Base class of every error that jaxpar raises on purpose."""
 
 
 class MeshError(JaxparError, ValueError):
-    """A mesh cannot be built: wrong axis, two ``-1``, or a product that is not the number of devices."""
+    """A mesh cannot be built: an unknown axis, two ``-1``, or sizes whose product is not the number of devices."""
 
 
 class RulesError(JaxparError, ValueError):
-    """A rules table is not well formed: unknown role, duplicate dim, not a rule value."""
+    """A rules table is not well formed: an unknown role, a dim listed twice, or a value that is not a rule."""
 
 
 class LayoutError(JaxparError, ValueError):
-    """A tensor cannot be laid out by the rules. ``problems`` lists every offence found, one text each."""
+    """The rules cannot place a tensor. ``problems`` lists every problem found, one text each."""
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -40,7 +40,7 @@ class LayoutError(JaxparError, ValueError):
 
 
 class AnnotationError(JaxparError, ValueError):
-    """An annotation cannot be read: a name is neither a string nor ``None``, or what it tags is not one array."""
+    """An annotation cannot be read: a name is neither a string nor ``None``, or the tagged value is not one array."""
 
 
 class NoLayoutError(JaxparError, RuntimeError):
@@ -48,74 +48,92 @@ class NoLayoutError(JaxparError, RuntimeError):
 
 
 class ModelError(JaxparError, TypeError):
-    """``make_model`` or ``loss_fn`` returned something that cannot be trained."""
+    """``make_model`` or ``loss_fn`` returned a value that cannot be trained."""
 
 
 class ConfigError(JaxparError, ValueError):
-    """A configuration file or a ``--set`` override is wrong: unknown key, wrong type, duplicate, unsafe tag."""
+    """A configuration file or ``--set`` override is wrong: an unknown key, a wrong type, a duplicate, an unsafe tag."""
 
 
 class DivergedError(JaxparError, ArithmeticError):
-    """A run's loss or gradients were not finite for too many steps in a row."""
+    """The loss or the gradients of a run were not finite for too many steps in a row."""
 
 
 class DataError(JaxparError, ValueError):
-    """Input data cannot be used: missing folder, too little text, a position of another run."""
+    """Input data cannot be used: a missing folder, too little text, or a reading position of another run."""
 
 
 class MissingExtraError(JaxparError, ImportError):
-    """An optional dependency is not installed. The text names the extra that brings it."""
+    """An optional dependency is not installed. The text names the extra that installs it."""
 
 
 class AuditError(JaxparError, ValueError):
-    """A compiled program cannot be read: no HLO text, text cut short, or a form the auditor does not know."""
+    """A compiled program cannot be read: no HLO text, truncated text, or a form that the audit does not know."""
 
 
 class CompileError(JaxparError, RuntimeError):
-    """A program cannot be compiled ahead of time; the text holds the compiler's own words."""
+    """A program cannot be compiled ahead of time. The text holds the compiler's message."""
 
 
 class PlanError(JaxparError, ValueError):
-    """A plan asks for what is not known: an accelerator or a matmul rate that no table holds, more chips than a pod has."""
+    """A plan needs a figure that is not known, or cannot exist.
+
+    Examples are an unknown accelerator, a matmul rate that its table lacks, and more chips than a pod has.
+    """
 
 
 class ScheduleError(JaxparError, ValueError):
-    """A pipeline's schedule cannot be: sizes that do not fit, an order that waits for itself, work left out or done twice."""
+    """A pipeline schedule is not valid: sizes that do not fit, a deadlock, or work that is missing or done twice."""
 
 
 class DiskError(JaxparError, OSError):
-    """An optimizer's state on disk cannot be used or kept: a folder in use, of another run or step, damaged bytes, a full disk."""
+    """Optimizer state on disk cannot be used or stored.
+
+    The folder is in use or belongs to another run or step, bytes are damaged, or the disk is full.
+    """
 
 
 class CheckpointError(JaxparError, OSError):
-    """A checkpoint cannot be written, or does not fit: no manifest, tensors of another model, a folder in use, a full disk."""
+    """A checkpoint cannot be written, or does not fit.
+
+    The manifest is missing, the tensors are those of another model, the folder is in use, or the disk is full.
+    """
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written: a flipped bit, a missing or swapped file, a manifest that contradicts itself."""
+    """A checkpoint is damaged: a flipped bit, a missing or swapped file, or a manifest that contradicts itself."""
 
 
 class LaunchError(JaxparError, RuntimeError):
-    """A run's processes cannot be started or found: an environment half set, a port in use, devices that cannot be shared out."""
+    """The processes of a run cannot be started or found.
+
+    The environment is incomplete, a port is in use, or the devices cannot be divided among the processes.
+    """
 
 
 class VerificationError(JaxparError, AssertionError):
-    """A layout does not compute what one device computes."""
+    """A check failed: a layout does not compute what one device does, or a program has unexpected collectives."""
 
 
 def did_you_mean(name: object, options: Iterable[object]) -> str:
-    """`` Did you mean 'x'?`` for the closest option, or an empty string when nothing is close."""
+    """Returns `` Did you mean 'x'?`` for the closest option, or an empty text when nothing is close."""
     close = difflib.get_close_matches(str(name), [str(o) for o in options], n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def listing(names: Iterable[object]) -> str:
-    """Names as a reader wants them: quoted, comma-separated, ``none`` when there are none."""
+    """Returns the names quoted and separated by commas, or ``none`` if there are none."""
     return ", ".join(repr(str(n)) for n in names) or "none"
 
 
 def need(module: str, extra: str, purpose: str) -> MissingExtraError:
-    """The error for a missing optional dependency."""
+    """Returns the error for a missing optional dependency.
+
+    Args:
+      module: the package that cannot be imported.
+      extra: the extra of jaxpar that installs it.
+      purpose: what needs it; the text begins with it.
+    """
     return MissingExtraError(
         f"{purpose} needs the package {module!r}, which is not installed. Remedy: pip install 'jaxpar[{extra}]'."
     )

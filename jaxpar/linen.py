@@ -1,6 +1,6 @@
-"""The Linen adapter: logical dims as Flax's own ``nn.LogicallyPartitioned`` boxes, and back.
+"""The Linen adapter: annotates parameters with logical dims as Flax's ``nn.LogicallyPartitioned`` and reads them back.
 
-A model already annotated with ``nn.with_logical_partitioning`` needs no change.
+A model that already uses ``nn.with_logical_partitioning`` needs no change.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from jaxpar.sharding.rules import options
 
 
 def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Name the dims of what an initializer makes: ``kernel_init=axes(init)("embed", "mlp")``.
+    """Wraps an initializer so that its arrays carry logical dims: ``kernel_init=axes(init)("embed", "mlp")``.
 
-    The stacking dim of ``nn.scan`` and ``nn.vmap`` is named by ``metadata_params={nn.PARTITION_NAME: "layers"}``.
+    ``nn.scan`` and ``nn.vmap`` name the dim that they add by ``metadata_params={nn.PARTITION_NAME: "layers"}``.
+
+    Args:
+      init: an initializer, called as ``init(key, shape, dtype)``.
+
+    Returns:
+      A function that takes one logical dim (or ``None``) per dim of the array, and returns the annotated initializer.
+      It raises :class:`AnnotationError` for anything else.
 
     >>> import jax
     >>> box = axes(nn.initializers.lecun_normal())("embed", "mlp")(jax.random.key(0), (4, 8))
@@ -36,7 +43,11 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 
 
 def unbox(box: Any, where: str) -> tuple[Any, Names]:
-    """The array and the names in a ``nn.Partitioned`` or ``nn.LogicallyPartitioned`` box."""
+    """Returns the array and the names in an ``nn.Partitioned`` or ``nn.LogicallyPartitioned`` box.
+
+    Raises:
+      AnnotationError: another kind of box; the text begins with ``where``.
+    """
     if not isinstance(box, nn.Partitioned):
         raise AnnotationError(f"{where}: {messages.nameless_box(box)}")
     return box.value, box.names
@@ -44,11 +55,14 @@ def unbox(box: Any, where: str) -> tuple[Any, Names]:
 
 @contextmanager
 def flax_rules() -> Iterator[None]:
-    """Let ``nn.with_logical_constraint`` inside a model read the ambient layout's activation rules.
+    """Lets ``nn.with_logical_constraint`` read the ambient layout's activation rules while the context is active.
 
-    For models that already constrain their activations in Flax's own way; wrap the ``apply`` inside ``loss_fn`` in it. It
-    is not entered by itself, because Flax also reads the rules when ``nn.DenseGeneral`` initialises a boxed kernel, and
-    fails there. Flax's lenience comes with it (an unknown name is replicated): ``jaxpar.hint`` is the strict way.
+    It is for models that constrain their activations with Flax's own functions. Wrap the ``apply`` inside ``loss_fn``
+    in it. jaxpar does not enter it by itself, because Flax also reads these rules when ``nn.DenseGeneral`` initialises
+    a boxed kernel, and fails there. Flax replicates a dim whose name is unknown; :func:`jaxpar.hint` raises instead.
+
+    Raises:
+      NoLayoutError: no layout is ambient.
     """
     layout = current_layout()
     table, _ = layout.rules.for_role("activations")

@@ -1,7 +1,7 @@
-"""The NNX adapter: logical dims as metadata of an ``nnx.Variable``, and back.
+"""The NNX adapter: annotates an ``nnx.Variable`` with logical dims and reads them back.
 
-The names live under a key of our own, ``logical_dims``, because Flax reads its own key ``out_sharding`` as *mesh axes* as
-soon as a mesh is active. A model that carries only Flax's key works as well: its names are then taken as logical dims.
+The names are stored under the metadata key ``logical_dims``, because Flax reads its own key ``out_sharding`` as *mesh
+axes* as soon as a mesh is active. A model that has only Flax's key works too: its names are taken as logical dims.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from jaxpar.sharding import messages
 from jaxpar.sharding.names import Names, check_names
 
 DIMS = "logical_dims"
-"""The metadata key of the names."""
+"""The metadata key that holds the logical dims."""
 
 
 def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Name the dims of what an initializer makes: ``kernel_init=axes(init)("embed", "mlp")``.
+    """Wraps an initializer so that its arrays carry logical dims: ``kernel_init=axes(init)("embed", "mlp")``.
+
+    Args:
+      init: an initializer, called as ``init(key, shape, dtype)``.
+
+    Returns:
+      A function that takes one logical dim (or ``None``) per dim of the array, and returns the annotated initializer.
+      It raises :class:`AnnotationError` for anything else.
 
     >>> from flax import nnx
     >>> linear = nnx.Linear(4, 8, kernel_init=axes(nnx.initializers.lecun_normal())("embed", "mlp"), rngs=nnx.Rngs(0))
@@ -36,7 +43,7 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 
 
 def stacked(dim: str = "layers") -> dict[str, str]:
-    """The ``transform_metadata`` of ``nnx.vmap`` and ``nnx.scan`` that gives the stacking dim its name.
+    """Returns the ``transform_metadata`` with which ``nnx.vmap`` and ``nnx.scan`` name the dim that they add.
 
     >>> stacked("layers")
     {'partition_name': 'layers', 'logical_dims': 'layers'}
@@ -45,7 +52,11 @@ def stacked(dim: str = "layers") -> dict[str, str]:
 
 
 def names_of(metadata: dict[str, Any], where: str) -> Names | None:
-    """The names in a variable's metadata: under our key if it is there, else under Flax's own."""
+    """Returns the logical dims in a variable's metadata: those of jaxpar's key, else those of Flax's, else ``None``.
+
+    Raises:
+      AnnotationError: the value is not a tuple of strings and ``None``; the text begins with ``where``.
+    """
     if metadata.get(DIMS) is not None:
         return check_names(metadata[DIMS], where)
     sharding = metadata.get("out_sharding")

@@ -1,4 +1,4 @@
-"""Assertions for users' own tests: what a layout promises, frozen."""
+"""Assertions for users' tests: a layout computes what one device does, and its program sends what is expected."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ def assert_matches_single_device(
     bound: float = 1e-5,
     seed: int = 0,
 ) -> Verdict:
-    """Train on ``data`` on one device, and take each step in the layout too, from the same state; both must agree.
+    """Asserts that each training step in a layout computes what it computes on one device.
 
-    Compared are the loss, every gradient, the carried variables, and what the optimizer makes of the layout's gradients.
+    One device trains on ``data``, and the layout takes each step from the same state. Compared are the loss, every
+    gradient, the carried variables, and the result of the optimizer for the layout's gradients.
 
     Args:
-      layout: the layout to prove.
-      make_model, tx, seed: as for :func:`jaxpar.init`. The model should compute in fp32 for a bound this tight.
+      layout: the layout to check.
+      make_model, tx, seed: as for :func:`jaxpar.init`. The model has to compute in fp32 to meet the default bound.
       loss_fn: as for :func:`jaxpar.train_step`.
       data: one batch per step, name → global array.
       dims: name → logical dims of that array.
-      bound: largest relative difference allowed, per tensor and for the loss.
+      bound: the largest relative difference allowed, per tensor and for the loss.
 
     Returns:
-      The differences that were found.
+      The largest differences found.
 
     Raises:
-      VerificationError: naming the first module that diverges.
+      VerificationError: a difference exceeds ``bound``. The text names the first module that diverges.
 
     >>> import jax, numpy as np, optax
     >>> import jaxpar as jp
@@ -58,7 +59,8 @@ def assert_matches_single_device(
     if not verdict.passed:
         raise VerificationError(
             f"the layout does not compute what one device computes (loss {verdict.loss:.2e}, gradients "
-            f"{verdict.gradients:.2e} in {verdict.worst}, updates {verdict.updates:.2e}, bound {bound:.0e}). First: {verdict.first}."
+            f"{verdict.gradients:.2e} in {verdict.worst}, updates {verdict.updates:.2e}, bound {bound:.0e}). First: "
+            f"{verdict.first}."
         )
     return verdict
 
@@ -66,18 +68,20 @@ def assert_matches_single_device(
 def assert_wire_bytes(
     program: Any, mesh: Any, expected: float, *, kind: str | None = None, axis: str | None = None, rtol: float = 1e-3
 ) -> Audit:
-    """A compiled program must send ``expected`` bytes from each device in one run.
+    """Asserts that one run of a compiled program sends ``expected`` bytes from each device.
 
     Args:
-      program, mesh: as for :func:`jaxpar.audit`; or an audit already made, whose own mesh then counts.
+      program, mesh: as for :func:`jaxpar.audit`; or an audit, whose own mesh is then used.
+      expected: bytes per device.
       kind, axis: count only collectives of this kind, or over this axis.
-      rtol: largest relative difference allowed.
+      rtol: the largest relative difference allowed.
 
     Returns:
       The audit.
 
     Raises:
-      VerificationError: listing the collectives that count, with their sources; also when a loop's trip count is unknown.
+      VerificationError: the bytes differ, or the trip count of a loop is unknown. The text lists the collectives that
+        were counted, with their sources.
       AuditError: an unknown kind or axis, or a program that cannot be read.
     """
     report = _certain(program, mesh)
@@ -95,18 +99,19 @@ def assert_wire_bytes(
 def assert_collectives(
     program: Any, mesh: Any, expected: Mapping[tuple[str, str | tuple[str, ...]], int], *, min_bytes: int = 0
 ) -> Audit:
-    """A compiled program must execute exactly these collectives in one run.
+    """Asserts that one run of a compiled program executes exactly these collectives.
 
     Args:
-      program, mesh: as for :func:`jaxpar.audit`; or an audit already made, whose own mesh then counts.
-      expected: (kind, axis or tuple of axes) → executions. What is not listed must not happen.
-      min_bytes: leave out collectives whose result is smaller, such as those of a loss.
+      program, mesh: as for :func:`jaxpar.audit`; or an audit, whose own mesh is then used.
+      expected: (kind, axis or tuple of axes) → number of executions. A collective that is not listed is an error.
+      min_bytes: ignore collectives with a smaller result, such as those of a loss.
 
     Returns:
       The audit.
 
     Raises:
-      VerificationError: naming every difference, with the sources of what was found.
+      VerificationError: the collectives differ, or the trip count of a loop is unknown. The text lists every
+        difference, with the sources of the collectives found.
       AuditError: an unknown kind or axis, or a program that cannot be read.
 
     >>> import jax, jax.numpy as jnp, jaxpar as jp
@@ -121,7 +126,7 @@ def assert_collectives(
     for (kind, axes), count in expected.items():
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
-            report.select(kind, name)  # raises for a kind or an axis that does not exist
+            report.select(kind, name)  # raises for an unknown kind or axis
         wanted[kind, frozenset(names)] = count
     found: dict[tuple[str, frozenset[str]], list[Collective]] = {}
     for c in report.collectives:
@@ -140,31 +145,32 @@ def assert_collectives(
 
 
 def assert_no_collective_in_conditional(program: Any, mesh: Any) -> Audit:
-    """No branch of a compiled program may hold a collective.
+    """Asserts that no branch of a conditional in a compiled program holds a collective.
 
-    Devices that take different branches of a conditional wait for each other for ever. The compiler does not warn.
+    Devices that take different branches would wait for each other forever. The compiler does not warn about it.
 
     Args:
-      program, mesh: as for :func:`jaxpar.audit`; or an audit already made, whose own mesh then counts.
+      program, mesh: as for :func:`jaxpar.audit`; or an audit, whose own mesh is then used.
 
     Returns:
       The audit.
 
     Raises:
-      VerificationError: listing the collectives in branches, with their sources.
+      VerificationError: a branch holds a collective. The text lists them all, with their sources.
     """
     report = program if isinstance(program, Audit) else audit(program, mesh=mesh)
     inside = [c for c in (*report.collectives, *report.other_arms) if c.conditional]
     if inside:
         raise VerificationError(
-            f"{len(inside)} collectives stand in a branch of a conditional, where devices that take another branch never "
-            f"meet them. Remedy: move them out, or choose between their results with jnp.where." + _listed(inside, str)
+            f"{len(inside)} collectives stand in a branch of a conditional, where devices that take another branch "
+            f"never meet them. Remedy: move them out, or choose between their results with jnp.where."
+            + _listed(inside, str)
         )
     return report
 
 
 def _certain(program: Any, mesh: Any) -> Audit:
-    """The audit of a program whose loops all show their trip counts."""
+    """Returns the audit of a program, after checking that the trip counts of all of its loops are known."""
     report = program if isinstance(program, Audit) else audit(program, mesh=mesh)
     if not report.certain:
         raise VerificationError(

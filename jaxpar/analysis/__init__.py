@@ -1,1 +1,1 @@
-"""What a layout costs and does, before it runs: explain, estimate, audit, compile, compare."""
+"""Static analysis of a layout before it runs: explain, estimate, audit, ahead-of-time compilation, comparison."""

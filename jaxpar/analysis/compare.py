@@ -1,8 +1,9 @@
-"""Is a layout right? The same steps on one device and in the layout, compared tensor by tensor.
+"""Compares the same train steps in a reference layout and in another layout, tensor by tensor.
 
-One device trains, and the layout takes each of these steps from the same state. Two trajectories are never compared: Adam and Lion make a
-step of full length from any gradient, however small, and so amplify rounding. When a step differs, its forward pass is run again on both
-sides, operation by operation, and the first activation that differs is reported with the module that made it.
+The reference, usually one device, trains. The layout takes each step from the reference's state. Trajectories are never
+compared, because Adam and Lion make a full-length step from any gradient, however small, and so amplify rounding. If a
+step differs, both sides run its forward pass again, operation by operation. The first activation that differs is
+reported with the module that made it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from jaxpar.training.state import TrainState, init
 from jaxpar.training.step import train_step, updated
 
 FLOOR = 1e-3
-"""A tensor's differences count against its own largest entry, but at least against this part of the model's largest
-gradient: a gradient that is zero by mathematics (a key bias under softmax) holds nothing but rounding noise."""
+"""A tensor's differences are relative to its own largest entry, but at least to this fraction of the model's largest
+gradient. A gradient that is mathematically zero, such as that of a key bias under softmax, is only rounding noise."""
 
 SAMPLES = 3
 SPREAD = 10
-"""A gradient tensor may differ by ``SPREAD`` times what it changes by when parameters and inputs change in their last bit (the largest change
-of ``SAMPLES`` random ones): where large terms cancel, their rounding is more than the bound of what is left."""
+"""A gradient tensor may differ by ``SPREAD`` times its change when the last bit of parameters and inputs changes,
+the largest over ``SAMPLES`` random changes. Where large terms cancel, their rounding error exceeds the bound on
+what is left."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest relative differences over all steps, where they were, and where the first one beyond the bound is.
+    """The largest relative differences over all steps, their places, and the first one beyond the bound.
 
     Attributes:
       loss: of the loss.
@@ -46,7 +48,7 @@ class Verdict:
       updates: of any parameter, optimizer state or carried variable after a step.
       bound: the largest difference allowed.
       parameters_equal: whether the initial parameters are bitwise equal.
-      first: where the first difference beyond the bound is; ``None`` if there is none.
+      first: the place of the first difference beyond the bound; ``None`` if there is none.
     """
 
     loss: float
@@ -59,6 +61,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
+        """Whether no difference exceeds the bound and the initial parameters are equal."""
         return self.first is None
 
 
@@ -76,18 +79,22 @@ def compare(
     clip_norm: float | None = None,
     **options: Any,
 ) -> Verdict:
-    """Train on ``data`` in the reference, and compare each step with the layout's step from the same state.
+    """Train on ``data`` in the reference layout, and compare each step with the layout's step from the same state.
 
-    Compared are the loss, the gradients, the carried variables, and the updated parameters and optimizer state. The update is held against
-    the reference's update from the layout's own gradients.
+    Each step compares the loss, the gradients, the carried variables, and the updated parameters and optimizer state.
+    The update is compared with the reference's update from the layout's own gradients.
 
     Args:
-      reference, layout: the two layouts; the first is taken as right.
+      reference, layout: the two layouts; ``reference`` counts as correct.
       make_model, tx, loss_fn, seed, clip_norm: as for :func:`jaxpar.init` and :func:`jaxpar.train_step`.
       data: one batch per step, name → global array.
       dims: name → logical dims of that array.
-      bound: largest relative difference allowed.
-      options: others of :func:`jaxpar.train_step`, for ``layout``; the reference takes each batch in one piece.
+      bound: the largest relative difference allowed.
+      options: other keyword arguments of :func:`jaxpar.train_step`, for ``layout`` only; the reference takes each batch
+        in one piece.
+
+    Returns:
+      The verdict over all steps.
     """
     sides: tuple[tuple[Layout, dict[str, Any]], ...] = ((reference, {}), (layout, options))
     with jax.default_matmul_precision("highest"):
@@ -124,7 +131,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Differences:
-    """The largest differences of one step; ``where`` the first one beyond the bound is, if it was looked for."""
+    """The largest differences of one step; ``where`` is the first one beyond the bound, if the step searched for it."""
 
     loss: float
     gradients: float
@@ -147,7 +154,7 @@ class _Comparison:
     def step(
         self, right: TrainState, own: TrainState, batches: Sequence[Any], *, search: bool
     ) -> tuple[_Differences, TrainState]:
-        """The differences of one step from the same state, and the reference's state after it."""
+        """Return the differences of one step from the same state, and the reference's state after it."""
         after, metrics = self.reference(right, batches[0])
         other, others = self.other(own, batches[1])
         want, got = jax.device_get((metrics["grads"], others["grads"]))
@@ -175,7 +182,7 @@ class _Comparison:
         return _Differences(loss, grads[gradient], gradient, updates[leaf], where), after
 
     def _last_bit(self, state: TrainState, batch: Any, grads: Any, rest: Any) -> dict[str, float]:
-        """Path → the largest change of a gradient or a carried variable when parameters and inputs change by one bit of fp32."""
+        """Return path → largest change of a gradient or variable when parameters and inputs change by one fp32 bit."""
         most: dict[str, float] = {}
         for sample in range(SAMPLES):
             near = functools.partial(_one_bit_off, np.random.default_rng(sample))
@@ -195,7 +202,10 @@ def _one_bit_off(rng: np.random.Generator, x: jax.Array) -> jax.Array:
 
 
 def _copied(state: TrainState, own: TrainState) -> TrainState:
-    """``state`` with the shardings of ``own``. Arrays that have another shape in ``own`` (one per device) and a loss scale stay."""
+    """Return ``state`` with the shardings of ``own``.
+
+    The loss scale, and arrays of another shape in ``own`` (one per device), remain those of ``own``.
+    """
 
     def move(x: Any, mine: Any) -> Any:
         return jax.device_put(jax.device_get(x), mine.sharding) if x.shape == mine.shape else mine
@@ -205,7 +215,10 @@ def _copied(state: TrainState, own: TrainState) -> TrainState:
 
 
 def _numbers(want: Any, got: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Paths and pairs of arrays in fp64, keys as their numbers. Arrays of other shapes, one per device, are left out."""
+    """Yield the path and both arrays of each leaf, in fp64.
+
+    PRNG keys are converted to integers. Arrays of different shapes (one per device) are skipped.
+    """
     for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = (jax.random.key_data(x) for x in (a, b))
@@ -215,7 +228,7 @@ def _numbers(want: Any, got: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
 
 
 def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Path → largest difference of each array, relative to its largest entry, or to ``least``."""
+    """Return path → the largest difference of each array, relative to its largest entry or to ``least``."""
     tiny = float(np.finfo(np.float32).tiny)
     return {
         path: _number(
@@ -226,18 +239,20 @@ def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict
 
 
 def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Path → largest difference of each gradient tensor, relative to its size (see ``FLOOR``); infinite where one is not finite.
+    """Return path → the largest difference of each gradient tensor, relative to its size (see ``FLOOR``).
+
+    A difference that is not finite counts as infinite.
 
     Args:
-      want, got: the gradients, on the host.
-      least: path → the size that a tensor has at least.
+      want, got: pytrees of gradients, on the host.
+      least: path → the least size to compare a tensor with.
     """
     scale = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(want))
     floor = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
     gaps = {}
     for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         path, largest = show(to_path(keys)), float(np.abs(a).max(initial=0))
-        # Of a gradient that is noise the noise may be as large as that of what cancels out in it: the largest gradient's.
+        # The rounding noise of a zero gradient scales with the terms that cancel in it: with the largest gradient.
         noise = largest <= 8 * min(float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(a.dtype).eps)) * scale
         size = max(scale if noise else largest, floor, (least or {}).get(path, 0.0))
         gaps[path] = _number(float(np.abs(a - b).max(initial=0)) / size)
@@ -245,5 +260,5 @@ def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None)
 
 
 def _number(x: float) -> float:
-    """NaN counts as infinitely far away: it must never pass a comparison."""
+    """Return infinity for NaN, so that NaN never passes a comparison."""
     return math.inf if math.isnan(x) else x

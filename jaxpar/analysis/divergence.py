@@ -1,4 +1,4 @@
-"""Where the forward pass of a step first differs from one device's, or stops being finite: activation by activation."""
+"""Finds the first activation of a step that differs from one device's, or that is not finite."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ def first_divergence(
     loss_fn: Callable[..., Any],
     bound: float,
 ) -> str | None:
-    """The first activation of the forward pass that differs, as text; ``None`` if all that the model constrains agree.
+    """Return the first activation of the forward pass that differs between two layouts, as text; ``None`` if all agree.
 
-    The model's own ``constrain`` and ``hint`` calls are the probes. Without jit a scan runs its body once a layer, so the
-    calls come in the order in which a reader would count them.
+    The model's ``constrain`` and ``hint`` calls are the probes. The forward pass runs without jit, so a scan runs its
+    body once per layer and the calls come in program order.
+
+    Args:
+      layouts, states, batches: those of the reference, then those of the other layout.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      bound: the largest difference allowed, relative to the largest entry of an activation.
     """
     traces: list[list[tuple[str, Sequence[str | None], np.ndarray]]] = []
     for layout, state, batch in zip(layouts, states, batches, strict=True):
@@ -38,13 +43,13 @@ def first_divergence(
         with layout, jax.disable_jit(), observing(note):
             loss_of(loss_fn, state, batch)(state.params)
         traces.append(trace)
-    # A layout may take another way than one device in places: only calls that both make are compared.
+    # A layout may run other code than one device in places, so only calls that both make are compared.
     keys = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
     same = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
     pairs = [(m.a + i, m.b + i) for m in same for i in range(m.size)]
     for number, ((place, dims, a), b) in ((i + 1, (traces[0][i], traces[1][j][2])) for i, j in pairs):
         gap = float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30)
-        if not gap <= bound:  # NaN differs too
+        if not gap <= bound:  # true for NaN
             called = sum(earlier == place for earlier, _, _ in traces[0][:number])
             named = ", ".join(map(str, dims))
             return f"{place} ({named}), call {called}: its activation differs by {gap:.2e}"
@@ -54,9 +59,15 @@ def first_divergence(
 def first_nonfinite(
     layout: Layout, state: Any, batch: Any, loss_fn: Callable[..., Any], precision: Precision | None = None
 ) -> str:
-    """Where a step's numbers stop to be finite, as text: a parameter, else the first activation, else what comes after all.
+    """Return the first place at which a step's numbers are not finite, as text.
 
-    The model's own ``constrain`` and ``hint`` calls are the probes, as for :func:`first_divergence`.
+    The places are, in order: parameters, activations, loss, gradients, the norm of the gradients. The probes are the
+    model's ``constrain`` and ``hint`` calls, as for :func:`first_divergence`.
+
+    Args:
+      layout, state, batch: of the step.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      precision: that of the step.
     """
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not _finite(leaf):
@@ -88,5 +99,5 @@ def first_nonfinite(
 
 def _finite(x: Any) -> bool:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return bool(jnp.isfinite(x).all())  # the other processes hold parts of it, and ask the same
+        return bool(jnp.isfinite(x).all())  # the other processes hold the other shards and call this too
     return bool(np.all(np.isfinite(np.asarray(jax.device_get(x)).astype(np.float32))))

@@ -1,18 +1,21 @@
-"""``roofline``: how fast a program could run at best on hardware that is not here, from what its audit counts.
+"""``roofline``: the best possible step time of a program on hardware that is not present, from the program's audit.
 
-**It is a model, not a measurement.** It knows peaks and bytes; it knows no latency, no kernel, no congestion. Trust it to say
-which resource binds, and to compare two layouts of one model; run the program to know how long it takes. The whole model:
+**It is a model, not a measurement.** It knows peak rates and bytes; it ignores latency, kernel efficiency and
+congestion. Use it to find which resource bounds the step and to compare two layouts of one model. To know the step
+time, run the program. The complete model:
 
 - compute = (matmul + kernel FLOPs) / the peak matmul rate of ``dtype``. Elementwise work costs only its HBM traffic.
-- HBM = bytes / peak bandwidth; the audit's bytes are an upper bound. Compute and HBM traffic overlap perfectly, so the larger
-  of the two is the *work*.
-- A collective takes what :mod:`jaxpar.sharding.hardware.links` says. Without compute scheduled beside it, all of that is *exposed*.
-- With compute beside it, it is hidden for as long as that compute takes, at the average pace of the program (work / FLOPs);
-  what it takes longer is *stalled*. Beside work without FLOPs it is hidden whole.
-- Transfers wait for each other where they share a link, and not elsewhere: the busiest link decides. Exposed ones add up, but of permutes that are on
-  their way together the busiest link counts.
-- step = exposed + max(work + stalled, overlapped), where *stalled* and *overlapped* (all of the transfers that have compute
-  beside them) are those of the busiest link.
+- HBM = bytes / peak bandwidth. The audit's bytes are an upper bound. Compute and HBM traffic overlap perfectly, so the
+  *work* takes as long as the larger of the two.
+- :mod:`jaxpar.sharding.hardware.links` gives the time of a collective. If it overlaps with no compute, all of its time
+  is *exposed*.
+- A collective that overlaps with compute is *hidden* for as long as that compute takes, at the average rate of the
+  program (work / FLOPs). The rest of its time is *stalled*. A collective that overlaps with work without FLOPs is
+  hidden completely.
+- Transfers on the same link run one after the other; transfers on different links overlap, so the busiest link decides.
+  Exposed transfers add up, except that permutes in flight at the same time count as the time of their busiest link.
+- step = exposed + max(work + stalled, overlapped). *stalled* and *overlapped* are the times of the busiest link;
+  *overlapped* is its time for all transfers that overlap with compute.
 - MFU = FLOPs / (step · peak · devices).
 """
 
@@ -39,12 +42,12 @@ class Transfers:
 
     Attributes:
       axes: the mesh axes.
-      levels: the links that they run on, slowest first: ``DCN``, ``ICI`` or ``NVLink``, ``chip``.
+      levels: the links that they use, slowest first: ``DCN``, ``ICI`` or ``NVLink``, ``chip``.
       count: executions.
       wire_bytes: bytes that one device sends.
-      hidden: seconds under the compute that is scheduled beside them.
-      stalled: seconds by which they outlast that compute.
-      exposed: seconds with no compute beside them.
+      hidden: seconds that overlap with compute.
+      stalled: seconds by which they outlast the compute that they overlap with.
+      exposed: seconds of transfers that overlap with no compute.
     """
 
     axes: tuple[str, ...]
@@ -57,7 +60,7 @@ class Transfers:
 
     @property
     def seconds(self) -> float:
-        """Time on the links, hidden or not."""
+        """Seconds on the links, hidden or not."""
         return self.hidden + self.stalled + self.exposed
 
 
@@ -66,21 +69,22 @@ class Roofline:
     """One step on one topology by the model of :mod:`jaxpar.analysis.roofline`; all times in seconds.
 
     Attributes:
-      topology, device, devices: what it runs on.
-      dtype: whose peak matmul rate is taken.
-      flops: of one device, matmuls and kernels.
-      hbm_bytes: of one device.
-      compute, hbm: what FLOPs and main memory take.
-      transfers: what the links take, by mesh axes, longest first.
-      overlapped, stalled: of the transfers with compute beside them, on the busiest link: all of their time, and that by
-        which they outlast the compute.
-      exposed: transfers with no compute beside them.
+      topology, device, devices: the hardware and the number of devices.
+      dtype: the dtype of the peak matmul rate.
+      flops: matmul and kernel FLOPs of one device.
+      hbm_bytes: bytes that one device moves to and from main memory.
+      compute, hbm: the time of the FLOPs and of the memory traffic.
+      transfers: the time on the links, by mesh axes, longest first.
+      overlapped: on the busiest link, the time of all transfers that overlap with compute.
+      stalled: on the busiest link, the time by which those transfers outlast the compute.
+      exposed: the time of transfers that overlap with no compute.
       step: exposed + max(max(compute, hbm) + stalled, overlapped).
-      bound: what takes most of the step: ``compute``, ``HBM``, ``links over data``; ``nothing`` in an empty program.
-      mfu: useful FLOPs over what the devices could do in the step; ``None`` where either is not known.
+      bound: the resource that takes most of the step: ``compute``, ``HBM``, or links, such as ``links over data``;
+        ``nothing`` in an empty program.
+      mfu: useful FLOPs divided by the FLOPs that the devices could do in the step; ``None`` if either is unknown.
       mfu_of: ``the model's FLOPs``, or ``the program's FLOPs``, which count recomputation as useful.
-      tokens_per_second: over all devices, where the tokens of a step were given.
-      missing: what the audit could not count. If there is any, ``step`` is a lower bound, ``mfu`` and
+      tokens_per_second: over all devices; ``None`` unless the tokens of a step were given.
+      missing: what the audit could not count. If there is any, ``step`` is a lower bound, and ``mfu`` and
         ``tokens_per_second`` are upper bounds.
     """
 
@@ -104,9 +108,12 @@ class Roofline:
     missing: tuple[str, ...]
 
     def headline(self) -> str:
-        """The step in a line or two; what is only a bound says so."""
+        """Return the step in one or two lines, with bounds marked as such."""
         least, most = ("≥ ", "≤ ") if self.missing else ("", "")
-        text = f"step {least}{show_time(self.step)} on {self.topology} ({self.devices} × {self.device}), bound by {self.bound}"
+        text = (
+            f"step {least}{show_time(self.step)} on {self.topology} "
+            f"({self.devices} × {self.device}), bound by {self.bound}"
+        )
         text += f"; MFU {'not known' if self.mfu is None else f'{most}{self.mfu:.1%} ({self.mfu_of}, {self.dtype})'}"
         if self.tokens_per_second is not None:
             text += f"; {most}{self.tokens_per_second:,.0f} tokens/s"
@@ -115,14 +122,17 @@ class Roofline:
         return text
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Resource, its time, of which hidden, stalled and exposed, and what it does."""
+        """Return table cells: resource, its time, of which hidden, stalled and exposed, and what it does."""
         hbm = f"at most {show_bytes(self.hbm_bytes)}"
         rows: list[tuple[str, ...]] = [
             ("compute", show_time(self.compute), "", "", "", f"{self.flops:.4g} FLOPs"),
             ("HBM", show_time(self.hbm), "", "", "", hbm),
         ]
         for t in self.transfers:
-            what = f"{show_bytes(round(t.wire_bytes))} in {t.count} collective{'s' * (t.count != 1)} on {' + '.join(t.levels)}"
+            what = (
+                f"{show_bytes(round(t.wire_bytes))} in {t.count} "
+                f"collective{'s' * (t.count != 1)} on {' + '.join(t.levels)}"
+            )
             times = (show_time(s) for s in (t.seconds, t.hidden, t.stalled, t.exposed))
             rows.append((f"links over {'+'.join(t.axes)}", *times, what))
         return rows
@@ -142,12 +152,12 @@ class Roofline:
         return f"<div><b>{head}</b><table>{table}</table></div>"
 
     def to_json(self) -> str:
-        """Every field as JSON."""
+        """Return every field as JSON."""
         return json.dumps(asdict(self), indent=1)
 
 
 def show_time(seconds: float) -> str:
-    """A duration in the unit that suits it.
+    """Return a duration as text, in a suitable unit.
 
     >>> show_time(0.00123), show_time(2.5), show_time(0)
     ('1.23 ms', '2.5 s', '0 s')
@@ -164,18 +174,24 @@ def roofline(
     model_flops: float | None = None,
     dtype: str = "bf16",
 ) -> Roofline:
-    """How long one run of an audited program would take on a topology, and what would bind it. A model: see the module.
+    """Estimate how long one run of an audited program takes on a topology, and what bounds it.
+
+    The module's docstring describes the model.
 
     Args:
-      report: the audit of one step, with the mesh it was compiled for, outermost axis first.
-      topology: the hardware, or its name, as ``"v5e:4x4"``; it need not be the one that the program was compiled for.
-      tokens: of one step over all devices, for ``tokens_per_second``.
-      model_flops: FLOPs of one step over all devices that the model needs, without recomputation; the MFU is of these.
-        Without it the MFU is of the FLOPs that the program runs.
+      report: the audit of one step, with the mesh that the program was compiled for, outermost axis first.
+      topology: the hardware, or its name, such as ``"v5e:4x4"``. It may differ from the one that the program was
+        compiled for.
+      tokens: tokens of one step over all devices, for ``tokens_per_second``.
+      model_flops: FLOPs of one step over all devices that the model needs, without recomputation, for the MFU. By
+        default the MFU uses the FLOPs that the program runs.
       dtype: of the matmuls' operands, one of ``jaxpar.sharding.hardware.accelerators.DTYPES``.
 
+    Returns:
+      The :class:`Roofline` of one step.
+
     Raises:
-      MeshError: the audit's mesh has another size than the topology, or no such topology.
+      MeshError: the audit's mesh has another size than the topology, or the topology is unknown.
       PlanError: unknown accelerator, no matmul rate for ``dtype``, or a slice larger than its pod.
 
     >>> report = Audit({"data": 4}, 2 * 1024**3, 0, 6 * 1024**2, (), (), (), (), {})  # a matmul of 1024 × 1024 in bf16
@@ -194,7 +210,7 @@ def roofline(
     busiest, stalled = _busiest(timed)
     exposed = sum(t.transfers.exposed for t in timed)
     step = exposed + max(work + stalled, busiest)
-    # FLOPs that were not all counted tell nothing of an MFU, unless the model's are known.
+    # With FLOPs missing from the audit there is no MFU, unless the caller gives the model's FLOPs.
     missing = _missing(report)
     useful = model_flops if model_flops is not None else None if missing else flops * where.devices
     return Roofline(
@@ -220,7 +236,9 @@ def roofline(
 
 
 def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -> tuple[Transfers, ...]:
-    """What each of ``report.collectives`` takes in one step by the same model, in their order. Raises what that does.
+    """Return the time of each of ``report.collectives`` in one step by the same model, in their order.
+
+    Arguments and errors are those of :func:`roofline`.
 
     >>> time_each(Audit({"data": 4}, 0, 0, 0, (), (), (), (), {}), "v5e:2x2")
     ()
@@ -235,14 +253,14 @@ def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -
 
 @dataclass(frozen=True)
 class _Timed:
-    """One collective's transfers, and how long each link is busy with them, as a part of their time."""
+    """The transfers of one collective, and the fraction of their time for which each link is busy."""
 
     transfers: Transfers
     queues: Mapping[str, float]
 
 
 def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list[_Timed]:
-    """What each takes. Of exposed permutes that are on their way together, the busiest link's counts."""
+    """Time each collective. Exposed permutes in flight together take the time of their busiest link."""
     timed = [_time(c, links, pace) for c in collectives]
     flights: dict[int, list[int]] = {}
     for n, c in enumerate(collectives):
@@ -262,11 +280,11 @@ def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list
 
 
 def _time(c: Collective, links: Links, pace: float) -> _Timed:
-    """What a collective takes in one step; ``pace`` is the seconds that a FLOP takes in this program."""
+    """Time one collective in one step; ``pace`` is seconds per FLOP in this program."""
     phases = links.phases(c)
     once = sum(phase.seconds for phase in phases)
     exposed = once * c.exposed_bytes / c.wire_bytes if c.wire_bytes else 0.0
-    covered = max(once - exposed, 0.0)  # less rounding
+    covered = max(once - exposed, 0.0)  # rounding may make it negative
     hidden = min(covered, c.beside_flops * pace) if c.beside_flops else covered
     transfers = Transfers(
         axes=c.axes,
@@ -304,7 +322,7 @@ def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
 
 
 def _busiest(timed: list[_Timed]) -> tuple[float, float]:
-    """Of the busiest link: the seconds of transfers with compute beside them, and those by which they outlast it."""
+    """Return the seconds of overlapped transfers, and of their stalls, each on its busiest link."""
     busy: dict[str, float] = {}
     stalled: dict[str, float] = {}
     for one in timed:

@@ -1,4 +1,4 @@
-"""Byte counts of shards, and how a byte count is written."""
+"""Bytes of shards, and byte counts as text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Sequence
 
 
 def device_bytes(shape: Sequence[int], itemsize: int, ways: Sequence[int]) -> int:
-    """Bytes of the largest shard: each dim divided by its ways, rounded up where a problem left it indivisible."""
+    """Return the bytes of the largest shard of an array.
+
+    Args:
+      shape: the global shape.
+      itemsize: bytes of one element.
+      ways: the number of shards along each dim. A dim that is not divisible is rounded up.
+    """
     return itemsize * math.prod(-(-size // way) for size, way in zip(shape, ways, strict=True))
 
 
 def show_bytes(n: int) -> str:
-    """A byte count in binary units.
+    """Return a byte count as text, in binary units.
 
     >>> show_bytes(1536), show_bytes(3 * 2**30)
     ('1.50 KiB', '3.00 GiB')

@@ -1,7 +1,14 @@
-"""The command line: ``jaxpar train | explain | check | verify CONFIG [--set a.b=c]``, ``jaxpar generate CONFIG --prompt TEXT``,
-``jaxpar verify-checkpoint DIR``, ``jaxpar schedule NAME`` and ``jaxpar doctor [--checkpoint DIR]``.
+"""The ``jaxpar`` command line.
 
-Everything that needs jax is imported inside a command, so that ``jaxpar --help`` is instant.
+::
+
+    jaxpar train | explain | check | verify CONFIG [--set a.b=c]
+    jaxpar generate CONFIG --prompt TEXT
+    jaxpar verify-checkpoint DIR
+    jaxpar schedule NAME
+    jaxpar doctor [--checkpoint DIR]
+
+Each command imports jax only when it runs, so ``jaxpar --help`` is fast.
 """
 
 from __future__ import annotations
@@ -55,7 +62,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Explain:
-    """Say where every tensor of a run lies, and why. Needs no devices."""
+    """Show how every tensor of a run is sharded, and why. Needs no devices."""
 
     config: Config
     set: Settings = ()
@@ -70,7 +77,7 @@ class Explain:
 
 @dataclass(frozen=True)
 class Check(Explain):
-    """Raise everything that is wrong with a run's layout, in one list; exit 1 if there is anything. Needs no devices."""
+    """List all problems of a run's layout; exit 1 if there are any. Needs no devices."""
 
     strict: Annotated[bool, tyro.conf.arg(help="an unused rule is an error")] = True
     max_replicated: Annotated[float | None, tyro.conf.arg(help="largest share of bytes whole on every device")] = None
@@ -92,7 +99,7 @@ class Check(Explain):
 
 @dataclass(frozen=True)
 class Verify:
-    """Prove that a run's layout computes what one device computes: loss and gradients, step by step, in fp32."""
+    """Check that a run's layout computes the same as one device: loss and gradients, step by step, in fp32."""
 
     config: Config
     set: Settings = ()
@@ -114,7 +121,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Generate:
-    """Let a run's model go on with texts, on any mesh: --set mesh.model=4 need not be that of the training."""
+    """Continue prompts with a run's model, on any mesh: --set mesh.model=4 may differ from the training mesh."""
 
     config: Config
     prompt: Annotated[
@@ -166,7 +173,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Look over this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong."""
+    """Check this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong."""
 
     json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False
     timeout: Annotated[float, tyro.conf.arg(help="seconds to wait for devices")] = 60.0
@@ -190,7 +197,7 @@ class Doctor:
 
 @dataclass(frozen=True)
 class VerifyCheckpoint:
-    """Verify a checkpoint: every byte of every file against its manifest. Needs no devices and no jax. Exit 1 if something is wrong."""
+    """Check every byte of a checkpoint against its manifest; exit 1 on a mismatch. Needs neither devices nor jax."""
 
     directory: Annotated[
         Path,
@@ -209,7 +216,7 @@ class VerifyCheckpoint:
 
 @dataclass(frozen=True)
 class ScheduleCommand:
-    """A pipeline's schedule by name: ticks, bubble, memory, and every tick as text; of several names a table. Needs no devices and no jax."""
+    """Print a pipeline schedule: ticks, bubble, memory, timeline; several: a table. Needs neither devices nor jax."""
 
     names: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...", help="as 1f1b, or several")
@@ -235,7 +242,7 @@ class ScheduleCommand:
 
 
 def _job(config: Path, settings: Sequence[str], *, run: bool, training: bool = True) -> Any:
-    """The job of a configuration; with ``run`` jax's devices are chosen as it says."""
+    """Build the job of a configuration; with ``run``, first simulate the CPU devices that it configures."""
     from jaxpar.app.config import load_run
 
     loaded = load_run(config, settings)
@@ -269,7 +276,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
             file.write_text(content(), encoding="utf-8")
     console = Console(highlight=False, soft_wrap=True)
     if strict is None:
-        # A table cut to a pipe's 80 columns helps nobody.
+        # rich would cut the table to 80 columns when the output is a pipe.
         console.print(report) if console.is_terminal else print(report.to_text(), end="")
         return 0
     jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
@@ -280,7 +287,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
 
 def _compiled(command: Check, topology: str) -> int:
-    """Check a run's layout, compile its step for a topology, and say whether it fits, what it costs, and what to change."""
+    """Check a run's layout, compile its step for a topology, and print whether it fits, its cost, and suggestions."""
     from jaxpar.sharding.hardware.topology import Topology
 
     parsed = Topology.parse(topology)
@@ -314,7 +321,7 @@ def _compiled(command: Check, topology: str) -> int:
     print(found, end="")
     if command.json is not None:
         command.json.write_text(found.to_json(), encoding="utf-8")
-    if command.html is not None:  # the layout's own report is there already
+    if command.html is not None:  # `_report` has already written the layout report to this file
         layout = command.html.read_text(encoding="utf-8")
         command.html.write_text(page(found, f"{job.name} on {topology}", layout), encoding="utf-8")
     if command.hlo is not None and found.program is not None:
@@ -324,7 +331,7 @@ def _compiled(command: Check, topology: str) -> int:
 
 
 def _golden(file: Path, found: Any) -> bool:
-    """Compare a checkup with a golden file, or write the file; whether they agree."""
+    """Compare a checkup with a golden file, or write a missing file; returns whether they agree."""
     from jaxpar.analysis.checkup.golden import against, facts_of, write
 
     if found.program is None:
@@ -341,7 +348,7 @@ def _golden(file: Path, found: Any) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. A ``JaxparError`` prints its text alone and gives 1."""
+    """Run a command and return its exit status; a ``JaxparError`` prints only its message and returns 1."""
     chosen: Any = tyro.cli(
         Train
         | Explain

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses that YAML fills strictly."""
+"""The configuration of a run: frozen dataclasses that are built from YAML with strict checks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CompilerOption = bool | int | float | str
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where text comes from and how it is cut: ``batch`` sequences of ``seq`` tokens a step, over all devices.
+    """The text to train on, and how it is cut into batches of ``batch`` sequences of ``seq`` tokens, over all devices.
 
-    With ``packing`` a sequence's documents are told apart: a token sees those of its own.
+    With ``packing`` a sequence may hold several documents, and a token attends only to tokens of its own document.
     """
 
     source: str = "stdlib"
@@ -31,7 +31,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Any optax optimizer by name, or ``one_bit_adam``, with a warmup-cosine schedule; ``options`` are its own keyword arguments."""
+    """An optax optimizer by name, or ``one_bit_adam``, with a warmup-cosine schedule.
+
+    ``options`` holds the optimizer's other keyword arguments.
+    """
 
     name: str = "adamw"
     learning_rate: float = 1e-3
@@ -53,7 +56,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class RematConfig:
-    """What of the layers the backward pass computes again; see :class:`jaxpar.RematPolicy`."""
+    """Which activations the backward pass recomputes; see :class:`jaxpar.RematPolicy`."""
 
     policy: str
     save_names: tuple[str, ...] = ()
@@ -64,7 +67,7 @@ class RematConfig:
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """What goes in one collective; see :class:`jaxpar.CollectiveFusion`."""
+    """Which tensors share one collective; see :class:`jaxpar.CollectiveFusion`."""
 
     reduce: str | int | list[int] = "auto"
     gather: str | int | list[int] = "auto"
@@ -73,7 +76,7 @@ class FusionConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What waits in the host's memory, or on disk in the folder ``path``; see :func:`jaxpar.offload`."""
+    """Which state is stored in host memory, or on disk in the folder ``path``; see :func:`jaxpar.offload`."""
 
     optimizer: Literal["host", "disk"] | None = None
     parameters: Literal["host"] | None = None
@@ -83,7 +86,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How attention goes over a split sequence; see :class:`jaxpar.parallel.attention.context.Context`."""
+    """How attention runs over a sharded sequence; see :class:`jaxpar.parallel.attention.context.Context`."""
 
     impl: str = "auto"
     load_balance: str | None = None
@@ -94,12 +97,22 @@ class ContextConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How layers go over the stages of the mesh's axis ``pipeline``; see :func:`jaxpar.schedule` and :class:`jaxpar.Pipeline`.
+    """How layers are assigned to the stages of the mesh axis ``pipeline``; see :class:`jaxpar.Pipeline`.
 
-    ``schedule: pipedream_2bw`` and ``pipedream`` are not emptied between steps; see :class:`jaxpar.PipedreamStep`.
-    ``offset`` says by how many layers each piece (stage by stage, then chunk by chunk) has more or fewer than its equal share,
-    ``recompute`` how many of the first layers of each stage keep their input alone, where it keeps residuals. ``sequence_chunks`` is for ``seq1f1b``.
-    ``embedding: per_microbatch`` looks tokens up microbatch by microbatch.
+    Attributes:
+      schedule: a name for :func:`jaxpar.schedule`. ``pipedream_2bw`` and ``pipedream`` are not drained between steps;
+        see :class:`jaxpar.PipedreamStep`.
+      microbatches: number of microbatches of a batch.
+      virtual_stages: pieces of the model on each stage, for schedules that take several.
+      sequence_chunks: parts of each sequence, for ``seq1f1b``.
+      activation_checkpointing: ``full`` keeps only a stage's inputs and recomputes its layers; ``none`` keeps their
+        residuals.
+      grad_reduction: when gradients are reduced.
+      executor: ``lockstep``, or ``independent`` stages.
+      offset: for each piece (stage by stage, then chunk by chunk), how many layers it has more or fewer than an equal
+        share.
+      recompute: for each stage, how many of its first layers keep only their input, where the stage keeps residuals.
+      embedding: ``per_microbatch`` looks up the tokens of one microbatch at a time.
     """
 
     schedule: str = "1f1b"
@@ -116,7 +129,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """In how many parts of each device's rows or tokens the layers run; see :func:`jaxpar.interleave_batches`."""
+    """Into how many parts the layers split each device's rows or tokens; see :func:`jaxpar.interleave_batches`."""
 
     ways: int = 1
     dim: Literal["batch", "seq"] = "batch"
@@ -124,21 +137,22 @@ class OverlapConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """What is split beside the layout.
+    """Parallelism that the layout does not describe.
 
     Attributes:
-      optimizer: the stage of optimizer parallelism, and over what.
-      remat: what of the layers the backward pass computes again, in the place of ``model.remat``; a policy's name, or
+      optimizer: the stage of optimizer parallelism, and the mesh axes.
+      remat: which activations the backward pass recomputes; replaces ``model.remat``. A policy's name, or
         ``{policy, save_names, offload_names, layers, slice_activation}``.
-      reshard_after_forward: gather sharded weights anew for the backward pass; ``false`` keeps them from the forward pass, a
-        number keeps a part of them within groups of so many devices.
-      fusion: what of gradients and weights goes in one collective.
-      offload: what waits in the host's memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``; or on disk:
-        ``{optimizer: disk, path: DIR}``, relative to where the command runs.
-      context: how attention goes over a split sequence: ``{impl: ring}``.
-      pipeline: how layers go over stages: ``{schedule: 1f1b, microbatches: 8}``.
-      overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one sending while the other computes; see
-        :func:`jaxpar.interleave_batches`. ``{ways: 2, dim: seq}`` cuts each sequence in halves, where a device has a single row.
+      reshard_after_forward: whether sharded weights are gathered again for the backward pass. ``false`` keeps the
+        gathered weights of the forward pass; a number g keeps them sharded over groups of g devices.
+      fusion: which gradients and weights share one collective.
+      offload: state to store in host memory: ``{optimizer: host}``, or ``{parameters: host, optimizer: host}``; or on
+        disk: ``{optimizer: disk, path: DIR}``, relative to the current directory.
+      context: how attention runs over a sharded sequence: ``{impl: ring}``.
+      pipeline: how layers are assigned to stages: ``{schedule: 1f1b, microbatches: 8}``.
+      overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one communicating while the other
+        computes; see :func:`jaxpar.interleave_batches`. ``{ways: 2, dim: seq}`` halves each sequence, for devices with
+        a single row.
     """
 
     optimizer: ZeroConfig | None = None
@@ -153,7 +167,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes of a step, and the scale of its loss; see :class:`jaxpar.Precision`."""
+    """Dtypes of a step, and its loss scale; see :class:`jaxpar.Precision`."""
 
     compute: str | None = None
     gather: str | None = None
@@ -164,13 +178,14 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class SpikeConfig:
-    """Which losses are spikes; a run rolls back after ``patience`` of them in a row.
+    """Which losses count as spikes; the run rolls back after ``patience`` consecutive spikes.
 
     Attributes:
-      sigmas: a spike is so many standard deviations (by the median of deviations) above the median of the last good losses; 6 if neither is said.
-      factor: or so many times the median.
-      window: how many losses that is; before, nothing is a spike.
-      patience: how many spikes in a row are too many.
+      sigmas: a spike is more than this many standard deviations (estimated from the median absolute deviation) above
+        the median of the last good losses; 6 if neither ``sigmas`` nor ``factor`` is set.
+      factor: alternatively, a spike is more than this multiple of that median.
+      window: number of losses in the median; with fewer, only a loss that is not finite is a spike.
+      patience: number of consecutive spikes that triggers a rollback.
     """
 
     sigmas: float | None = None
@@ -181,7 +196,12 @@ class SpikeConfig:
 
 @dataclass(frozen=True)
 class StragglerConfig:
-    """Which process of several is slow: its own time in a step (data, bookkeeping) is ``factor`` times that of the others, over ``every`` steps."""
+    """When a process counts as slow.
+
+    Attributes:
+      factor: its own time per step (data, bookkeeping) exceeds the median of the others by this factor.
+      every: number of steps over which the times are averaged.
+    """
 
     factor: float = 2.0
     every: int = 50
@@ -189,12 +209,21 @@ class StragglerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train and how often to look. ``eval_batches`` batches of held-out text make one evaluation.
+    """How long to train, and how often to evaluate.
 
-    ``grad_accum_steps`` cuts each batch into so many microbatches. A step whose loss or gradients are not finite changes nothing but
-    the step's number; ``skip_nonfinite: false`` lets them pass. After ``max_consecutive_nonfinite`` of them in a row, or too many spikes of the loss
-    (``spike: {}``; none are looked for without), the run goes back to its newest good checkpoint and passes over the batches since;
-    ``max_rollbacks`` times at most, then it stops.
+    Attributes:
+      steps: number of steps.
+      grad_accum_steps: number of microbatches into which each batch is cut.
+      skip_nonfinite: a step whose loss or gradients are not finite changes only the step counter; ``false`` applies it.
+      max_consecutive_nonfinite: this many such steps in a row cause a rollback to the newest undamaged checkpoint; the
+        run then skips the batches since that checkpoint.
+      spike: which losses are spikes, of which too many in a row also cause a rollback; ``{}`` takes the defaults, and
+        without it no loss is a spike.
+      max_rollbacks: the run stops with an error when it would roll back more often.
+      straggler: when a process counts as slow.
+      seed: seed of the initial parameters.
+      eval_every: steps between two evaluations.
+      eval_batches: batches of held-out text in each evaluation.
     """
 
     steps: int = 100
@@ -211,7 +240,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class BestConfig:
-    """Which steps are kept beside the newest: ``keep`` of those whose ``metric`` is the least (``mode: max``: the most), also after a restart."""
+    """Which steps are kept in addition to the newest: the ``keep`` best by ``metric``, also after a restart.
+
+    ``mode: min`` keeps the smallest values, ``max`` the largest.
+    """
 
     metric: Literal["heldout_loss", "loss"] = "heldout_loss"
     mode: Literal["min", "max"] = "min"
@@ -220,14 +252,17 @@ class BestConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run keeps of itself, and whether it goes on from that; see :class:`jaxpar.CheckpointManager`.
+    """Which checkpoints a run keeps, and whether it resumes from them; see :class:`jaxpar.CheckpointManager`.
 
     Attributes:
-      directory: of the checkpoints, relative to where the command runs; ``checkpoints`` in the run's output if not given.
-      save_interval_steps, save_interval_minutes: save after so many steps, or so many minutes; the last step is saved in any case.
-      keep: how many of the newest.
-      best: which to keep beside: ``{metric: heldout_loss, mode: min, keep: 2}``. A step has a held-out loss where ``train.eval_every`` says so.
-      resume: ``auto`` goes on from the newest good step if there is one, ``required`` wants one, ``never`` begins anew.
+      directory: folder of the checkpoints, relative to the current directory; by default ``checkpoints`` in the run's
+        output.
+      save_interval_steps, save_interval_minutes: save after this many steps or minutes; the last step is always saved.
+      keep: number of newest steps to keep.
+      best: which steps to keep in addition: ``{metric: heldout_loss, mode: min, keep: 2}``. A step has a held-out loss
+        only where ``train.eval_every`` evaluates.
+      resume: ``auto`` resumes from the newest undamaged step if there is one, ``required`` raises an error without one,
+        ``never`` starts anew.
     """
 
     directory: str | None = None
@@ -240,7 +275,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """In what a generator keeps the model's weights and its cache; see :func:`jaxpar.models.llama.decode.cached_llama`."""
+    """The formats of the generator's weights and cache; see :func:`jaxpar.models.llama.decode.cached_llama`."""
 
     weights: Literal["int8"] | None = None
     cache: Literal["int8"] | None = None
@@ -248,16 +283,17 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class SuperviseConfig:
-    """How ``jaxpar train --processes N`` keeps the processes that it starts; see :class:`jaxpar.app.launch.supervisor.Policy`.
+    """How ``jaxpar train --processes N`` supervises its processes; see :class:`jaxpar.app.launch.supervisor.Policy`.
 
     Attributes:
-      processes: how many, where the command line does not say.
-      step_timeout: seconds that a step may take before its process counts as hung; saves and evaluations between steps are part of it.
-      compile_timeout: the same for whatever comes before the first step (start, restore, compile) and after the last.
-      restarts: how often the run is started again, from its newest checkpoint, at most.
-      restart_delay: seconds before the first restart, doubled with each.
-      elastic: after a process is lost, go on with those that remain, or with as many of them as fit the layout.
-      resources: of each process, with ``--ray``: ``{CPU: 4, GPU: 1}``.
+      processes: number of processes, unless the command line sets it.
+      step_timeout: seconds after which a step counts as hung; includes saves and evaluations between steps.
+      compile_timeout: the same for everything before the first step (start, restore, compile) and after the last.
+      restarts: maximum number of restarts, each from the newest checkpoint.
+      restart_delay: seconds before the first restart; doubles with each restart.
+      elastic: after a process is lost, continue with the remaining processes, or with as many of them as fit the
+        layout.
+      resources: Ray resources of each process, with ``--ray``: ``{CPU: 4, GPU: 1}``.
     """
 
     processes: int | None = None
@@ -271,21 +307,25 @@ class SuperviseConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run, as a YAML file describes it.
+    """The configuration of a run, as written in a YAML file.
 
     Attributes:
       model: ``family``, ``preset``, and any field of the family's configuration.
       layout: a layout file, relative to the run's file.
       mesh, rules: changes to that layout, key by key.
-      parallel: optimizer parallelism, and what of it the backward pass repeats.
-      precision: a dtype as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; without it every dtype is the model's.
-      cpu_devices: CPU devices to simulate where there is neither TPU nor GPU; ``None`` takes the machine as it is.
-      compiler: XLA's options by platform, as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; others than the machine's
-        are left alone.
-      checkpoint: what to keep of the run, and whether to go on from that: ``{every: 100}``.
-      generate: in what ``jaxpar generate`` keeps weights and cache: ``{weights: int8, cache: int8}``.
-      supervise: how its processes are kept, where there are several: ``{processes: 2, step_timeout: 60}``.
-      output: folder for metrics, curve and summary, relative to where the command runs.
+      parallel: parallelism that the layout does not describe.
+      precision: a dtype such as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; by default the
+        model's dtypes.
+      cpu_devices: number of CPU devices to simulate on a machine without TPU and GPU; ``None`` simulates none.
+      data: the text, and the batches.
+      optimizer: the optimizer and its schedule.
+      train: number of steps, evaluation, and rollbacks.
+      compiler: XLA options by platform, such as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; options of other
+        platforms are ignored.
+      checkpoint: which checkpoints to keep, and whether to resume: ``{save_interval_steps: 100}``.
+      generate: formats of weights and cache in ``jaxpar generate``: ``{weights: int8, cache: int8}``.
+      supervise: how several processes are supervised: ``{processes: 2, step_timeout: 60}``.
+      output: folder for metrics, loss curve and summary, relative to the current directory.
     """
 
     model: dict[str, Any]
@@ -307,7 +347,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A run's configuration and the layout it names, as plain data."""
+    """A run's configuration, its layout as plain data, and its name (the file's name without suffix)."""
 
     config: RunConfig
     layout: dict[str, Any]
@@ -315,10 +355,10 @@ class Loaded:
 
 
 def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Loaded:
-    """Read a run's YAML file, apply ``a.b=c`` settings, and read the layout it names.
+    """Read a run's YAML file, apply ``a.b=c`` settings, and read its layout file.
 
     Raises:
-      ConfigError: anything in either file that is unknown, of the wrong type, or missing.
+      ConfigError: a key in either file is unknown, has the wrong type or an invalid value, or is missing.
     """
     file = Path(path)
     data = override(load_yaml(file, paths=("layout",)), settings)
@@ -342,7 +382,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
 
 
 def _check_watch(train: TrainConfig, file: str) -> None:
-    """What spikes, stragglers and rollbacks are asked to be."""
+    """Validate the settings of spikes, stragglers and rollbacks."""
     if train.max_rollbacks < 0:
         raise ConfigError(f"{file}: train.max_rollbacks is {train.max_rollbacks}, but 0 or more is wanted.")
     least = {
@@ -353,7 +393,8 @@ def _check_watch(train: TrainConfig, file: str) -> None:
         spike = train.spike
         if spike.sigmas is not None and spike.factor is not None:
             raise ConfigError(
-                f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} both say what a spike is. Remedy: leave one out."
+                f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} both say what a "
+                "spike is. Remedy: leave one out."
             )
         least |= {"train.spike.window": (spike.window, 1), "train.spike.patience": (spike.patience, 0)}
         least["train.spike.sigmas"] = (1.0 if spike.sigmas is None else spike.sigmas, 0.0)

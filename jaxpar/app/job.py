@@ -1,4 +1,4 @@
-"""``Job``: a run's configuration turned into the values that the library takes. Train, explain, check and verify share it."""
+"""``Job``: a run's configuration as the objects that the library takes, for all commands of ``jaxpar``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,18 @@ FAMILIES = ("llama",)
 
 @dataclass(frozen=True)
 class Job:
-    """Model, loss, optimizer and layout of a run."""
+    """Model, loss, optimizer and parallelism of a run.
+
+    Attributes:
+      name: the name of the configuration.
+      config: the configuration itself.
+      model: the model's configuration, with the settings of ``parallel`` and ``precision`` applied.
+      make_model: takes a PRNG key and returns the model.
+      loss_fn: the loss, as :func:`jaxpar.train_step` takes it.
+      tx: the optimizer.
+      layout_data: ``mesh`` and ``rules`` of the layout, as plain data.
+      zero, precision, fusion, pipeline: settings of the step; without stages ``pipeline`` is ``None``.
+    """
 
     name: str
     config: RunConfig
@@ -46,10 +57,13 @@ class Job:
     pipeline: jp.Pipeline | jp.Asynchronous | None = None
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
-        """The layout on these devices (default: all), optimizer parallelism included; an integer gives an abstract mesh.
+        """Return the layout, including optimizer parallelism.
+
+        Args:
+          devices: the devices of its mesh (default: all); an integer gives an abstract mesh of that many devices.
 
         Raises:
-          RulesError, MeshError: the optimizer's key does not fit the rules or the mesh.
+          RulesError, MeshError: ``parallel.optimizer`` does not fit the rules or the mesh.
         """
         if self.zero.stage == 0:
             return jp.Layout.from_dict(self._sliced(self.layout_data), devices=devices)
@@ -60,16 +74,16 @@ class Job:
         return jp.Layout.from_dict(self._sliced(data), devices=devices)
 
     def _sliced(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With what layers keep split over ``model``, where that is asked for and the table says nothing of it."""
+        """Add the rule that shards kept layer inputs over ``model``, if ``slice_activation`` needs it."""
         if not jp.RematPolicy.of(self.model.remat).slice_activation:
             return data
         return {**data, "rules": {SAVED_EMBED: "model", **(data["rules"] or {})}}
 
     def step_options(self) -> dict[str, Any]:
-        """What the run asks of :func:`jaxpar.train_step`."""
+        """The keyword arguments of :func:`jaxpar.train_step`."""
         train, precision = self.config.train, self.precision
         if (self.zero.step or self.pipeline) and precision.compute is None and precision.gather is None:
-            precision = replace(precision, gather=self.model.dtype)  # what the model would cast the weights to
+            precision = replace(precision, gather=self.model.dtype)  # the dtype to which the model would cast them
         return {
             "clip_norm": self.config.optimizer.clip_norm,
             "grad_accum_steps": train.grad_accum_steps,
@@ -81,7 +95,7 @@ class Job:
         }
 
     def eval_options(self) -> dict[str, Any]:
-        """What the run asks of :func:`jaxpar.eval_step`."""
+        """The keyword arguments of :func:`jaxpar.eval_step`."""
         if self.pipeline is None:
             return {"precision": self.precision}
         if isinstance(self.pipeline, jp.Asynchronous):
@@ -90,7 +104,7 @@ class Job:
         return {name: self.step_options()[name] for name in ("precision", "pipeline")}
 
     def batch_names(self) -> tuple[str, ...]:
-        """What a batch brings, each [batch, seq]."""
+        """The names of a batch's arrays, each ``[batch, seq]``."""
         packed = ("segment_ids",) if self.config.data.packing else ()
         return ("tokens", "targets", *packed, *(("order",) if self.model.context.load_balance == BALANCED else ()))
 
@@ -100,7 +114,7 @@ class Job:
         return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in self.batch_names()}
 
     def reading(self, layout: jp.Layout) -> dict[str, Any]:
-        """What of its rows :func:`jaxpar.data.batches` is to tell: their documents, and an order for the layout's ring.
+        """Options of :func:`jaxpar.data.batches`: the document separator, and the token order for the layout's ring.
 
         Raises:
           ConfigError: the sequence cannot be cut into pieces to balance.
@@ -113,32 +127,41 @@ class Job:
         chunks = next((n for n in (8, 4, 2) if data.seq % (n * ways) == 0), None)
         if chunks is None:
             raise ConfigError(
-                f"parallel.context: load_balance is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 pieces for each of the ring's {ways} "
-                f"devices. Remedy: a multiple of {2 * ways}."
+                f"parallel.context: load_balance is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 "
+                f"pieces for each of the ring's {ways} devices. Remedy: a multiple of {2 * ways}."
             )
         return {**how, "arrange": functools.partial(jp.balanced_packing, ways=ways, chunks=chunks)}
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
-        """XLA's options for a platform, as ``jax.stages.Lowered.compile`` takes them."""
+        """XLA options for a platform, as ``jax.stages.Lowered.compile`` takes them; ``None`` if none are configured."""
         return next((options for name, options in self.config.compiler.items() if name == platform), None)
 
     def abstract_devices(self) -> int:
-        """How many devices the layout is for, where none are at hand: the mesh's product, else ``simulate``."""
+        """The number of devices that the layout is for, without any devices: the mesh's product, else ``cpu_devices``.
+
+        Raises:
+          ConfigError: the mesh leaves the number open, and ``cpu_devices`` is not set.
+        """
         sizes = [size for size in (self.layout_data["mesh"] or {}).values() if isinstance(size, int)]
         if -1 not in sizes:
             return int(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}).abstract().size)
         if self.config.cpu_devices is None:
             raise ConfigError(
-                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set 'cpu_devices'."
+                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set "
+                "'cpu_devices'."
             )
         return self.config.cpu_devices
 
 
 def make_job(loaded: Loaded, *, training: bool = True) -> Job:
-    """The job that a configuration describes; without ``training`` a pipeline's stages need no schedule, and one is not looked at.
+    """Build the job that a configuration describes.
+
+    Args:
+      loaded: the configuration.
+      training: if false, ``parallel.pipeline`` is ignored, because stages then need no schedule.
 
     Raises:
-      ConfigError: unknown model family, preset, field or optimizer.
+      ConfigError: an unknown model family, preset, field or optimizer; or settings that contradict each other.
     """
     config = loaded.config
     precision, zero = _precision(config), _zero(config)
@@ -168,17 +191,18 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
 
 
 def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
-    """The model with as many copies of its layers' rows as are asked for."""
+    """The model with its layers split into as many parts as ``parallel.overlap`` configures."""
     asked = config.parallel
     if asked.overlap.ways != 1 and asked.offload.parameters is not None:
         raise ConfigError(
-            f"parallel.overlap.ways is {asked.overlap.ways}, but parallel.offload.parameters is {asked.offload.parameters}: weights that wait in "
-            f"the host's memory would be brought once for each copy. Remedy: leave one of them out."
+            f"parallel.overlap.ways is {asked.overlap.ways}, but parallel.offload.parameters is "
+            f"{asked.offload.parameters}: weights that wait in the host's memory would be brought once for each copy. "
+            "Remedy: leave one of them out."
         )
     if asked.overlap.dim != "batch" and asked.overlap.ways == 1:
         raise ConfigError(
-            f"parallel.overlap.dim is {asked.overlap.dim!r}, but overlap.ways is 1, so nothing is cut. Remedy: overlap: {{ways: 2}}, or leave "
-            f"overlap.dim out."
+            f"parallel.overlap.dim is {asked.overlap.dim!r}, but overlap.ways is 1, so nothing is cut. Remedy: "
+            f"overlap: {{ways: 2}}, or leave overlap.dim out."
         )
     try:
         return replace(model, copies=asked.overlap.ways, copies_dim=asked.overlap.dim)
@@ -191,35 +215,37 @@ def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.Asynchronous | No
 
 
 def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTransformation) -> Any:
-    """The optimizer with what is to wait in the host's memory."""
+    """The optimizer, with its state and the parameters offloaded as ``parallel.offload`` configures."""
     asked = config.parallel.offload
     if asked.parameters is not None:
         if asked.optimizer is None:
             raise ConfigError(
-                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is "
-                "larger, does not. Remedy: {parameters: host, optimizer: host}."
+                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated "
+                "beside them and is larger, does not. Remedy: {parameters: host, optimizer: host}."
             )
         if model.reshard_after_forward is not True:
             raise ConfigError(
-                f"parallel.offload: parameters wait in the host's memory, but reshard_after_forward: {str(model.reshard_after_forward).lower()} keeps all layers' "
-                f"weights on the device for the backward pass. Remedy: leave reshard_after_forward out, or parallel.offload.parameters."
+                "parallel.offload: parameters wait in the host's memory, but reshard_after_forward: "
+                f"{str(model.reshard_after_forward).lower()} keeps all layers' weights on the device for the backward "
+                "pass. Remedy: leave reshard_after_forward out, or parallel.offload.parameters."
             )
         if model.remat != "none" and jp.RematPolicy.of(model.remat).layers:
             raise ConfigError(
-                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes "
-                "some layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but "
+                "remat.layers takes some layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
             )
         if config.parallel.optimizer is not None and config.parallel.optimizer.stage in (1, 2):
             raise ConfigError(
-                f"parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
-                f"parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before the step. Remedy: stage 3, or leave "
-                f"parallel.offload.parameters out."
+                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the "
+                f"device, but parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before "
+                "the step. Remedy: stage 3, or leave parallel.offload.parameters out."
             )
     if asked.path is not None and asked.optimizer != "disk":
         raise ConfigError("parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.")
     if asked.path is None and asked.optimizer == "disk":
         raise ConfigError(
-            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk."
+            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast "
+            "disk."
         )
     if asked.optimizer is None:
         return tx
@@ -243,7 +269,7 @@ def _zero(config: RunConfig) -> jp.Zero:
 
 
 def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.CollectiveFusion) -> None:
-    """Of keys that contradict each other, both are named."""
+    """Reject options that ``one_bit_adam`` does not support; the error names both keys."""
     groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
     others = [
         ("optimizer.clip_norm", config.optimizer.clip_norm, "the norm of all devices' gradient is not known", "null"),
@@ -269,8 +295,8 @@ def _fusion(config: RunConfig) -> jp.CollectiveFusion:
 def _context(asked: ContextConfig, *, packed: bool) -> Context:
     if asked.load_balance == BALANCED and not packed:
         raise ConfigError(
-            "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is false. Remedy: data: {packing: true}, or "
-            "load_balance: zigzag."
+            "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is false. "
+            "Remedy: data: {packing: true}, or load_balance: zigzag."
         )
     try:
         return Context(**asdict(asked))
@@ -286,7 +312,7 @@ def _precision(config: RunConfig) -> jp.Precision:
 
 
 def in_fp32(job: Job) -> Job:
-    """The same job computing and storing in fp32."""
+    """Return the same job with compute and parameters in fp32."""
     model = replace(job.model, dtype="float32", param_dtype="float32")
     make_model, loss = llama.make_llama(model), _loss(model, job.pipeline)
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
@@ -296,7 +322,8 @@ def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfi
     fields = dict(data)
     if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
         raise ConfigError(
-            f"model: dtype is {fields['dtype']!r}, but precision says compute: {precision.compute}. Remedy: leave model.dtype out."
+            f"model: dtype is {fields['dtype']!r}, but precision says compute: {precision.compute}. Remedy: leave "
+            "model.dtype out."
         )
     family = fields.pop("family", None)
     if family not in FAMILIES:
@@ -308,13 +335,13 @@ def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfi
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The named optax optimizer, or ``one_bit_adam``, with a linear warmup and a cosine decay over ``steps``.
+    """Return the named optax optimizer, or ``one_bit_adam``, with linear warmup and cosine decay over ``steps``.
 
     Raises:
-      ConfigError: optax has no such optimizer, or it does not take one of ``options``.
+      ConfigError: there is no such optimizer, it lacks one of ``options``, or ``one_bit_adam`` lacks ``warmup``.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # looking at every name touches the deprecated ones too
+        warnings.simplefilter("ignore", DeprecationWarning)  # `optax.__all__` includes deprecated names
         known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
         known = sorted([*known, ONE_BIT])
     if config.name not in known:
@@ -332,8 +359,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             )
     if config.name == ONE_BIT and "warmup" not in config.options:
         raise ConfigError(
-            f"optimizer: {ONE_BIT} wants to be told how many steps of ordinary Adam come first. Remedy: options: {{warmup: "
-            f"{max(steps // 5, 1)}}}, a fifth of train.steps."
+            f"optimizer: {ONE_BIT} wants to be told how many steps of ordinary Adam come first. Remedy: options: "
+            f"{{warmup: {max(steps // 5, 1)}}}, a fifth of train.steps."
         )
     warmup = min(config.warmup, max(steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(

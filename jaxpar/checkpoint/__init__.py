@@ -1,1 +1,1 @@
-"""State that survives: checkpoints with a manifest that vouches for every byte ([all](reliability.md))."""
+"""Checkpoints: a manifest with a checksum of every tensor piece and every file ([guide](reliability.md))."""

@@ -1,4 +1,4 @@
-"""Arrays as raw pieces on disk, written by orbax (zarr, no compression): what any later orbax, or anything else, can read."""
+"""Write arrays to disk as raw pieces through orbax (zarr without compression), readable by any zarr reader."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxpar.checkpoint.snapshot import Leaf
 from jaxpar.errors import CheckpointError
 
 PIECE = 16 << 20
-"""The most bytes of a piece: what a process must read to get, and check, one number of it."""
+"""Maximum bytes of a piece, the smallest unit that a process can read and verify."""
 
 
 def write_arrays(here: Path, leaves: list[Leaf]) -> Callable[[], None]:
-    """Have orbax write; the result waits for it."""
+    """Start writing the arrays with orbax; the returned function blocks until they are written."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").addFilter(_quiet)
@@ -50,17 +50,17 @@ def write_arrays(here: Path, leaves: list[Leaf]) -> Callable[[], None]:
 
 
 def _quiet(record: logging.LogRecord) -> bool:
-    """Orbax warns at every save that it has nothing to merge, which is what it was asked for."""
+    """Filter orbax's warning at every save that there is nothing to merge; here that is always so."""
     return "Skipping merge of OCDBT" not in str(record.msg)
 
 
 def _names(path: str) -> list[str]:
-    """A path's parts as orbax may have them, who joins them by dots: what is neither letter, digit nor ``_`` ``-`` is written as ``%2E``."""
+    """The parts of a path, percent-encoded except for letters, digits, ``_`` and ``-``: orbax joins them by dots."""
     return [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") or "%" for part in path.split("/")]
 
 
 def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> TensorRecord:
-    """A leaf's entry but for its checksums, with the pieces that orbax chose."""
+    """Return a leaf's record, without checksums, with the pieces that orbax chose."""
     folder, chunk = f"{ARRAYS}/{'.'.join(_names(leaf.path))}", leaf.shape
     if leaf.value.size:
         found = json.loads((here / folder / ".zarray").read_text())

@@ -1,4 +1,4 @@
-"""A folder that one run at a time may write into."""
+"""Lock a folder so that only one run at a time writes into it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LOCK = "lock"
 
 
 class Lock:
-    """Of a folder, which is made; held until :meth:`release`, or until the process ends.
+    """An exclusive lock on a folder, created if missing; held until :meth:`release`, or until the process ends.
 
     Raises:
       CheckpointError: another run holds it.
-      OSError: the folder cannot be made, or not be written.
+      OSError: the folder cannot be created or written to.
     """
 
     def __init__(self, folder: Path):
@@ -35,7 +35,7 @@ class Lock:
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Give the folder back; twice is harmless."""
+        """Release the lock; releasing twice is harmless."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

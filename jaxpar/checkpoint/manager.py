@@ -1,4 +1,4 @@
-"""``CheckpointManager``: a run's checkpoints in one folder, a folder for each step; the newest good one is what a restart gets."""
+"""Manage the checkpoints of a run: one folder per step; a restart gets the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.sharding.layout import Layout
 
 RETRY = 30.0
-"""Seconds after which a save that failed is tried again."""
+"""Seconds after which a failed save is retried."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state, the step it was saved at, and its manifest (``about`` holds what was given to ``save``)."""
+    """A restored state, its step, and its manifest (``manifest.metadata`` holds the metadata given to ``save``)."""
 
     state: Any
     step: int
@@ -36,25 +36,27 @@ class Restored:
 
 
 class CheckpointManager:
-    """A folder of checkpoints, locked for as long as this is open; a context.
+    """A folder of checkpoints, locked while the manager is open; use it as a context manager.
 
-    A save that fails (a full disk, a folder that cannot be written) is told, and tried again later: it never ends a run, and what was
-    saved before stays. A step counts once its manifest is written, which is last, so neither a killed save nor a strange folder is
-    ever taken for one.
+    A save that fails (full disk, folder not writable) is reported through ``tell`` and retried later. It does not end
+    the run, and earlier checkpoints remain. A step counts only once its manifest exists, and the manifest is written
+    last, so a killed save or an unrelated folder is never mistaken for a checkpoint.
 
     Args:
-      directory: of the run's checkpoints; made when needed.
-      keep: how many of the newest steps to keep; ``None`` keeps all. The best ones are kept beside.
-      save_interval_steps: save when so many steps have passed; save_interval_minutes: or so many minutes; what :meth:`due` says.
-      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal ones the oldest. Manifests hold it, so it outlives the process.
-      keep_best: how many of the best steps to keep.
-      asynchronous: write in the background; a save waits for the one before.
-      verify: read back what was written, and hold it against what was in memory.
-      tell: takes what a user should know, as a text; by default it is a warning.
+      directory: folder of the run's checkpoints; created if missing.
+      keep: number of newest steps to keep; ``None`` keeps all. The best steps are kept in addition.
+      save_interval_steps: :meth:`due` returns true every ``save_interval_steps`` steps.
+      save_interval_minutes: :meth:`due` returns true once this many minutes have passed since the last save.
+      best: ``min`` or ``max`` of the ``metric`` given to :meth:`save`; of equal values the oldest step is best. The
+        manifest stores the metric, so the ranking survives a restart.
+      keep_best: number of best steps to keep.
+      asynchronous: write in the background; a save first waits for the previous one.
+      verify: read the files back and compare them with the arrays in memory.
+      tell: called with each message for the user; by default it issues a warning.
 
     Raises:
       CheckpointError: another run holds the folder.
-      ConfigError: an argument makes no sense.
+      ConfigError: an argument is invalid.
 
     >>> import tempfile, jax, jax.numpy as jnp
     >>> with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder, keep=2) as manager:
@@ -88,7 +90,8 @@ class CheckpointManager:
                 raise ConfigError(f"CheckpointManager: {name} is {value!r}, but a number above 0 is wanted.")
         if save_interval_steps is not None and save_interval_minutes is not None:
             raise ConfigError(
-                "CheckpointManager: save_interval_steps and save_interval_minutes both say when to save. Remedy: leave one out."
+                "CheckpointManager: save_interval_steps and save_interval_minutes both say when to save. Remedy: leave "
+                "one out."
             )
         if best not in (None, "min", "max"):
             raise ConfigError(f"CheckpointManager: best is {best!r}, but 'min' or 'max' is wanted.")
@@ -109,21 +112,24 @@ class CheckpointManager:
             self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
 
     def steps(self) -> list[int]:
-        """The steps that are whole as far as their manifests go, oldest first."""
+        """The steps that have a manifest, oldest first; their data is not verified."""
         return steps_in(self.directory)
 
     def latest(self) -> int | None:
-        """The newest of them."""
+        """The newest of :meth:`steps`, or ``None``."""
         return next(reversed(self.steps()), None)
 
     def best(self) -> int | None:
-        """The step whose metric is best, of those that have one; ``None`` without."""
+        """The step with the best metric, or ``None`` if no step has one."""
         return next(iter(self._ranked()), None)
 
     def due(self, step: int, *, overdue: bool | None = None) -> bool:
-        """Whether it is time to save after ``step``: by number, by the clock, or because the last save failed a while ago.
+        """Whether to save after ``step``: by step count, by the clock, or to retry a failed save.
 
-        Of several processes all must save the same steps: ``overdue`` is then that of the first one, in the place of this one's.
+        Args:
+          step: the number of the last step.
+          overdue: overrides this process's :attr:`overdue`. All processes must save the same steps, so with several
+            processes pass the value of process 0.
         """
         if self._saving is not None and self._saving[1].done:
             self.wait()
@@ -133,7 +139,7 @@ class CheckpointManager:
 
     @property
     def overdue(self) -> bool:
-        """Whether this process's clock says that it is time to save, or to try again."""
+        """Whether this process's clock says that it is time to save or to retry."""
         now = time.monotonic()
         return now >= self._retry or (self._minutes is not None and now - self._last >= self._minutes * 60)
 
@@ -147,13 +153,17 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         disk: Any = None,
     ) -> bool:
-        """Save a step; arguments are those of :func:`jaxpar.save`. It returns when the state is copied, unless ``asynchronous`` is off.
+        """Save a step; arguments are those of :func:`jaxpar.save`. If ``asynchronous``, return after the copy.
+
+        Args:
+          metric: the value that ``best`` ranks steps by.
 
         Returns:
-          Whether all went well so far; if not, it was told, and :meth:`due` will say when to try again.
+          Whether everything has succeeded so far. A failure is reported through ``tell``, and :meth:`due` returns true
+          when it is time to retry.
 
         Raises:
-          CheckpointError: the state is nothing that can be saved; never for the disk's sake.
+          CheckpointError: the state cannot be saved at all; errors of the disk never raise.
         """
         self.wait()
         self._last = time.monotonic()
@@ -173,7 +183,7 @@ class CheckpointManager:
         return True if self._asynchronous else self.wait()
 
     def wait(self) -> bool:
-        """Until the save at work has ended; whether it went well."""
+        """Block until the pending save has ended; returns whether it succeeded."""
         if self._saving is None:
             return True
         (step, saving), self._saving = self._saving, None
@@ -186,19 +196,19 @@ class CheckpointManager:
         self._bad.discard(step)
         try:
             self._clear(step)
-        except CheckpointError as error:  # what is too much does no harm
+        except CheckpointError as error:  # extra steps do no harm
             self._tell(f"checkpoint: {error}")
         return True
 
     @property
     def saved(self) -> int | None:
-        """The last step that this manager saved, whole; :meth:`wait` first."""
+        """The last step that this manager saved completely; call :meth:`wait` first."""
         return self._saved
 
     def restore(
         self, step: int, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None
     ) -> Restored:
-        """One step; arguments and errors are those of :func:`jaxpar.restore`."""
+        """Restore one step; arguments and errors as for :func:`jaxpar.restore`."""
         self.wait()
         folder = self.directory / str(step)
         return Restored(restore(folder, like, only=only, rename=rename, step=step), step, read(folder))
@@ -211,13 +221,16 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         before: int | None = None,
     ) -> Restored | None:
-        """The newest step that is as it was written (of those ``before`` a step); every newer one that is not is told with what is wrong with it.
+        """Restore the newest undamaged step, and report the damage of each newer one through ``tell``.
+
+        Args:
+          before: consider only steps before this one.
 
         Returns:
-          ``None`` where no step was ever saved.
+          ``None`` if there is no step.
 
         Raises:
-          CheckpointError: the newest good step is of another model; or there are steps, but none is good.
+          CheckpointError: the newest undamaged step is of another model; or there are steps, but all are damaged.
         """
         self.wait()
         problems = [
@@ -226,7 +239,8 @@ class CheckpointManager:
         steps = [step for step in self.steps() if before is None or step < before]
         for step in reversed(steps):
             try:
-                if jax.process_count() > 1:  # what one process does not read another would: they must all take one step
+                if jax.process_count() > 1:
+                    # A process reads only its own pieces. Each checks every byte, so that all choose the same step.
                     check(self.directory / str(step), step)
                 found = self.restore(step, like, only=only, rename=rename)
             except DamagedError as error:
@@ -243,7 +257,7 @@ class CheckpointManager:
         return None
 
     def forget(self, after: int) -> None:
-        """Delete the steps after this one, which a run that goes back to it will not come to; what cannot be deleted is told."""
+        """Delete the steps after ``after``, which a run that rolls back discards; failures are reported by ``tell``."""
         self.wait()
         if self._saved is not None and self._saved > after:
             self._saved = None
@@ -252,7 +266,7 @@ class CheckpointManager:
                 self._delete(self.directory / str(step))
 
     def close(self) -> None:
-        """Wait for the save at work, and give the folder back."""
+        """Wait for the pending save, then release the folder's lock."""
         try:
             self.wait()
         finally:
@@ -279,7 +293,7 @@ class CheckpointManager:
         self._tell(f"{what}: {text} {last}; it will be tried again in {RETRY:g} s.")
 
     def _ranked(self) -> list[int]:
-        """The steps that have a metric, the best one first; none if nothing is best."""
+        """The steps that have a metric, best first; empty if ``best`` is not set."""
         if self._best is None:
             return []
         found = [(value, step) for step in self.steps() if (value := self._metric(step)) is not None]
@@ -294,7 +308,7 @@ class CheckpointManager:
         return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
 
     def _clear(self, newest: int) -> None:
-        """Delete what need not be kept: older steps, and what killed saves left."""
+        """Delete old steps that are not to be kept, and the leftovers of killed saves."""
         if self._keep is None or jax.process_index() != 0:
             return
         good = [step for step in self.steps() if step <= newest and step not in self._bad]
@@ -307,7 +321,7 @@ class CheckpointManager:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _delete(self, folder: Path) -> None:
-        """First under another name, so that no half of it is ever taken for a step."""
+        """Rename the folder, then delete it, so that a partly deleted folder is never mistaken for a step."""
         aside = folder.with_name(f"{folder.name}.deleted")
         try:
             os.rename(folder, aside)

@@ -1,6 +1,7 @@
-"""``Manifest``: what a checkpoint holds, with a checksum of every piece of every tensor and of every file. JSON; no jax, no pickle.
+"""The manifest of a checkpoint: a JSON file with a checksum of every piece of every tensor and of every file.
 
-A manifest is read as if an enemy had written it: whatever is not exactly as it should be is a ``DamagedError`` that says what.
+This module uses neither jax nor pickle. The parser treats a manifest as untrusted input: any deviation from the format
+raises a ``DamagedError`` that names it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxpar.errors import CheckpointError, DamagedError
 
 NAME, SCHEMA = "manifest.json", 1
 ARRAYS, DISK = "arrays", "disk"
-"""Where in a checkpoint orbax's arrays lie, and the files of an optimizer's state that is on disk."""
+"""Subfolders of a checkpoint for orbax's arrays and for the files of an optimizer state on disk."""
 type Bounds = tuple[tuple[int, int], ...]
 _MOST_BYTES, _MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 1 << 30, 32, 1 << 48, 1 << 30
 _KEYS = ("checksum", "files", "layout", "metadata", "schema", "step", "tensors", "versions")
@@ -30,14 +31,15 @@ _TENSOR = ("chunk", "dims", "dtype", "folder", "itemsize", "key", "shape", "spec
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor in pieces: ``sums`` are CRC-32 of the values (row-major, little-endian) of each piece, in the order of :meth:`pieces`.
+    """A tensor that is stored in pieces.
 
     Attributes:
-      dtype, itemsize: as numpy (or ml_dtypes) calls it, and its bytes.
-      shape, chunk: of the whole, and of a piece; the last piece along a dim may reach beyond the tensor on disk.
-      folder: its files, below the checkpoint's folder.
-      dims, spec: the logical names of its dims, where it had any, and the mesh axes it lay over; for people.
-      key: the PRNG implementation, where this is the data of keys.
+      dtype, itemsize: the name as numpy (or ml_dtypes) has it, and bytes per element.
+      shape, chunk: of the tensor, and of a piece; on disk the last piece along a dim may extend beyond the tensor.
+      folder: its files, relative to the checkpoint's folder.
+      sums: CRC-32 of each piece's values (row-major, little-endian), in the order of :meth:`pieces`.
+      dims, spec: logical dim names, if it had any, and the mesh axes that it was sharded over; for display only.
+      key: the PRNG implementation, if the tensor is the data of PRNG keys.
     """
 
     dtype: str
@@ -56,11 +58,11 @@ class TensorRecord:
 
     @property
     def piece_bytes(self) -> int:
-        """Of a piece as it lies on disk."""
+        """Bytes of a piece on disk."""
         return math.prod(self.chunk) * self.itemsize
 
     def grid(self) -> Iterator[tuple[str, Bounds]]:
-        """Each piece: its file below the checkpoint's folder, and its bounds in the tensor."""
+        """Each piece's file, relative to the checkpoint's folder, and its bounds in the tensor."""
         if not self.bytes:
             return
         steps = [range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True)]
@@ -70,18 +72,27 @@ class TensorRecord:
             yield f"{self.folder}/{'.'.join(map(str, at)) or '0'}", bounds
 
     def pieces(self) -> Iterator[tuple[str, Bounds, int]]:
-        """As :meth:`grid`, each with its checksum."""
+        """Like :meth:`grid`, with each piece's checksum."""
         for (name, bounds), total in zip(self.grid(), self.sums, strict=True):
             yield name, bounds, total
 
     def said(self) -> str:
-        """Its dtype and shape, for people."""
+        """Its dtype and shape, for display."""
         return f"{self.dtype}{list(self.shape)}{f' of {self.key} keys' if self.key else ''}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint. ``files`` has (bytes, CRC-32) of each file but the manifest, by name below the folder."""
+    """The content of a checkpoint.
+
+    Attributes:
+      tensors: a record for each tensor, by path.
+      files: (bytes, CRC-32) of each file except the manifest, by path relative to the checkpoint's folder.
+      step: the training step, if known.
+      versions: versions of the packages that wrote the checkpoint.
+      layout: mesh sizes, process count and a digest of the rules.
+      metadata: the values given to :func:`jaxpar.save`, the time, and the PRNG keys.
+    """
 
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, tuple[int, int]]
@@ -92,14 +103,14 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """Total bytes of all tensors."""
         return sum(tensor.bytes for tensor in self.tensors.values())
 
     def to_json(self) -> str:
-        """The one text that :meth:`from_json` takes for this manifest.
+        """The canonical JSON text of this manifest, the only one that :meth:`from_json` accepts.
 
         Raises:
-          CheckpointError: ``about`` holds what JSON has no words for.
+          CheckpointError: ``metadata`` holds a value that JSON cannot represent.
         """
         body = {
             "schema": SCHEMA,
@@ -118,10 +129,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: str, where: str) -> Manifest:
-        """A manifest from its text.
+        """Parse a manifest from its JSON text.
+
+        Args:
+          content: the text.
+          where: the file's name, with which errors begin.
 
         Raises:
-          DamagedError: a changed byte, another schema, a file outside of the folder, sizes that contradict each other; it begins with ``where``.
+          DamagedError: a changed byte, another schema, a file outside of the folder, or sizes that contradict each
+            other.
         """
         try:
             data = json.loads(content, parse_constant=_refuse_constant)
@@ -141,7 +157,7 @@ class Manifest:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Manifest:
-        """As :meth:`from_json`, of parsed JSON whose checksum is not looked at."""
+        """Like :meth:`from_json`, for parsed JSON; does not verify the manifest's own checksum."""
         try:
             files = {name: _file_in(name, pair) for name, pair in table(data, "files").items()}
             tensors = {path: _tensor_in(path, entry, files) for path, entry in table(data, "tensors").items()}
@@ -160,11 +176,11 @@ REMEDY = "Remedy: another step; jaxpar doctor --checkpoint DIR says which are wh
 
 
 def read(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-      CheckpointError: there is none, or it cannot be read.
-      DamagedError: it is not as it was written.
+      CheckpointError: there is none.
+      DamagedError: it cannot be read, or was changed after it was written.
     """
     file = Path(folder) / NAME
     try:
@@ -172,7 +188,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
             if os.fstat(f.fileno()).st_size > _MOST_BYTES:
                 raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has. {REMEDY}")
             content = f.readall().decode()
-    except DamagedError:  # which is an OSError too
+    except DamagedError:  # a subclass of OSError
         raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
@@ -186,7 +202,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write a checkpoint's manifest, at once and on the disk."""
+    """Write a checkpoint's manifest atomically, and sync it to disk."""
     content, new = manifest.to_json(), folder / f"{NAME}.new"
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as f:
         f.write(content)
@@ -197,7 +213,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync a folder's directory entries to disk."""
     f = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(f)
@@ -206,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _steps(folder: Path) -> str:
-    """Which steps are in a folder that holds a run's."""
+    """A remedy for an error about ``folder``: its newest step, or the checkpoint that a killed save was replacing."""
     try:
         steps = sorted(int(p.name) for p in folder.iterdir() if re.fullmatch(r"[0-9]{1,15}", p.name))
     except OSError:

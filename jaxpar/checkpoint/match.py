@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint becomes which of a state: by path, by a table of other names, stacked layers from single ones and back."""
+"""Match a checkpoint's tensors to those of a state: by path, by renaming, and between stacked and separate layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxpar.checkpoint.snapshot import Leaf
 from jaxpar.errors import CheckpointError, did_you_mean
 
 _MOST = 20
-"""How many tensors of a kind an error lists."""
+"""Number of tensors of each kind that an error lists."""
 _NUMBERED = re.compile(r"(?:(.*)_)?([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor's values come from: one tensor of the checkpoint, one row of it, or a tensor for each of its own rows."""
+    """Where a tensor's values come from: one tensor, one row of it, or (``stacked``) one tensor for each row."""
 
     tensors: tuple[tuple[str, TensorRecord], ...]
     row: int | None = None
@@ -32,20 +32,29 @@ def match(
     only: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
 ) -> dict[str, Source]:
-    """A source for every leaf whose path begins as ``only`` says (all, if it says nothing).
+    """Return a source for every leaf whose path begins with an entry of ``only`` (every leaf if ``only`` is empty).
 
-    Layers that were single ones (``blocks/0/w``, ``blocks/1/w`` or ``block_0/w``, ...) become a stack (``blocks/w``, ``block/w``) whose first
-    dim they are, and the other way round, wherever a path is not there itself and the shapes say so.
+    Separate layers (``blocks/0/w``, ``blocks/1/w``, or ``block_0/w``, ...) are stacked along a new leading dim
+    (``blocks/w``, ``block/w``), and a stack is split into separate layers, where the path itself is missing and the
+    shapes match.
+
+    Args:
+      leaves: the tensors of the state.
+      tensors: the records of the checkpoint, by path.
+      where: the checkpoint's name, for errors.
+      only: paths or path prefixes to restore.
+      rename: maps paths or path prefixes of the checkpoint to those of the state.
 
     Raises:
-      CheckpointError: listing what is missing, what is too much, and what has another shape or dtype; or a name of ``rename`` or
-        ``only`` means nothing.
+      CheckpointError: lists the tensors that are missing, extra, or of another shape or dtype; or an entry of
+        ``rename`` or ``only`` matches nothing.
     """
     named = _renamed(tensors, rename or {}, where)
     for prefix in only:
         if not any(_below(leaf.path, prefix) for leaf in leaves):
             raise CheckpointError(
-                f"only: {prefix!r} is in no path of `like`.{did_you_mean(prefix, {p.path.split('/')[0] for p in leaves})}"
+                f"only: {prefix!r} is in no path of "
+                f"`like`.{did_you_mean(prefix, {p.path.split('/')[0] for p in leaves})}"
             )
     wanted = {leaf.path: leaf for leaf in leaves if not only or any(_below(leaf.path, prefix) for prefix in only)}
     stacks, found, used = _stacks(named), dict[str, Source](), set[str]()
@@ -64,13 +73,16 @@ def match(
     kinds = (("missing in it", missing), ("only in it", extra), ("of another shape or dtype", other))
     lines = [line for title, texts in kinds if texts for line in _listed(title, texts)]
     if lines:
-        remedy = "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as only=['params']."
+        remedy = (
+            "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as "
+            "only=['params']."
+        )
         raise CheckpointError("\n".join([f"{where} is a checkpoint of another state:", *lines, remedy]))
     return found
 
 
 def _renamed(tensors: Mapping[str, TensorRecord], rename: Mapping[str, str], where: str) -> dict[str, TensorRecord]:
-    """The tensors by the names that the state has for them; the longest old name that fits counts."""
+    """The checkpoint's tensors by their names in the state; the longest matching prefix of ``rename`` applies."""
     olds = sorted(rename, key=len, reverse=True)
     for old in olds:
         if not any(_below(path, old) for path in tensors):
@@ -90,7 +102,7 @@ def _below(path: str, prefix: str) -> bool:
 
 
 def _stacks(named: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Paths that differ in one number: what they would be as a stack, and which is which row."""
+    """For each possible stack path, the paths of its rows by row number."""
     found: dict[str, dict[int, str]] = {}
     for path in named:
         for stack, row in _rows(path):
@@ -99,7 +111,7 @@ def _stacks(named: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def _rows(path: str) -> list[tuple[str, int]]:
-    """Each way to read a path as a row of a stack."""
+    """Each way to read a path as a row of a stack: the stack's path and the row number."""
     parts, found = path.split("/"), []
     for i, part in enumerate(parts):
         if number := _NUMBERED.fullmatch(part):

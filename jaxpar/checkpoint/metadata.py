@@ -1,4 +1,4 @@
-"""What a manifest says of a run beside its tensors: versions, layout, keys, the hour."""
+"""The entries of a manifest other than the tensors: package versions, layout, PRNG keys, time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpar.sharding.layout import Layout
 
 
 def said_of(layout: Layout | None, leaves: list[Leaf]) -> dict[str, Any]:
-    """The mesh (of the layout, or of the first tensor that has one), how many processes, and a digest of the rules."""
+    """The mesh (of the layout, or of the first tensor that has one), the process count, and a digest of the rules."""
     found = (getattr(getattr(leaf.value, "sharding", None), "mesh", None) for leaf in leaves)
     mesh = layout.mesh if layout is not None else next((m for m in found if m is not None), None)
     sizes = {} if mesh is None else {str(axis): int(size) for axis, size in mesh.shape.items()}
@@ -29,18 +29,18 @@ def said_of(layout: Layout | None, leaves: list[Leaf]) -> dict[str, Any]:
 
 
 def keys_of(leaves: list[Leaf]) -> dict[str, Any]:
-    """The state's keys, for people: what is restored is the tensor."""
+    """The data of the state's small PRNG keys, for display; a restore reads the tensors."""
     few = [leaf for leaf in leaves if leaf.key is not None and leaf.value.is_fully_addressable and leaf.value.size <= 8]
     return {leaf.path: {"impl": leaf.key, "data": np.asarray(leaf.value).tolist()} for leaf in few}
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of what wrote it."""
+    """Versions of the packages that write the checkpoint."""
     names = ("jaxpar", "jax", "orbax-checkpoint", "numpy")
     return {name: importlib.metadata.version(name) for name in names}
 
 
 def now() -> str:
-    """As ISO 8601 has it."""
+    """The current time in UTC, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""What each process vouches for, brought together by the first: by files, as the folder is one that all of them see."""
+"""Merge the checksums of all processes in process 0, through files in the checkpoint's shared folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ type Files = dict[str, tuple[int, int]]
 
 
 def gather(here: Path, tensors: dict[str, TensorRecord], files: Files) -> tuple[dict[str, TensorRecord], Files]:
-    """Every piece's checksum and file, in the first process; the others leave theirs, and wait until the folder has its name.
+    """Merge every piece's checksum and file in process 0; the others wait until the save is complete.
+
+    Returns:
+      In process 0 the records and files of all processes; in the others, the arguments.
 
     Raises:
-      CheckpointError: another process did not come to its end.
+      CheckpointError: another process did not finish within 600 s.
     """
     rank, count = jax.process_index(), jax.process_count()
     if count == 1:

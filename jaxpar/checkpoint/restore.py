@@ -1,4 +1,4 @@
-"""``restore``: a checkpoint onto any layout; each process reads the pieces that its own devices need, and checks them as it reads."""
+"""Restore a checkpoint onto any layout; each process reads and verifies only the pieces that its devices need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpar.checkpoint.verify import check_values, load, wrong_step
 from jaxpar.errors import CheckpointError, DamagedError
 
 _WORKERS = 4
-"""How many pieces (of at most 16 MiB, if jaxpar wrote them) a process reads at once."""
+"""Threads per process; each reads one piece at a time (at most 16 MiB if jaxpar wrote it)."""
 
 
 def restore(
@@ -32,25 +32,29 @@ def restore(
     rename: Mapping[str, str] | None = None,
     step: int | None = None,
 ) -> Any:
-    """A state from a checkpoint, bit for bit, laid out as ``like`` says, whatever the layout it was saved in.
+    """Return the state in a checkpoint, bitwise equal, sharded as ``like`` is, whatever layout it was saved in.
 
-    Every piece that is read is held against its checksum. A process reads the pieces that its devices need, of 16 MiB or less, and a
-    device is given its shard alone.
+    Every piece that is read is compared with its checksum. A process reads only the pieces that its devices need (16
+    MiB or less each), and each device receives only its own shard.
 
     Args:
-      directory: the checkpoint's own folder.
-      like: what is wanted, as :func:`jaxpar.abstract_state` gives it for any layout: arrays or ``ShapeDtypeStruct`` with a sharding.
-        A shape without a sharding becomes a numpy array.
-      only: paths, or beginnings of paths: restore these, as ``["params"]``, and leave the others as ``like`` has them.
-      rename: the checkpoint's paths, or beginnings of them, by the names that ``like`` has, as ``{"params/old": "params/new"}``.
-      step: refuse a checkpoint of another step.
+      directory: the checkpoint's folder.
+      like: the state to build, as :func:`jaxpar.abstract_state` returns it for any layout: arrays, or
+        ``ShapeDtypeStruct`` with a sharding. A ``ShapeDtypeStruct`` without a sharding becomes a numpy array.
+      only: paths or path prefixes to restore, such as ``["params"]``; other leaves of ``like`` are returned unchanged.
+      rename: maps paths or path prefixes of the checkpoint to those of ``like``, such as
+        ``{"params/old": "params/new"}``.
+      step: raise an error if the checkpoint is of another step.
 
     Returns:
-      A pytree as ``like``. Stacked layers are made of single ones, and the other way round, where paths and shapes say so.
+      A pytree with the structure of ``like``. Separate layers are stacked, and a stack is split into layers, where
+      paths and shapes match only that way.
 
     Raises:
-      CheckpointError: no checkpoint, or one of another model: missing, surplus and mis-shaped tensors are listed.
-      DamagedError: bytes are not as they were written; tensor and file are named.
+      CheckpointError: there is no checkpoint, or it is of another model: missing, extra and mis-shaped tensors are
+        listed.
+      DamagedError: bytes were changed after they were written, with the name of the tensor and the file; or another
+        ``step``.
     """
     root, manifest = Path(directory), read(directory)
     if step is not None and manifest.step != step:
@@ -64,13 +68,14 @@ def restore(
                 leaves[i] = _made(pool, root, manifest, leaf, sources[leaf.path])
             elif isinstance(leaf.value, jax.ShapeDtypeStruct):
                 raise CheckpointError(
-                    f"{leaf.path} is not restored, as only= says, but `like` has no value for it. Remedy: like=jp.init(...), or a part of the state."
+                    f"{leaf.path} is not restored, as only= says, but `like` has no value for it. Remedy: "
+                    "like=jp.init(...), or a part of the state."
                 )
     return jax.tree.unflatten(structure, leaves)
 
 
 def _made(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:
-    """One tensor, each shard on its devices."""
+    """Restore one tensor, with each shard on its devices."""
     sharding = leaf.value.sharding
     if sharding is None:
         block = np.empty(leaf.shape, leaf.dtype)
@@ -78,7 +83,8 @@ def _made(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, 
         return block if leaf.key is None else jax.random.wrap_key_data(jnp.asarray(block), impl=leaf.key)
     if not isinstance(sharding, NamedSharding | SingleDeviceSharding) or not _concrete(sharding):
         raise CheckpointError(
-            f"{leaf.path}: `like` lies on no devices, so nothing can be put there. Remedy: a layout of a mesh that holds devices."
+            f"{leaf.path}: `like` lies on no devices, so nothing can be put there. Remedy: a layout of a mesh that "
+            "holds devices."
         )
     places = {d: bounds(i or (), leaf.shape) for d, i in sharding.addressable_devices_indices_map(leaf.shape).items()}
     blocks = {at: np.empty([stop - start for start, stop in at], leaf.dtype) for at in places.values()}
@@ -96,7 +102,7 @@ def _concrete(sharding: Any) -> bool:
 def _fill(
     pool: ThreadPoolExecutor, root: Path, manifest: Manifest, source: Source, blocks: Mapping[Bounds, np.ndarray]
 ) -> None:
-    """Fill blocks of a tensor, each with its bounds, from whatever its pieces are."""
+    """Fill blocks of a tensor, keyed by their bounds, from the checkpoint's pieces."""
     tasks = [
         functools.partial(_piece, root, manifest, path, tensor, piece, targets)
         for path, tensor, some in _plan(source, blocks)
@@ -110,7 +116,7 @@ def _fill(
 def _plan(
     source: Source, blocks: Mapping[Bounds, np.ndarray]
 ) -> Iterator[tuple[str, TensorRecord, dict[Bounds, np.ndarray]]]:
-    """Each tensor of the checkpoint with the blocks to fill from it, whose bounds are in it."""
+    """Each source tensor with the blocks to fill from it, keyed by their bounds in that tensor."""
     for row, (path, tensor) in enumerate(source.tensors):
         if source.stacked:
             mine = [(at, block) for at, block in blocks.items() if at[0][0] <= row < at[0][1]]
@@ -129,7 +135,7 @@ def _piece(
     piece: tuple[str, Bounds, int],
     targets: list[tuple[Bounds, np.ndarray]],
 ) -> None:
-    """Read a piece, check it, and copy what the targets want of it; read it in place where a target is just that piece."""
+    """Read and verify one piece and copy it into the targets; a target that is exactly this piece is read in place."""
     name, at, total = piece
     shape = tuple(stop - start for start, stop in at)
     whole = next((b for where, b in targets if where == at and shape == tensor.chunk and b.flags.c_contiguous), None)

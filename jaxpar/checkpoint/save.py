@@ -1,7 +1,8 @@
-"""``save``: a state as orbax writes it, and the manifest that vouches for it, written last.
+"""Save a state: orbax writes the arrays, then jaxpar writes a manifest with checksums.
 
-Arrays go to disk raw, piece by piece (zarr, no compression: weights hardly shrink), so that a piece's file can be checked without any
-library, and restored by whoever needs it alone. Everything is made in a folder beside, which takes its name at the end, at once.
+Arrays are stored raw, in pieces (zarr without compression, because weights hardly compress). A piece's file can
+therefore be checked without any library, and a process reads only the pieces that it needs. A save writes into a
+temporary folder and renames it when everything is in it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jaxpar.errors import CheckpointError
 from jaxpar.sharding.layout import Layout
 
 UNFINISHED = ".unfinished"
-"""What the name of a folder ends in while a save is at work in it."""
+"""Suffix of the folder that a save writes into."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -42,7 +43,7 @@ _NO_SPACE = os.strerror(errno.ENOSPC)
 
 @dataclass
 class Saving:
-    """A save at work in the background."""
+    """A save that runs in the background."""
 
     directory: Path
     _thread: threading.Thread | None = None
@@ -50,14 +51,14 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until the checkpoint is whole and verified.
+        """Block until the checkpoint is complete and, if requested, verified.
 
         Raises:
-          CheckpointError: it could not be written; what was there before stays.
+          CheckpointError: the save failed; an earlier checkpoint of this name is unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -75,21 +76,22 @@ def save(
     disk: Any = None,
     verify: bool = True,
 ) -> None:
-    """Write a checkpoint: all of a state's tensors, and a manifest with a checksum of every piece of them.
+    """Write a checkpoint: all tensors of a state, and a manifest with a checksum of every piece.
 
-    The folder takes its name when everything is in it; one of that name is replaced then. Call it outside of any mesh context, in
-    every process.
+    The folder gets its name when it is complete; an existing checkpoint of that name is replaced then. Every process
+    calls ``save``, outside of any mesh context.
 
     Args:
-      directory: the checkpoint's own folder.
+      directory: the checkpoint's folder.
       state: a :class:`jaxpar.TrainState`, or any pytree of jax arrays.
-      layout: its mesh and rules, for the manifest.
-      metadata: what else the manifest is to keep, as JSON: a configuration, the position in the data.
-      disk: the :class:`jaxpar.DiskOffloadedStep` of a state whose optimizer is on disk: its files are kept too.
-      verify: read back what was written, and hold it against what was in memory.
+      layout: its mesh and rules are recorded in the manifest.
+      metadata: further values for the manifest, as JSON: a configuration, the position in the data.
+      disk: the :class:`jaxpar.DiskOffloadedStep` of a state whose optimizer state is on disk; its files are saved too.
+      verify: read the files back and compare them with the arrays in memory.
 
     Raises:
-      CheckpointError: a leaf is no array, the disk failed or is full, or gave back other bytes than were written.
+      CheckpointError: a leaf is not an array, the disk failed or is full, or the files read back differ from the
+        arrays.
 
     >>> import tempfile, jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -111,12 +113,16 @@ def begin(
     verify: bool = True,
     step: int | None = None,
 ) -> Saving:
-    """As :func:`save`, but it returns when the state is copied (in the host's memory): the next step may be given the state's own.
+    """Like :func:`save`, but returns once the state is copied to host memory; the caller may then donate the state.
 
-    ``step`` is what the manifest says, in the place of the state's own.
+    Args:
+      step: recorded in the manifest instead of ``state.step``.
+
+    Returns:
+      The save that runs in the background; its :meth:`Saving.wait` reports errors of the writes.
 
     Raises:
-      CheckpointError: what can be known at once.
+      CheckpointError: an error that is known before anything is written in the background.
     """
     target = Path(os.path.abspath(directory))
     leaves = leaves_of(state)
@@ -124,7 +130,8 @@ def begin(
         raise CheckpointError("the state holds shapes, but arrays are wanted. Remedy: jp.init gives a state of arrays.")
     if disk is None and on_disk(state):
         raise CheckpointError(
-            "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the jp.DiskOffloadedStep at work."
+            "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the "
+            "jp.DiskOffloadedStep at work."
         )
     count = getattr(state, "step", None)
     if step is None and isinstance(count, jax.Array) and count.shape == ():
@@ -132,11 +139,11 @@ def begin(
     head = Manifest(
         {}, {}, step, versions(), said_of(layout, leaves), {"when": now(), "rng": keys_of(leaves), **(metadata or {})}
     )
-    head.to_json()  # raises what `about` does wrong before anything is written
+    head.to_json()  # rejects metadata that is not JSON before anything is written
     here = target.with_name(target.name + UNFINISHED)
     with _naming(target, "the folder"):
         if jax.process_index() == 0:
-            shutil.rmtree(here, ignore_errors=True)  # of a save that was killed
+            shutil.rmtree(here, ignore_errors=True)  # left by a save that was killed
             _check_room(target, leaves)
             here.mkdir(mode=0o700, parents=True)
     copies = copied([leaf.value for leaf in leaves])
@@ -145,9 +152,9 @@ def begin(
     kept = [Leaf(leaf.path, copy, leaf.key) for leaf, copy in zip(leaves, copies, strict=True)]
     work = functools.partial(_finish, here, target, kept, dims_of(state), [leaf.spec for leaf in leaves], head, verify)
     saving = Saving(target)
-    if (
-        jax.process_count() > 1
-    ):  # orbax asks the other processes at the beginning, which must not cross a step's own questions
+    if jax.process_count() > 1:
+        # orbax first synchronizes the processes; from a background thread that could interleave with a step's
+        # collectives.
         waiting = write_arrays(here, kept)
         work = functools.partial(work, waiting)
 
@@ -155,9 +162,9 @@ def begin(
         try:
             with _ONE_AT_A_TIME, _naming(target, "writing"):
                 work()
-        except BaseException as error:  # noqa: BLE001 (it is raised where somebody waits)
+        except BaseException as error:  # noqa: BLE001 (`Saving.wait` raises it)
             saving._error = error
-            if jax.process_index() == 0:  # on a full disk nothing else would fit beside it
+            if jax.process_index() == 0:  # a partial save must not keep a full disk full
                 shutil.rmtree(here, ignore_errors=True)
 
     saving._thread = threading.Thread(target=run, name=f"save {target.name}")
@@ -175,7 +182,7 @@ def _finish(
     verify: bool,
     waiting: Callable[[], None] | None = None,
 ) -> None:
-    """All of a save that nothing waits for."""
+    """Write the arrays, the checksums and the manifest, then rename the folder; runs in the background."""
     (waiting or write_arrays(here, leaves))()
     tensors, files = dict[str, TensorRecord](), dict[str, tuple[int, int]]()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -197,9 +204,9 @@ def _finish(
 def _sums(
     here: Path, tensor: TensorRecord, leaf: Leaf, verify: bool
 ) -> tuple[TensorRecord, dict[str, tuple[int, int]]]:
-    """An entry with the checksums of its pieces, of the values in memory, and of their files, which are read back.
+    """A tensor's record with the CRC-32 of each of its pieces, and size and CRC-32 of their files, which are read back.
 
-    Pieces that other processes vouch for have -1.
+    Pieces that another process owns have checksum -1.
     """
     held = shards(leaf.value) if leaf.value.size else []
     sums, files = list[int](), dict[str, tuple[int, int]]()
@@ -226,12 +233,12 @@ def _within(inner: Bounds, outer: Bounds) -> bool:
 
 
 def _part(array: np.ndarray, at: Bounds, bounds: Bounds) -> np.ndarray:
-    """What a shard with the bounds ``at`` has within ``bounds``."""
+    """The values within ``bounds`` of a shard whose bounds are ``at``."""
     return array[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(bounds, at, strict=True))]
 
 
 def _rename(here: Path, target: Path) -> None:
-    """Give a finished folder its name, in the place of what had it."""
+    """Rename a complete folder to its final name, replacing any folder of that name."""
     old = target.with_name(f"{target.name}.replaced")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -243,7 +250,7 @@ def _rename(here: Path, target: Path) -> None:
 
 @contextmanager
 def _naming(target: Path, what: str) -> Iterator[None]:
-    """Whatever goes wrong with the disk, or in orbax, is an error that names the checkpoint."""
+    """Turn any error of the disk or of orbax into a ``CheckpointError`` that names the checkpoint."""
     try:
         yield
     except CheckpointError:
@@ -252,13 +259,16 @@ def _naming(target: Path, what: str) -> Iterator[None]:
         said = (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _NO_SPACE in said
         if full and not isinstance(error, OSError):
-            said = _NO_SPACE  # orbax tells all that it was about to do
+            said = _NO_SPACE  # orbax's message also lists every pending write
         remedy = f" {shutil.disk_usage(_existing(target)).free:,} bytes are free. Remedy: make room." if full else ""
         raise CheckpointError(f"{target}: {what}: {said}.{remedy}") from error
 
 
 def _check_room(target: Path, leaves: list[Leaf]) -> None:
-    """Nothing is begun that cannot fit: it would take what room there is from all else. Several processes must begin together, and find out."""
+    """Raise ``ENOSPC`` if the arrays cannot fit on the disk, before a partial save fills it.
+
+    Skipped with several processes: only process 0 runs this check, and the others would start the save without it.
+    """
     usage = shutil.disk_usage(_existing(target))
     needed = sum(leaf.value.nbytes for leaf in leaves)
     if jax.process_count() == 1 and usage.total and usage.free < needed:

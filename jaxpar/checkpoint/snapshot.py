@@ -1,4 +1,4 @@
-"""The tensors of a state by name, and a copy of them in the host's memory that the next step does not wait for."""
+"""The tensors of a state by path, and a copy of them in host memory, so that the next step can start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a state: an array (of PRNG keys: their data), or a shape where only that is known."""
+    """A tensor of a state: an array (for PRNG keys, their data), or a ``ShapeDtypeStruct``.
+
+    Attributes:
+      path: its path in the state, such as ``params/blocks/w``.
+      value: the array or ``ShapeDtypeStruct``.
+      key: the PRNG implementation, if ``value`` is the data of keys.
+    """
 
     path: str
     value: Any
@@ -38,21 +44,21 @@ class Leaf:
 
     @property
     def spec(self) -> str:
-        """Over which axes it lies, for people."""
+        """The mesh axes that it is sharded over, for display; empty if it has no ``NamedSharding``."""
         sharding = getattr(self.value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return ""
         axes = list(sharding.spec)
-        while axes and axes[-1] is None:  # what comes out of a step may lack them, and lies as before
+        while axes and axes[-1] is None:  # a step's output may omit trailing Nones of the same sharding
             axes.pop()
         return str(PartitionSpec(*axes))
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """The tensors of a state (or of any pytree of arrays or ``ShapeDtypeStruct``), in the order of ``jax.tree.leaves``.
+    """Return the tensors of a state or other pytree of arrays or shapes, in the order of ``jax.tree.leaves``.
 
     Raises:
-      CheckpointError: a leaf is no array, or two have one path.
+      CheckpointError: a leaf is neither a jax array nor a ``ShapeDtypeStruct``, or two leaves have the same path.
     """
     found: dict[str, Leaf] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -72,29 +78,29 @@ def leaves_of(state: Any) -> list[Leaf]:
 
 
 def dims_of(state: Any) -> dict[str, Names]:
-    """The logical dims of a training state's parameters and carried variables, by path; of another pytree none."""
+    """The logical dims of a training state's parameters and carried variables, by path; empty for any other pytree."""
     static = getattr(state, "metadata", None)
     return {show(path): names for path, names in getattr(static, "dims", ())}
 
 
 def on_disk(state: Any) -> bool:
-    """Whether some of a state's tensors lie in files of their own."""
+    """Whether some tensors of a state are stored in files of their own."""
     return any(is_stored(x) for x in jax.tree.leaves(state, is_leaf=is_stored))
 
 
 def copied(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same arrays in the host's memory. Nothing waits: the originals may be donated at once."""
+    """Copy arrays to host memory without blocking; the originals may be donated immediately."""
     homes = [x.sharding.with_memory_kind(_host(x)) for x in values]
     return list(jax.device_put(list(values), homes, may_alias=False))
 
 
 def shards(x: jax.Array) -> list[tuple[Bounds, np.ndarray]]:
-    """What this process is to vouch for of an array: each of its shards once over all processes, with its bounds."""
+    """The shards of an array that this process saves, with their bounds; each shard is saved by exactly one process."""
     return [(bounds(s.index, x.shape), np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0]
 
 
 def bounds(index: tuple[slice, ...], shape: Sequence[int]) -> Bounds:
-    """An index as jax gives it, in numbers."""
+    """Convert an index of ``jax.Shard`` to (start, stop) pairs."""
     return tuple((s.indices(size)[0], s.indices(size)[1]) for s, size in zip(index, shape, strict=True))
 
 
@@ -111,5 +117,5 @@ def _impl(leaf: jax.ShapeDtypeStruct) -> str:
 
 def _data(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     data = jax.eval_shape(jax.random.key_data, leaf)
-    # Keys have one dim more as numbers, which stays whole: a spec may be shorter than its array.
+    # Key data has one more dim than the keys. The spec is shorter than the array, so that dim is not sharded.
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)

@@ -1,4 +1,4 @@
-"""Names, files and parsed JSON, taken only as what they should be: anything else is a ``ValueError`` or ``OSError`` that says what."""
+"""Validate names, files and parsed JSON of a manifest; anything malformed raises a ``ValueError`` or ``OSError``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpar.utils.checks import is_count
 
 
 def inside(name: str) -> bool:
-    """Whether a name, as a manifest gives it, cannot lead out of the folder (links apart).
+    """Whether a name from a manifest stays inside the checkpoint's folder (symbolic links are checked elsewhere).
 
     >>> inside("arrays/params.w/0.0"), inside("../other"), inside("/etc/passwd")
     (True, False, False)
@@ -25,10 +25,10 @@ def inside(name: str) -> bool:
 
 
 def opened(file: Path) -> FileIO:
-    """A file to read, without a buffer.
+    """Open a regular file for reading, unbuffered.
 
     Raises:
-      OSError: it is none: a pipe, of which reading never ends, a device, a folder.
+      OSError: it is not a regular file but, for example, a pipe, a device or a folder; reading a pipe might never end.
     """
     found = FileIO(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
@@ -38,29 +38,29 @@ def opened(file: Path) -> FileIO:
 
 
 def table(data: Any, key: str) -> dict[str, Any]:
-    """The table of a key."""
+    """Return ``data[key]``, which must be a dict."""
     found = data[key]
     if not isinstance(found, dict):
-        raise ValueError(f"{key} is a {type(found).__name__}, but a table is wanted")  # noqa: TRY004 (a wrong file, not a wrong call)
+        raise ValueError(f"{key} is a {type(found).__name__}, but a table is wanted")  # noqa: TRY004
     return found
 
 
 def text(value: Any, key: str) -> str:
-    """A text."""
+    """Return a value that must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"{key} is {value!r:.40}, but a text is wanted")  # noqa: TRY004
     return value
 
 
 def count(value: Any, key: str, most: int) -> int:
-    """A whole number from 0 to ``most``."""
+    """Return a value that must be an integer from 0 to ``most``."""
     if not is_count(value, 0) or value > most:
         raise ValueError(f"{key} is {value!r:.40}, but a count up to {most} is wanted")
     return value
 
 
 def counts(value: Any, key: str, most: int) -> tuple[int, ...]:
-    """A list of such numbers."""
+    """Return a value that must be a list of integers from 0 to ``most``, as a tuple."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is {value!r:.40}, but a list of counts is wanted")  # noqa: TRY004
     return tuple(count(item, key, most) for item in value)

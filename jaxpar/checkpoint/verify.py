@@ -1,4 +1,4 @@
-"""Whether what lies on disk is what was written: one checkpoint's files, or every step of a run. No jax, so it is quick to ask."""
+"""Verify that the files on disk match the manifest, for one checkpoint or every step of a run; needs no jax."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from jaxpar.errors import CheckpointError, DamagedError
 
 _AT_ONCE = 1 << 20
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
-"""The name of a step's folder. Other names in a run's folder are nobody's business."""
+"""Matches the folder name of a step; other names in a run's folder are ignored."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """A step of a run: ``good``, or why not. Sizes in bytes; ``when`` is what the manifest says, or empty."""
+    """The result of verifying one step of a run.
+
+    Attributes:
+      step: its number.
+      problems: one text each; empty if the checkpoint is intact.
+      bytes, tensors: total bytes and number of its tensors.
+      when: the time of the save from the manifest, or empty.
+    """
 
     step: int
     problems: tuple[str, ...]
@@ -38,15 +45,15 @@ class Health:
 
 
 def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None, *, most: int = 20) -> list[str]:
-    """All that is wrong with a checkpoint: every file is read, whole.
+    """Read every file of a checkpoint completely and list all problems.
 
     Args:
-      folder: of one checkpoint.
-      manifest: its own, if at hand.
-      most: how many problems to name before the search ends.
+      folder: the folder of one checkpoint.
+      manifest: its manifest, if already read.
+      most: stop after this many problems.
 
     Returns:
-      A text for each, with the tensor and the file; empty for a checkpoint as it was written.
+      One text per problem, with the tensor and the file; empty if the checkpoint is intact.
     """
     root = Path(folder)
     try:
@@ -77,11 +84,11 @@ def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None
 
 
 def check(folder: str | os.PathLike[str], step: int | None = None) -> Manifest:
-    """The manifest of a checkpoint of which every byte was found as it was written.
+    """Return the manifest of a checkpoint after verifying every byte of it.
 
     Raises:
-      CheckpointError: there is none.
-      DamagedError: listing what is wrong, or it is of another step than ``step``.
+      CheckpointError: there is no checkpoint.
+      DamagedError: lists the problems; or the checkpoint is not of ``step``.
     """
     manifest = read(folder)
     found = problems_of(folder, manifest)
@@ -100,17 +107,17 @@ def wrong_step(folder: Path, manifest: Manifest, step: int) -> str:
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps that have a folder with a manifest, oldest first; their bytes are not looked at.
+    """Return the steps whose folder has a manifest, oldest first; their data is not verified.
 
     Raises:
-      CheckpointError: the folder is there, but may not be read: it is not for lack of steps that none is found.
+      CheckpointError: the folder exists but cannot be read, so an empty list would be wrong.
     """
     with _readable(Path(folder)):
         return sorted(int(p.name) for p in _entries(Path(folder)) if STEP.fullmatch(p.name) and (p / NAME).is_file())
 
 
 def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
-    """Folders of steps without a manifest, and what an interrupted save left behind. Raises as :func:`steps_in`."""
+    """Return folders of steps without a manifest, and leftovers of interrupted saves. Raises as :func:`steps_in`."""
     with _readable(Path(folder)):
         found = [p for p in _entries(Path(folder)) if p.is_dir()]
         return sorted(
@@ -121,10 +128,10 @@ def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
-    """Each step of a run's folder (or the one checkpoint that a folder is), oldest first, every byte read.
+    """Verify each step in a run's folder, oldest first, reading every byte; ``folder`` may also be a single checkpoint.
 
     Raises:
-      CheckpointError: there is neither a checkpoint nor a step.
+      CheckpointError: the folder is neither a checkpoint nor has one.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -149,10 +156,10 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
 
 
 def locate(root: Path, name: str) -> Path:
-    """The file of a name from a manifest.
+    """Return the path of a file that the manifest names.
 
     Raises:
-      DamagedError: it would lie outside of the checkpoint's folder, through a link.
+      DamagedError: a symbolic link leads out of the checkpoint's folder.
     """
     file = root / name
     if not inside(name) or os.path.realpath(file) != os.path.join(os.path.realpath(root), *name.split("/")):
@@ -161,7 +168,7 @@ def locate(root: Path, name: str) -> Path:
 
 
 def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
-    """What is wrong with a file that holds no tensor's values."""
+    """Return the problem of a file that holds no tensor's values, or ``None``."""
     size, total = manifest.files[name]
     try:
         file = locate(root, name)
@@ -181,7 +188,7 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
 def piece_problem(
     root: Path, name: str, manifest: Manifest, path: str, tensor: TensorRecord, bounds: Bounds, total: int
 ) -> str | None:
-    """What is wrong with a file that holds a piece of a tensor: in its bytes, or in the values that they are."""
+    """Return the problem of a file that holds a piece of a tensor, in its bytes or its values, or ``None``."""
     buffer = np.empty(tensor.piece_bytes, np.uint8)
     try:
         load(root, name, manifest, path, memoryview(buffer))
@@ -192,10 +199,10 @@ def piece_problem(
 
 
 def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview) -> None:
-    """Read a piece's file into memory, and hold it against its checksum.
+    """Read a piece's file into memory and verify its checksum.
 
     Raises:
-      DamagedError: naming tensor and file.
+      DamagedError: with the name of the tensor and the file.
     """
     size, total = manifest.files[name]
     try:
@@ -215,31 +222,36 @@ def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview)
     found = zlib.crc32(into) if at == size else -1
     if found != total:
         raise DamagedError(
-            f"{root / name}, which holds {path}, is not what was written: its checksum is {found & 0xFFFFFFFF:08x}, but {total:08x} is wanted."
+            f"{root / name}, which holds {path}, is not what was written: its checksum is {found & 0xFFFFFFFF:08x}, "
+            f"but {total:08x} is wanted."
         )
 
 
 def check_values(
     file: Path, path: str, buffer: np.ndarray, tensor: TensorRecord, bounds: Bounds, total: int, of_file: int
 ) -> None:
-    """Hold the values of a piece, whose file has the checksum ``of_file``, against the checksum that they had in memory.
+    """Compare a piece's values with the checksum ``total`` that they had in memory.
+
+    Args:
+      of_file: the checksum of the piece's file, which is that of the values unless the piece extends beyond the tensor.
 
     Raises:
-      DamagedError: naming tensor and file.
+      DamagedError: with the name of the tensor and the file.
     """
     shape = tuple(stop - start for start, stop in bounds)
     found = of_file
-    if shape != tensor.chunk:  # it reaches beyond the tensor
+    if shape != tensor.chunk:  # the piece extends beyond the tensor
         whole = buffer.view(f"V{tensor.itemsize}").reshape(tensor.chunk)
         found = zlib.crc32(np.ascontiguousarray(whole[tuple(slice(size) for size in shape)]))
     if found != total:
         raise DamagedError(
-            f"{file} holds other values of {path} than there were: their checksum is {found:08x}, but {total:08x} is wanted."
+            f"{file} holds other values of {path} than there were: their checksum is {found:08x}, but {total:08x} is "
+            "wanted."
         )
 
 
 def crc_of(file: Path) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file."""
+    """Return the size in bytes and the CRC-32 of a file."""
     size = total = 0
     with opened(file) as f:
         while block := f.read(_AT_ONCE):
@@ -248,7 +260,7 @@ def crc_of(file: Path) -> tuple[int, int]:
 
 
 def unreadable(file: Path, error: Exception, path: str = "") -> str:
-    """A problem with reading a file, as a text."""
+    """Describe an error of reading a file."""
     if isinstance(error, DamagedError):
         return str(error)
     what = f"{file}{f', which holds {path},' if path else ''}"

@@ -1,6 +1,6 @@
-"""Text in, batches out: sources of bytes, the resumable pipeline over them, and what a trivial model scores.
+"""Byte-level text data: sources of text, resumable batches over them, and entropy baselines.
 
-Importing this package imports numpy only. ``grain`` is imported by the first call of :func:`batches`.
+Importing this package imports numpy only; the first call of :func:`batches` imports ``grain``.
 
 >>> from jaxpar.data import eval_batches, load_text
 >>> text = load_text("synthetic")

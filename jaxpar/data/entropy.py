@@ -1,8 +1,8 @@
-"""What the best context-free model and the best one-token-context model could score on a text, in nats per token.
+"""Entropy of a text in nats per token: the lowest losses of a context-free model and of a bigram model.
 
-A language model is worth its depth only below :func:`bigram_entropy`: that loss needs one token of context and no
-attention. Both are plug-in estimates on the very text they are given, so no model of that order, however it was
-trained, reaches a lower mean loss on that text.
+A language model makes use of its depth only below :func:`bigram_entropy`, because one token of context and no attention
+suffice to reach that loss. Both functions are plug-in estimates on the text that they are given. No model of that
+order, however it was trained, reaches a lower mean loss on that text.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from jaxpar.errors import DataError
 
-# The pair table has vocab**2 int64 cells: 128 MiB at this size, and four times more for every doubling.
+# The pair table has vocab**2 int64 cells: 128 MiB at this size, four times as much for each doubling.
 MAX_BIGRAM_VOCAB = 4096
 
-# Tokens counted at a time. np.bincount wants int64, so a text of bytes counted at once would take 8x its own memory.
+# Tokens counted at a time. np.bincount requires int64, so counting a byte text in one call would need 8x its memory.
 _CHUNK = 1 << 20
 
 
 def unigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
-    """Empirical entropy of one token, in nats: a lower bound for any context-free model of this text.
+    """Return the empirical entropy of one token in nats: a lower bound for any context-free model of this text.
 
     With ``c_a`` the number of times token ``a`` occurs among the ``n`` tokens::
 
@@ -28,7 +28,7 @@ def unigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
 
     Args:
         tokens: integers in ``[0, vocab)``, shape ``[n]``, ``n >= 1``.
-        vocab: number of distinct tokens there may be.
+        vocab: number of possible tokens.
 
     Returns:
         Nats per token, between 0 and ``ln(vocab)``.
@@ -48,7 +48,7 @@ def unigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
 
 
 def bigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
-    """Empirical conditional entropy H(x_t | x_{t-1}), in nats: a lower bound for any bigram model of this text.
+    """Return the empirical entropy H(x_t | x_{t-1}) in nats: a lower bound for any bigram model of this text.
 
     With ``c_ab`` the number of times ``b`` directly follows ``a`` among the ``n - 1`` neighbouring pairs, and
     ``c_a = sum_b c_ab``::
@@ -59,7 +59,7 @@ def bigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
 
     Args:
         tokens: integers in ``[0, vocab)``, shape ``[n]``, ``n >= 2``.
-        vocab: number of distinct tokens there may be, at most ``MAX_BIGRAM_VOCAB``.
+        vocab: number of possible tokens, at most ``MAX_BIGRAM_VOCAB``.
 
     Returns:
         Nats per predicted token, between 0 and ``unigram_entropy(tokens[1:], vocab)``.
@@ -88,12 +88,12 @@ def bigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
     table = pairs.reshape(vocab, vocab)
     before, after = np.nonzero(table)
     seen = table[before, after]
-    # Term by term rather than as a difference of two sums: every term is >= 0 and exactly 0 where `after` is certain.
+    # Summed term by term: every term is >= 0, and exactly 0 where `after` is certain. A difference of sums is not.
     return float(np.sum(seen * (np.log(table.sum(axis=1)[before]) - np.log(seen))) / (array.size - 1))
 
 
 def _checked(tokens: npt.ArrayLike, vocab: int, least: int) -> np.ndarray:
-    """``tokens`` as an integer array [n] with ``n >= least`` and every value in ``[0, vocab)``, or DataError."""
+    """Return ``tokens`` as an integer array [n], ``n >= least``, with values in ``[0, vocab)``; or raise DataError."""
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size < least:
         raise DataError(f"tokens must have shape [n] with n >= {least} to measure an entropy, got {array.shape}.")

@@ -1,7 +1,7 @@
-"""Batches of token windows: shuffled and resumable for training, in order for evaluation.
+"""Batches of token windows: shuffled and resumable for training, in text order for evaluation.
 
-Every process draws the same global batch of window numbers and reads only its own block of rows. The global batch at
-a step, row order included, therefore does not depend on how many processes there are.
+Every process draws the same global batch of window numbers and reads only its own block of rows. The global batch of a
+step, row order included, is therefore independent of the number of processes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxpar.errors import DataError, need
 
 STATE_VERSION = 1
 
-# Reading a batch is one numpy gather from memory, so one thread a few batches ahead hides it behind a training step;
-# grain's defaults (16 threads, 500 batches) are for slow storage.
+# Reading a batch is one numpy gather from memory, so one thread a few batches ahead hides it behind a training step.
+# grain's defaults (16 threads, 500 batches) are meant for slow storage.
 _THREADS = 1
 _BATCHES_AHEAD = 4
 
@@ -39,23 +39,24 @@ def batches(
     separator: int | None = None,
     arrange: Arrange | None = None,
 ) -> Batches:
-    """An iterator over training batches whose position can be saved and restored.
+    """Return an iterator over training batches whose position can be saved and restored.
 
-    Each epoch visits the windows in another order, fixed by ``seed``, and drops the ones left over after its last full
-    global batch. Process ``p`` gets rows ``p * rows`` to ``(p + 1) * rows`` of the global batch, where
-    ``rows = batch // process_count``.
+    Each epoch visits the windows in a different order, fixed by ``seed``, and drops the windows left over after its
+    last full global batch. Process ``p`` gets rows ``p * rows`` to ``(p + 1) * rows`` of the global batch, where ``rows
+    = batch // process_count``.
 
     Args:
         tokens: the text's token ids, integers of shape ``[n]``; kept, not copied.
         batch: rows of the global batch, over all processes.
         seq: tokens per row.
-        seed: the order of the windows; any integer.
-        shuffle: False takes the windows in the order of the text, every epoch.
-        epochs: passes over the text, or None for no end.
+        seed: any integer; determines the order of the windows.
+        shuffle: if False, every epoch visits the windows in text order.
+        epochs: passes over the text, or None for endless batches.
         process_index: this process, ``0 <= process_index < process_count``.
         process_count: number of processes that share a global batch.
-        separator: the token that ends a document; batches then have ``segment_ids`` too.
-        arrange: with a separator: makes an order [seq] of the documents [batch, seq] of each global batch; batches then have ``order`` too.
+        separator: the token that ends a document; batches then also have ``segment_ids``.
+        arrange: maps the documents [batch, seq] of a global batch to a token order [seq]; batches then also have
+          ``order``. Ignored without ``separator``.
 
     Returns:
         A :class:`Batches` that yields :data:`Batch` dicts of ``rows`` rows.
@@ -87,17 +88,20 @@ def eval_batches(
     separator: int | None = None,
     arrange: Arrange | None = None,
 ) -> list[Batch]:
-    """Full batches of windows spread evenly over a text, in its order, the same at every call. Does not need grain.
+    """Return full batches of windows spread evenly over a text, in text order; does not need grain.
+
+    Every call with the same arguments returns the same batches.
 
     Args:
         tokens: the text's token ids, integers of shape ``[n]``.
         batch: rows of the global batch, over all processes.
         seq: tokens per row.
-        max_batches: most batches to return; there are fewer when the text ends first.
+        max_batches: maximum number of batches; a short text gives fewer.
         process_index: this process, ``0 <= process_index < process_count``.
         process_count: number of processes that share a global batch.
-        separator: the token that ends a document; batches then have ``segment_ids`` too.
-        arrange: with a separator: makes an order [seq] of the documents [batch, seq] of each global batch; batches then have ``order`` too.
+        separator: the token that ends a document; batches then also have ``segment_ids``.
+        arrange: maps the documents [batch, seq] of a global batch to a token order [seq]; batches then also have
+          ``order``. Ignored without ``separator``.
 
     Returns:
         Between 1 and ``max_batches`` :data:`Batch` dicts of ``batch // process_count`` rows.
@@ -111,13 +115,13 @@ def eval_batches(
     """
     plan = plan_windows(tokens, batch, seq, process_index, process_count, separator, arrange)
     steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
-    # Spread, because the first windows are the first files, and neighbouring files resemble each other.
+    # Spread over the text, because the first windows are the first files, and neighbouring files are similar.
     numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)
     return [plan.read(rows) for rows in numbers.reshape(steps, plan.batch)]
 
 
 class Batches(Iterator[Batch]):
-    """The training batches of one process. Made by :func:`batches`.
+    """Iterator over the training batches of one process; :func:`batches` makes it.
 
     >>> import json
     >>> import numpy as np
@@ -149,11 +153,11 @@ class Batches(Iterator[Batch]):
         return result
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch taken, JSON-able, with a fingerprint of what it is a position in."""
+        """Return the position after the last batch taken, as JSON-able data, with a fingerprint of the stream."""
         return {"fingerprint": dict(self._fingerprint), "position": self._iterator.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position: the next batch is the one that followed ``get_state``.
+        """Move to a saved position: the next batch is the one that followed ``get_state``.
 
         ``epochs`` may differ from the run that saved the position, so that a finished run can be continued.
 
@@ -161,8 +165,9 @@ class Batches(Iterator[Batch]):
             state: what ``get_state`` returned, possibly after a round trip through JSON.
 
         Raises:
-            DataError: the position is of other data, sizes, seed or process; each difference is named. Or ``state`` is
-                not a position, or lies beyond the last epoch. The iterator stays where it was.
+            DataError: the position belongs to other data, sizes, seed or process (the error names each difference),
+              ``state`` is not a position, or the position is beyond the last epoch. The iterator then keeps its
+              position.
         """
         try:
             saved, position = dict(state["fingerprint"]), state["position"]
@@ -175,7 +180,7 @@ class Batches(Iterator[Batch]):
         try:
             self._iterator.set_state(position)
         except (IndexError, KeyError, TypeError) as error:
-            # grain moves first and checks afterwards, so a refused position has already been taken.
+            # grain moves before it checks, so move back to the previous position.
             self._iterator.set_state(before)
             raise DataError(
                 f"data position {position!r:.200} does not exist in this stream of {self._plan.steps} global batches "
@@ -183,12 +188,12 @@ class Batches(Iterator[Batch]):
             ) from error
 
     def close(self) -> None:
-        """Stops reading ahead. No batch can be taken afterwards; closing twice is harmless."""
+        """Stop reading ahead. No batch can be taken afterwards; closing twice is harmless."""
         self._iterator.close()
 
     @cached_property
     def _fingerprint(self) -> dict[str, int | str | bool]:
-        """What must be equal for a position to mean the same batches. Hashes the whole text, hence cached."""
+        """The values that must be equal for a position to mean the same batches. Cached: it hashes the full text."""
         return {
             "version": STATE_VERSION,
             "tokens": self._plan.tokens.size,
@@ -203,7 +208,7 @@ class Batches(Iterator[Batch]):
         }
 
     def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
-        """DataError naming every differing field. grain would take a position of any other stream without a word."""
+        """Raise a DataError that names every differing field; grain itself accepts a position of any stream."""
         here = self._fingerprint
         fields = [*here, *(f for f in saved if f not in here)]
         different = [
@@ -219,8 +224,11 @@ class Batches(Iterator[Batch]):
 
 
 def _grain_iterator(plan: Plan, seed: int, shuffle: bool, epochs: int | None) -> Any:
-    """The grain iterator over one process's batches. Batching window numbers before reading keeps every process on
-    the same global batch while it touches only its own tokens; batching before repeating keeps epochs apart."""
+    """Return the grain iterator over one process's batches.
+
+    Batching window numbers before reading keeps every process on the same global batch although it reads only its own
+    tokens. Batching before repeating keeps epochs apart.
+    """
     grain = _import_grain()
     numbers = grain.MapDataset.range(plan.windows)
     if shuffle:
@@ -231,19 +239,19 @@ def _grain_iterator(plan: Plan, seed: int, shuffle: bool, epochs: int | None) ->
 
 
 def _spread(seed: int) -> int:
-    """A 32-bit seed unrelated to that of ``seed + 1``.
+    """Return a 32-bit seed unrelated to that of ``seed + 1``.
 
-    grain shuffles epoch ``e`` with ``seed + e``: taken as it is, seed 1 would repeat the order of seed 0 one epoch
+    grain shuffles epoch ``e`` with ``seed + e``. With the plain seed, seed 1 would repeat the order of seed 0 one epoch
     ahead, and runs with neighbouring seeds would not be independent.
     """
     return int.from_bytes(hashlib.sha256(f"jaxpar shuffle {seed}".encode()).digest()[:4], "big")
 
 
 def _import_grain() -> Any:
-    """grain, imported at first use: it is an optional extra, and it takes seconds to import."""
+    """Import grain at first use: it is an optional extra and takes seconds to import."""
     try:
         return importlib.import_module("grain")
     except ModuleNotFoundError as error:
-        if error.name != "grain":  # grain is there and something it needs is not: its own words say what
+        if error.name != "grain":  # grain is installed but one of its dependencies is not; that error says so
             raise
         raise need("grain", "train", "the data pipeline") from error

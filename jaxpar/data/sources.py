@@ -1,6 +1,6 @@
-"""Where text comes from: the interpreter's own library, a generated text, or a folder of files.
+"""Text sources: the interpreter's standard library, a generated text, or a folder of files.
 
-Text is bytes and the vocabulary is 256: no tokenizer to train, download, or disagree about.
+Text is bytes and the vocabulary has 256 tokens, so there is no tokenizer to train or to download.
 
 >>> from jaxpar.data import load_text
 >>> text = load_text("synthetic")
@@ -27,24 +27,24 @@ from jaxpar.errors import DataError, did_you_mean, listing
 DEFAULT_PATTERNS = ("*.txt", "*.md", "*.rst", "*.py")
 NAMED_SOURCES = ("stdlib", "synthetic")
 
-# Between two files, so that the end of one is not read as the context of the next. Text hardly ever contains it.
+# Inserted between two files, so that the end of one is not read as context of the next. Text hardly ever contains it.
 SEPARATOR = b"\0"
 
-# Third-party packages live below the stdlib folder but differ from machine to machine; caches are not text.
+# Third-party packages live below the stdlib folder but differ from machine to machine. Caches are not text.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text split into a part to train on and a part held out.
+    """A text, split into a training part and a held-out part.
 
     Attributes:
-        name: what was loaded: ``"stdlib"``, ``"synthetic"``, or the folder's own name.
-        train: bytes to train on, uint8 ``[n]``, read-only.
-        heldout: bytes of the files kept away from training, uint8 ``[m]``, read-only.
-        vocab: number of distinct tokens there may be: 256.
-        files: number of files in all, held-out ones included.
-        heldout_files: how many of them are held out.
+        name: name of the source: ``"stdlib"``, ``"synthetic"``, or that of the folder.
+        train: training bytes, uint8 ``[n]``, read-only.
+        heldout: held-out bytes, uint8 ``[m]``, read-only.
+        vocab: number of possible tokens: 256.
+        files: total number of files, held-out ones included.
+        heldout_files: number of held-out files.
     """
 
     name: str
@@ -62,23 +62,26 @@ def load_text(
     patterns: Sequence[str] = DEFAULT_PATTERNS,
     seed: int = 0,
 ) -> Text:
-    """Loads a text as bytes and splits it, file by file, into training and held-out parts.
+    """Load a text as bytes and split it, file by file, into training and held-out parts.
 
     A file is held out when the hash of ``seed`` and of its path relative to the folder falls in the lowest
-    ``heldout_fraction`` of the hash's range. No other file has a say, so adding or removing files never moves one
-    between the parts. The fraction is of files, not of bytes, and is met on average.
+    ``heldout_fraction`` of the hash's range. No other file affects this, so adding or removing files never moves a file
+    between the parts. The fraction counts files, not bytes, and is met on average.
 
-    Files are taken in the sorted order of their relative paths, empty ones left out, joined by a byte 0.
+    Non-empty files are joined by a byte 0, in sorted order of their relative paths.
 
     Args:
-        source: ``"stdlib"``: every ``*.py`` of the running interpreter's library, installed packages excluded (some
-            distributions leave out the large ``test`` package); ``"synthetic"``: 1 MiB of generated sentences whose
-            next word depends on the current one, from ``seed`` alone; else a folder, searched recursively. Write
-            ``"./stdlib"`` for a folder of that name. Hidden files and folders are left out, and symbolic links to
-            folders are not followed.
+        source: one of
+
+            - ``"stdlib"``: every ``*.py`` of the running interpreter's library, without installed packages (some
+              distributions leave out the large ``test`` package);
+            - ``"synthetic"``: 1 MiB of sentences generated from ``seed``, in which the next word depends on the current
+              one;
+            - a folder, searched recursively; write ``"./stdlib"`` for a folder of that name. Hidden files and folders
+              are skipped, and symbolic links to folders are not followed.
         heldout_fraction: expected fraction of the files to hold out, strictly between 0 and 1.
-        patterns: file names to take from a folder, as shell patterns; not used by the two named sources.
-        seed: which files are held out, and the words of the synthetic text.
+        patterns: shell patterns of the file names to read from a folder; the two named sources ignore them.
+        seed: determines the held-out files and the words of the synthetic text.
 
     Returns:
         The text; see :class:`Text` for shapes.
@@ -118,7 +121,7 @@ def load_text(
 def _documents(
     source: str | os.PathLike[str], patterns: tuple[str, ...], seed: int
 ) -> tuple[str, list[tuple[str, bytes]]]:
-    """The text's name and its ``(relative path, content)`` pairs in sorted order, empty files left out."""
+    """Return the text's name and its ``(relative path, content)`` pairs, sorted and without empty files."""
     if source == "synthetic":
         return "synthetic", list(_synthetic(seed))
     if source == "stdlib":
@@ -128,7 +131,7 @@ def _documents(
 
 
 def _folder(source: str) -> Path:
-    """The folder that ``source`` names, or a DataError that tells a mistyped name from a wrong path."""
+    """Return the folder ``source``, or raise a DataError that tells a mistyped name from a wrong path."""
     folder = Path(source).expanduser()
     if source and folder.is_dir():
         return folder
@@ -143,7 +146,7 @@ def _folder(source: str) -> Path:
 
 
 def _read(folder: Path, patterns: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Every non-empty file below ``folder`` whose name matches, sorted by relative POSIX path."""
+    """Return every non-empty file below ``folder`` whose name matches, sorted by relative POSIX path."""
     paths = sorted(_matching(folder, patterns), key=lambda found: found[0])
     documents = [(relative, content) for relative, path in paths if (content := path.read_bytes())]
     if not documents:
@@ -156,8 +159,8 @@ def _read(folder: Path, patterns: tuple[str, ...]) -> list[tuple[str, bytes]]:
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """``(relative POSIX path, path)`` of each file below ``folder`` whose name matches a pattern, in any order."""
-    # os.walk drops what it cannot list unless told otherwise, and a text missing a subfolder would look complete.
+    """Yield ``(relative POSIX path, path)`` of each file below ``folder`` whose name matches a pattern, unsorted."""
+    # By default os.walk skips folders that it cannot list, and a text without a subfolder would look complete.
     for parent, folders, names in os.walk(folder, onerror=_reraise):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for name in names:
@@ -171,29 +174,29 @@ def _reraise(error: OSError) -> None:
 
 
 def _is_heldout(path: str, fraction: float, seed: int) -> bool:
-    """Whether the file at this relative path is held out: a function of its arguments on every machine and run."""
+    """Whether to hold out the file at this relative path; depends only on the arguments, not on machine or run."""
     # Not hash(): Python salts it per process. surrogateescape: a path on disk need not be valid Unicode.
     digest = hashlib.sha256(f"{seed}:{path}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
 def _joined(documents: list[bytes]) -> np.ndarray:
-    """The documents as one uint8 array [n] with a separator between each two; read-only, being a view of bytes."""
+    """Join the documents with separators into one uint8 array [n]; it is read-only because it views bytes."""
     return np.frombuffer(SEPARATOR.join(documents), np.uint8)
 
 
 _SYNTHETIC_DOCUMENTS = 256
 _SYNTHETIC_BYTES = 4096  # of each document
 _SYNTHETIC_WORDS = 96
-# Probability, summed up, of a word's 1st, 2nd, 3rd and 4th successor: about 1.1 nats a word, far less than the letters
-# of a word look like to a model without context.
+# Cumulative probabilities of a word's first three successors; the fourth has the rest. This gives about 1.1 nats per
+# word, far less than a model without context sees in its letters.
 _SUCCESSOR_BOUNDS = (0.55, 0.80, 0.93)
 
 
 def _synthetic(seed: int) -> Iterator[tuple[str, bytes]]:
-    """``(path, content)`` of each generated document: sentences from one random first-order chain over words."""
-    # Only Random.random() is used: unlike numpy's generators and Random.choice, Python promises its sequence for a
-    # given seed. The seed is a string because Random(-1) equals Random(1).
+    """Yield ``(path, content)`` of each generated document: sentences from one random first-order chain over words."""
+    # Only Random.random(): Python guarantees its sequence for a given seed, unlike that of Random.choice or of numpy's
+    # generators. The seed is a string because Random(-1) equals Random(1).
     draw = Random(f"jaxpar synthetic text {seed}").random
     letters = "etaoinshrdlu"
     words = ["".join(letters[int(draw() * len(letters))] for _ in range(2 + i % 6)) for i in range(_SYNTHETIC_WORDS)]

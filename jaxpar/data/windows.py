@@ -1,4 +1,4 @@
-"""Windows of a token vector: how many there are, which rows one process reads, and the checks on the sizes.
+"""Windows of a token vector: their number, the rows that one process reads, and the checks on the sizes.
 
 A text of ``n`` tokens holds ``(n - 1) // seq`` windows that share no target: window ``i`` reads tokens ``i * seq`` to
 ``i * seq + seq``, the first ``seq`` as input and the last ``seq`` as targets.
@@ -18,27 +18,27 @@ import numpy.typing as npt
 from jaxpar.errors import DataError
 
 type Batch = dict[str, npt.NDArray[np.int32]]
-"""``{"tokens": int32 [rows, seq], "targets": int32 [rows, seq]}``: the targets are the tokens one place on. Of packed documents also
-``segment_ids``, and ``order`` where one is asked for, of the same shape."""
+"""Arrays int32 [rows, seq]: ``tokens``, and ``targets``, which are the tokens shifted by one. Packed documents add
+``segment_ids``, and ``order`` if an ``arrange`` is given."""
 
 type Arrange = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]
-"""Segments [batch, seq] of a global batch → an order of its rows [seq]."""
+"""Maps the segments [batch, seq] of a global batch to a token order [seq] for all its rows."""
 
 _HASH_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Checked sizes over a text, and how to read rows of it. Made by :func:`plan_windows`.
+    """Checked sizes over a text, and the method that reads its rows; :func:`plan_windows` makes it.
 
     Attributes:
         tokens: the text's token ids, integers ``[n]``.
         batch: rows of the global batch, over all processes.
         seq: tokens per row.
-        process_index: this process.
+        process_index: index of this process.
         process_count: number of processes that share a global batch.
-        separator: the token that ends a document; a row's documents are then told apart.
-        arrange: makes the order of each global batch from its documents.
+        separator: the token that ends a document; ``None`` if documents are not distinguished.
+        arrange: maps the documents of a global batch to its token order.
     """
 
     tokens: np.ndarray
@@ -51,36 +51,36 @@ class Plan:
 
     @property
     def windows(self) -> int:
-        """Whole windows in the text."""
+        """Number of complete windows in the text."""
         return max(0, self.tokens.size - 1) // self.seq
 
     @property
     def steps(self) -> int:
-        """Full global batches in one pass over the text."""
+        """Number of full global batches in one pass over the text."""
         return self.windows // self.batch
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """This process's rows of the global batch made of the windows with these numbers [batch]."""
+        """Return this process's rows of the global batch that consists of the windows ``numbers`` [batch]."""
         rows = self.batch // self.process_count
         mine = numbers[self.process_index * rows : (self.process_index + 1) * rows]
         span = self.tokens[mine[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
-        # Contiguous, because copying to a device would otherwise make the copy anyway, on the training thread.
+        # Contiguous here, on the reading thread: otherwise the copy to the device copies them on the training thread.
         found = {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
         if self.separator is None:
             return found
         found["segment_ids"] = self._documents(mine)
         if self.arrange is not None:
-            # From all rows of the global batch: they lie alike on every process.
+            # The order depends on all rows of the global batch, so it is the same on every process.
             found["order"] = np.tile(self.arrange(self._documents(numbers)), (rows, 1))
         return found
 
     def _documents(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
-        """The document of each token [rows, seq], counted from 0 in each row; a separator belongs to what it ends."""
+        """Return the document of each token [rows, seq], numbered from 0 per row; a separator ends its document."""
         ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
         return np.cumsum(ends, axis=1, dtype=np.int32) - ends
 
     def content_hash(self) -> str:
-        """A hash of the token ids that is the same for every integer type and byte order that holds them."""
+        """Return a hash of the token ids that does not depend on their integer type or byte order."""
         digest = hashlib.sha256()
         for start in range(0, self.tokens.size, _HASH_CHUNK):
             digest.update(np.ascontiguousarray(self.tokens[start : start + _HASH_CHUNK], "<i4"))
@@ -96,7 +96,7 @@ def plan_windows(
     separator: int | None = None,
     arrange: Arrange | None = None,
 ) -> Plan:
-    """The plan for these sizes, checked together.
+    """Return the plan for these sizes, checked together.
 
     Args:
         tokens: the text's token ids, integers of shape ``[n]``; kept, not copied.
@@ -104,7 +104,7 @@ def plan_windows(
         seq: tokens per row.
         process_index: this process, ``0 <= process_index < process_count``.
         process_count: number of processes that share a global batch.
-        separator, arrange: as of :class:`Plan`.
+        separator, arrange: see :class:`Plan`.
 
     Raises:
         DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, ``tokens`` is not
@@ -144,11 +144,11 @@ def plan_windows(
 
 
 def _token_vector(tokens: npt.ArrayLike) -> np.ndarray:
-    """``tokens`` as an array [n] whose values fit int32, or a DataError."""
+    """Return ``tokens`` as an array [n] whose values fit int32, or raise a DataError."""
     array = np.asarray(tokens)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(f"tokens must be integers of shape [n], got dtype {array.dtype} and shape {array.shape}.")
-    # Only wider types are scanned: a byte text may be a large memory map that need not be read in full here.
+    # Scan only wider types: a byte text may be a large memory map that need not be read completely here.
     if array.size and not np.can_cast(array.dtype, np.int32):
         low, high = int(array.min()), int(array.max())
         if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
@@ -157,7 +157,7 @@ def _token_vector(tokens: npt.ArrayLike) -> np.ndarray:
 
 
 def as_integer(name: str, value: Any, least: int | None = None) -> int:
-    """``value`` as a plain int (JSON knows no numpy integers) that is at least ``least``, or a DataError."""
+    """Return ``value`` as an int (JSON has no numpy integers) of at least ``least``, or raise a DataError."""
     try:
         number = operator.index(value)
     except TypeError:

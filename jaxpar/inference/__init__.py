@@ -1,1 +1,1 @@
-"""Prefill, decode, KV cache and sampling, sharded by the same rules."""
+"""Token generation: the generator, its key/value cache, sampling, and pipelined decoding."""

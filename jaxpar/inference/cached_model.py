@@ -1,4 +1,4 @@
-"""``DecoderFns``: how a model generates, and what it caches."""
+"""``DecoderFns``: a model's forward passes with a cache, and the logical dims of that cache."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from typing import Any
 import jax
 
 CACHE_SEQ = "cache_seq"
-"""The logical dim of a cache's slots. A table of rules that does not name it splits it as it splits ``seq``."""
+"""Logical dim of a cache's slots. Rules without an entry for it shard the slots as they shard ``seq``."""
 CACHE_DIMS = (None, "batch", "kv_heads", CACHE_SEQ, "head_dim")
-"""Logical dims of keys and of values: [layers, batch, kv_heads, slots, head_dim]. Only over a pipeline's stages are the layers split."""
+"""Logical dims of cached keys and values, [layers, batch, kv_heads, slots, head_dim]. Only pipeline stages shard the
+layers."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A model's forward passes layer by layer, so that the stages of a pipeline can each keep their own layers, and their cache.
+    """A model's forward passes layer by layer, so that each pipeline stage keeps its own weights and cache.
 
-    ``layers`` is what :func:`jaxpar.parallel.pipeline.staged_loss.stacked_part` gives, of all layers or of a stage's: stacked arrays, and what makes one layer of one layer's arrays.
+    ``layers`` below is what :func:`jaxpar.parallel.pipeline.staged_loss.stacked_part` returns, for all layers or for
+    those of a stage: the stacked arrays, and a function that builds one layer from the arrays of one layer.
 
     Attributes:
-      path: of the stack in the model, as ``("blocks",)``; its first logical dim is ``layers``, as is that of every array of the cache.
-      before: ``before(model, tokens) -> x``: what the first layer is given, of tokens [batch, seq]: [batch, seq, ...].
-      prompts: ``prompts(layers, x, slots) -> (x, cache)``: whole prompts through layers, and the cache of these.
-      token: ``token(layers, x, positions, cache, group) -> (x, cache)``: one token [batch, 1, ...] of each row. With ``group`` (number, groups)
-        the rows are those of one group, of which row ``i`` is the cache's row ``i * groups + number``: see :func:`jaxpar.cached_attention`.
+      path: path of the stack in the model, such as ``("blocks",)``. The first logical dim of its arrays is ``layers``,
+        and so is that of every array of the cache.
+      before: ``before(model, tokens) -> x``: maps tokens [batch, seq] to the input of the first layer,
+        [batch, seq, ...].
+      prompts: ``prompts(layers, x, slots) -> (x, cache)``: runs full prompts through the layers and returns their
+        cache.
+      token: ``token(layers, x, positions, cache, group) -> (x, cache)``: runs one token [batch, 1, ...] of each row.
+        With ``group`` (number, groups) the rows belong to one group, and row ``i`` is the cache's row
+        ``i * groups + number``; see :func:`jaxpar.cached_attention`.
     """
 
     path: tuple[str, ...]
@@ -36,22 +42,23 @@ class Stack:
 
 @dataclass(frozen=True)
 class DecoderFns:
-    """A model's forward passes with a cache, for :class:`jaxpar.Generator`; a model says here what it caches.
+    """A model's forward passes with a cache, for :class:`jaxpar.Generator`. The model defines what its cache holds.
 
     Attributes:
-      cache: ``cache(batch, slots)``: the cache as a pytree of :func:`jaxpar.tag` around shapes. What it holds is the model's own matter:
-        keys and values in ``slots``, a recurrent state, or both.
-      prefill: ``prefill(model, tokens, slots) -> (x, cache)``: whole prompts [batch, seq], each from position 0 on and filled up at its end
-        with tokens that must not change what stands before them; ``x`` [batch, seq, ...], and the cache of ``slots``, in which what these
-        tokens left is never looked at before it is written anew.
-      step: ``step(model, tokens, positions, cache) -> (x, cache)``: one token [batch] of each row, at its own position [batch];
-        ``x`` [batch, ...].
-      logits: ``logits(model, x) -> [batch, vocab]``, of one ``x`` a row.
-      vocab: how many tokens there are.
-      prepare: ``prepare(params) -> params``: parameters as a step reads them fastest, cast once and not in each step.
-      stack: the same layer by layer; a mesh that splits the layers over ``pipeline`` then keeps weights and cache where they are. Without it
-        each step gathers them.
-      sequence: the logical dims that a step finds at size 1, and so does not split.
+      cache: ``cache(batch, slots)``: the cache as a pytree of :func:`jaxpar.tag` around shapes. It may hold keys and
+        values in ``slots``, a recurrent state, or both.
+      prefill: ``prefill(model, tokens, slots) -> (x, cache)``: runs full prompts [batch, seq] from position 0 and
+        returns ``x`` [batch, seq, ...] and a cache of ``slots``. Prompts are padded at the end. Padding tokens must not
+        change the tokens before them, and a step must not read their slots before it overwrites them.
+      step: ``step(model, tokens, positions, cache) -> (x, cache)``: runs one token [batch] of each row at its own
+        position [batch]; ``x`` is [batch, ...].
+      logits: ``logits(model, x) -> [batch, vocab]`` for one ``x`` per row.
+      vocab: vocabulary size.
+      prepare: ``prepare(params) -> params``: converts parameters once to the form that a step reads fastest, so that no
+        step casts them.
+      stack: the forward passes layer by layer. With it, a mesh that shards the layers over ``pipeline`` keeps weights
+        and cache on their stages; without it, each step gathers them.
+      sequence: logical dims that have size 1 in a step and are therefore not sharded there.
     """
 
     cache: Callable[[int, int], Any]

@@ -1,4 +1,4 @@
-"""``Generator``: one jitted prefill and one jitted decode step of a model, and the loop that streams their tokens.
+"""``Generator``: a jitted prefill, a jitted decode step, and the loops that stream their tokens.
 
 Shape suffixes: B batch, S sequence, V vocabulary.
 """
@@ -32,7 +32,7 @@ from jaxpar.utils.contexts import ambient_layout
 from jaxpar.utils.multihost import check_same, settled
 
 _LEAST = 16
-"""Prompts are filled up to a power of two from here on, so that few lengths are compiled."""
+"""Prompts are padded to a power of two, at least this one, so that few prompt lengths are compiled."""
 
 
 @functools.partial(
@@ -42,15 +42,16 @@ _LEAST = 16
 )
 @dataclass(frozen=True)
 class Decoding:
-    """What a decode step reads and writes; donated.
+    """State of a decode step. The step donates it.
 
     Attributes:
-      cache: as the model says it (:class:`jaxpar.DecoderFns`).
+      cache: the cache, as the model defines it (:class:`jaxpar.DecoderFns`).
       tokens: the last token of each row [batch] int32, not yet in the cache.
-      at: its position [batch] int32.
-      left: how many tokens each row may still make [batch] int32; 0 where it has ended.
-      keys: a PRNG key for each row [batch].
-      moving: what is on its way between a pipeline's stages, and for how many ticks it has been; ``None`` without.
+      at: the position of that token [batch] int32.
+      left: how many more tokens each row may generate [batch] int32; 0 where the row has ended.
+      keys: a PRNG key per row [batch].
+      moving: activations between pipeline stages, and the number of ticks since the prefill; ``None`` without a
+        pipeline.
     """
 
     cache: Any
@@ -62,36 +63,47 @@ class Decoding:
 
 
 class Generator:
-    """A model that generates, on a layout: ``prefill``, ``decode``, and the loops over them.
+    """Generates tokens with a model on a layout: ``prefill``, ``decode``, and the loops over them.
 
-    The two are ordinary jitted functions, with ``.lower()``:
+    Both are jitted functions, with ``.lower()``:
 
-    - ``prefill(params, prompts) -> (state, tokens)``; prompts as :meth:`prompts` makes them;
-    - ``decode(params, state) -> (state, tokens)``; the state is donated. Tokens are [batch] int32, -1 for rows that have ended.
+    - ``prefill(params, prompts) -> (state, tokens)``, where :meth:`prompts` makes the prompts;
+    - ``decode(params, state) -> (state, tokens)``, which donates the state. Tokens are [batch] int32, -1 for rows that
+      have ended.
 
-    Over a pipeline (:mod:`jaxpar.inference.pipeline`) a step's tokens are the first group's next and all others' last: -3 for these in the first step.
+    With a pipeline (:mod:`jaxpar.inference.pipeline`), the tokens of the first group are one step ahead of those of the
+    other groups, which are -3 in the first step.
 
-    Prompts are filled up at their end, to one length; each row counts its own positions and has its own slots, so that no row's tokens depend
-    on the others. The cache lies by the rules: ``batch``, ``kv_heads``, ``head_dim``, and its slots by ``cache_seq``, or as ``seq`` where the
-    rules do not name that.
+    Prompts are padded at the end to one length. Each row counts its own positions and has its own slots, so its tokens
+    do not depend on the other rows. The rules shard the cache by ``batch``, ``kv_heads`` and ``head_dim``, and its
+    slots by ``cache_seq``, or by ``seq`` if the rules have no ``cache_seq``.
 
-    Where the mesh lies over several processes, each of them makes the same generator, restores ``params`` (its own bytes), and calls :meth:`prepare`,
-    :meth:`stream` or :meth:`generate` with the same arguments in the same order; each is given all tokens. ``stream`` and ``generate`` compare these
-    arguments first, and raise on every process what is wrong in one. A stream that is left before its end is left by all after the same step.
+    With a mesh over several processes, each process builds the same generator, restores its own bytes of ``params``,
+    and calls :meth:`prepare`, :meth:`stream` or :meth:`generate` with the same arguments in the same order. Each
+    process gets all tokens. ``stream`` and ``generate`` first compare the arguments, and raise an error of one process
+    on all of them. To end a stream early, all processes must
+    leave it after the same step.
 
     Args:
-      layout: where parameters, cache and activations lie; it need not be that of the training.
+      layout: the layout of parameters, cache and activations; it may differ from that of the training.
       make_model: as for :func:`jaxpar.init`.
-      cached: how the model generates, as ``cached_llama(config)``.
-      batch: rows that are generated at once.
-      slots: of the cache: the longest prompt with what is made from it.
-      sampling: how tokens are drawn.
+      cached: the model's forward passes with a cache, such as ``cached_llama(config)``.
+      batch: rows that one step generates.
+      slots: cache slots per row: at least the longest prompt plus the tokens generated from it.
+      sampling: how tokens are chosen; greedily if not given.
       stop: tokens that end a request.
 
+    Attributes:
+      params: the parameters as shapes with shardings: the target of a restore.
+      prepared: the parameters after :meth:`prepare` as shapes with shardings: what to lower ``prefill`` and ``decode``
+        for.
+      abstract: the decode state as shapes with shardings.
+
     Raises:
-      LayoutError: the mesh does not divide parameters or cache.
-      ModelError: the model carries variables beside its parameters.
-      ConfigError: a size below 1, a stop token that is none, or a batch that makes no groups for a pipeline's stages.
+      LayoutError: the mesh does not divide the parameters or the cache.
+      ModelError: the model has variables other than its parameters.
+      ConfigError: ``batch`` or ``slots`` is below 1, ``stop`` holds a token outside the vocabulary, or pipeline stages
+        do not divide ``batch``.
 
     >>> import jax, optax
     >>> import jaxpar as jp
@@ -132,8 +144,10 @@ class Generator:
         if carried:
             more = f" and {len(carried) - 4} more" if len(carried) > 4 else ""
             raise ModelError(
-                f"Generator: the model carries {', '.join(carried[:4])}{more} beside its parameters, which generation does not take. Remedy: a make_model "
-                f"without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as before."
+                f"Generator: the model carries {', '.join(carried[:4])}{more} beside its parameters, which generation "
+                f"does not take. Remedy: a make_model "
+                f"without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as "
+                f"before."
             )
         self._state = state
         self._long = _with_cache(layout)
@@ -144,27 +158,37 @@ class Generator:
         self._tensors = [*weights, *kept]
         self.abstract = self._abstract(cache)
         self._together = _processes(layout.mesh) > 1
-        # Each process is to see all tokens; elsewhere they lie as the rows do.
+        # With several processes tokens are replicated, so that each process can read all of them.
         everywhere = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec()) if self._together else None
         self.prefill = jax.jit(self._prefill, out_shardings=(None, everywhere))
         self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, everywhere))
 
     @property
     def params(self) -> Any:
-        """The parameters as shapes with their shardings: what to restore. ``prepared``: those after :meth:`prepare`, to lower for."""
+        """The parameters as shapes with shardings: the target of a restore."""
         return self._state.params
 
     def prepare(self, params: Any) -> Any:
-        """Parameters as each step reads them fastest: in the dtype of the compute, or in int8. The originals are kept."""
+        """Return the parameters in the form that each step reads fastest: in the compute dtype, or in int8.
+
+        The original parameters are kept.
+        """
         place = jax.tree.map(lambda x: x.sharding, self.prepared)
         return jax.jit(self.cached.prepare, out_shardings=place)(params)
 
     def explain(self) -> Report:
-        """Where every prepared parameter and every array of the cache lies, and why; as :func:`jaxpar.explain` of a training."""
+        """Explain the sharding of each prepared parameter and each cache array, as :func:`jaxpar.explain` does."""
         return placement.report(self.layout, self._tensors)
 
     def prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Requests as ``prefill`` takes them: ``tokens`` [batch, seq], ``lengths``, ``left`` and ``keys`` [batch]; missing rows have ended."""
+        """Return requests as the arrays that ``prefill`` takes.
+
+        Args:
+          requests: at most ``batch`` requests; the remaining rows count as ended.
+
+        Returns:
+          ``tokens`` [batch, seq] and ``lengths`` and ``left`` [batch], all int32, and ``keys`` [batch].
+        """
         rows = [*requests, *(Request((0,), 0),) * (self.batch - len(requests))]
         longest = max(len(row.tokens) for row in rows)
         tokens = np.zeros((self.batch, self._padded(longest)), np.int32)
@@ -186,19 +210,20 @@ class Generator:
         seeds: Sequence[int] | None = None,
         first: int = 0,
     ) -> Iterator[list[int]]:
-        """The tokens of each step as they come, one for each of at most ``batch`` requests; -1 where a request has ended.
+        """Yield the tokens of each step: one per request, -1 where a request has ended.
 
         Args:
-          params: of the model; :meth:`prepare` makes the fastest.
-          prompts: of the requests, each one token or more.
-          most: how many tokens to make, of all or of each.
-          seeds: of each request's own key, 0 to 2**32 - 1; 0, 1, ... if not given.
-          first: the number by which an error of the logits calls the first request.
+          params: parameters of the model; those of :meth:`prepare` are fastest.
+          prompts: at most ``batch`` prompts, each with at least one token.
+          most: maximum number of tokens to generate, for all requests or for each.
+          seeds: seed of each request's PRNG key, 0 to 2**32 - 1; 0, 1, ... if not given.
+          first: number of the first request in error messages about logits.
 
         Raises:
-          ConfigError: a prompt that is empty, longer than the cache with what it asks for, or of another vocabulary; too many requests;
-            parameters that were not prepared, of a model that keeps them otherwise than it was trained; arguments that differ between processes.
-          DivergedError: logits that are not finite.
+          ConfigError: a prompt is empty, does not fit the cache with the tokens it requests, or has tokens outside the
+            vocabulary; there are too many requests; the parameters are not prepared although the model keeps int8
+            weights; or the arguments differ between processes.
+          DivergedError: the logits are not finite.
         """
         requests = self._asked(params, prompts, most, seeds, at_once=True)
         return self._stream(params, requests, first)
@@ -211,7 +236,11 @@ class Generator:
         most: int | Sequence[int],
         seeds: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """What each request makes, without its prompt and without the stop token; ``batch`` requests at a time. As :meth:`stream`."""
+        """Return the tokens that each request generates, without its prompt and without the stop token.
+
+        Runs ``batch`` requests at a time. Arguments and errors are those of :meth:`stream`, but the number of prompts
+        is not limited.
+        """
         requests = self._asked(params, prompts, most, seeds)
         made: list[list[int]] = [[] for _ in requests]
         for first in range(0, len(requests), self.batch):
@@ -222,21 +251,21 @@ class Generator:
         return made
 
     def _asked(self, params: Any, prompts: Any, most: Any, seeds: Any, *, at_once: bool = False) -> list[Request]:
-        """The requests, checked; where there are several processes, by all of them together."""
+        """Check the requests; with several processes, on all of them together."""
 
         def checked() -> list[Request]:
             self._check_prepared(params)
             requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
             if at_once and len(requests) > self.batch:
                 raise ConfigError(
-                    f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), which takes them in turns, or a larger "
-                    f"batch."
+                    f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), "
+                    f"which takes them in turns, or a larger batch."
                 )
             return requests
 
         if not self._together:
             return checked()
-        jax.block_until_ready(params)  # two programs at once could meet each other's messages
+        jax.block_until_ready(params)  # collectives of two concurrent programs could be matched with each other
         requests = settled(checked)
         whole = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
         each = {f"request {number}": request.summary() for number, request in enumerate(requests)}
@@ -248,8 +277,8 @@ class Generator:
         given = [path for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8) if is_int8(x)]
         if kept != given:
             raise ConfigError(
-                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of those given are so. Remedy: "
-                f"params = generator.prepare(params)."
+                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of those given "
+                f"are so. Remedy: params = generator.prepare(params)."
             )
 
     def _stream(self, params: Any, requests: Sequence[Request], first: int) -> Iterator[list[int]]:
@@ -257,7 +286,7 @@ class Generator:
         for number, found in enumerate(self._steps(params, requests)):
             tokens = found
             if self.circle is not None and number:
-                # The first group is a step ahead of all others.
+                # The first group is one step ahead of the others.
                 tokens = [
                     old if row % self.circle.stages == 0 else new
                     for row, (old, new) in enumerate(zip(before, found, strict=True))
@@ -268,25 +297,25 @@ class Generator:
                     continue
             if BROKEN in tokens:
                 raise DivergedError(
-                    f"Generator: the logits of request {first + tokens.index(BROKEN)} are not finite. Remedy: look at the checkpoint's parameters and at the "
-                    f"dtype of the compute."
+                    f"Generator: the logits of request {first + tokens.index(BROKEN)} are not finite. Remedy: look at "
+                    f"the checkpoint's parameters and at the dtype of the compute."
                 )
             if all(token == NONE for token in tokens):
                 return
             yield tokens
 
     def _steps(self, params: Any, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """The requests' tokens of the prefill, and of each step after it."""
+        """Yield the tokens of the prefill and of each decode step."""
         state, found = self.prefill(params, self.prompts(requests))
         try:
             for _ in range(max(request.most for request in requests) + (self.circle is not None)):
-                # The next step is on its way while this one's tokens are looked at.
+                # Dispatch the next step before the host reads this step's tokens.
                 state, coming = self.decode(params, state)
                 yield np.asarray(found).tolist()[: len(requests)]
                 found = coming
         finally:
             if self._together:
-                jax.block_until_ready(state.tokens)  # two programs at once could meet each other's messages
+                jax.block_until_ready(state.tokens)  # collectives of two concurrent programs could be matched
 
     def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
         tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
@@ -312,7 +341,7 @@ class Generator:
             return self._drawn(replace(state, cache=self._laid(cache)), self.cached.logits(model, x))
 
     def _around(self, circle: PipelinedDecoder, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
-        """As many ticks as there are stages; in each, one group's next tokens."""
+        """Run one tick per stage; each tick draws the next tokens of one group."""
         names = ("tokens", "at", "left")
 
         def tick(carry: tuple[Decoding, jax.Array], t: jax.Array) -> tuple[tuple[Decoding, jax.Array], None]:
@@ -322,7 +351,7 @@ class Generator:
             x, moving, cache = circle.tick(model, entering, t, state.at, state.moving["x"], state.cache)
             group = Decoding(None, *(circle.take(getattr(state, name), out) for name in (*names, "keys")))
             after, drawn = self._drawn(group, self.cached.logits(model, x))
-            # In the first step after a prefill only the first group has gone all the way.
+            # In the first step after a prefill only the first group has passed all stages.
             there = state.moving["ticks"] >= circle.stages - 1
             rows = {
                 name: circle.put(
@@ -340,7 +369,7 @@ class Generator:
         return carry
 
     def _drawn(self, state: Decoding, logits_BV: jax.Array) -> tuple[Decoding, jax.Array]:
-        """The rows with their next tokens, and these."""
+        """Draw the next token of each row; return the updated state and the tokens."""
         live_B = state.left > 0
         drawn_B = jnp.where(live_B, next_tokens(self.sampling, logits_BV, state.keys, state.at + 1), NONE)
         ended_B = drawn_B < 0
@@ -364,7 +393,7 @@ class Generator:
         return jax.tree.map(self.circle.dims, cache, is_leaf=lambda x: isinstance(x, Tagged))
 
     def _abstract(self, cache: Any) -> Decoding:
-        """The state as shapes with shardings, around a cache that is so already."""
+        """Return the decode state as shapes with shardings; ``cache`` already has them."""
         row = self._short.sharding(("batch",), (self.batch,))
         number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
         key = jax.eval_shape(lambda: jax.random.key(0)).dtype
@@ -373,7 +402,7 @@ class Generator:
         return Decoding(cache, number, number, number, keys, moving)
 
     def _moving(self, circle: PipelinedDecoder) -> Any:
-        """As a prefill gives it."""
+        """Return the shapes and shardings of the activations between stages, as a prefill returns them."""
         with _under(self.layout, self._short):
             merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)
             shapes = jax.eval_shape(lambda params: circle.waiting(merged(params)), self.prepared)
@@ -384,24 +413,24 @@ class Generator:
         return {name: laid(x, where[name]) for name, x in shapes.items()}
 
     def _padded(self, longest: int) -> int:
-        """The length that prompts are filled up to, which the rules can split."""
+        """Return the padded prompt length, which the rules can shard."""
         ways = 1
         for dim in self.cached.sequence:
             found = self.layout.resolve((dim,))
             ways = math.lcm(ways, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
-        # Twice as many, for a ring's zigzag.
+        # Twice the number of shards, because a zigzag ring splits each shard in two.
         return -(-max(_LEAST, 1 << (longest - 1).bit_length()) // (2 * ways)) * 2 * ways
 
 
 def _processes(mesh: Any) -> int:
-    """How many processes have the devices of a mesh; 1 of one that has none."""
+    """Return how many processes hold the devices of a mesh; 1 for an abstract mesh."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return 1
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def _with_cache(layout: Layout) -> Layout:
-    """The layout with a rule for a cache's slots."""
+    """Return the layout with a rule for the cache's slots."""
     table = layout.rules.table
     if CACHE_SEQ in table:
         return layout
@@ -410,6 +439,6 @@ def _with_cache(layout: Layout) -> Layout:
 
 @contextmanager
 def _under(asked: Layout, own: Layout) -> Iterator[None]:
-    """Trace under ``own``, which is ``asked`` with other rules for a sequence; raises where a third layout is ambient."""
+    """Trace under ``own``, which is ``asked`` with other sequence rules; raise if a third layout is ambient."""
     with tracing_under(asked), ambient_layout(own):
         yield

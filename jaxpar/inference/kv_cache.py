@@ -1,6 +1,7 @@
-"""Keys and values of past tokens: written in place, each device its own slots, and attended to where they lie; in int8 where asked.
+"""A sharded key/value cache, optionally in int8. Each device writes and attends to its own slots in place.
 
-Shape suffixes: L layers, B batch, H query heads, K key/value heads, G query heads of a key head, T slots, D head dim.
+Shape suffixes: L layers, B batch, H query heads, K key/value heads, G query heads per key head, T slots, D head dim, R
+rows of a group.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ from jaxpar.training.model import tag
 
 type CachePart = jax.Array | Int8
 type CachedKeys = dict[str, CachePart]
-"""``keys`` and ``values``."""
+"""``keys`` and ``values`` of a cache, or of one of its layers."""
 Q_DIMS = ("batch", None, "heads", "head_dim")
+"""Logical dims of the queries of one token."""
 NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
+"""Logical dims of the new keys and values of one token."""
 
 
 def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Shapes of keys and values with their logical dims, for :class:`jaxpar.DecoderFns`; of dtype int8 with a scale for each token and head."""
+    """Return the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.DecoderFns`.
+
+    Each has the shape [layers, batch, kv_heads, slots, head_dim]. With dtype int8 each is an :class:`jaxpar.Int8` with
+    a scale per token and head.
+    """
     shape = (layers, batch, kv_heads, slots, head_dim)
     made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
     if jnp.dtype(dtype) == jnp.int8:
@@ -38,7 +45,16 @@ def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dty
 
 
 def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
-    """Keys or values of whole prompts as one layer of a cache of ``dtype`` (theirs, if not given): [batch, kv_heads, slots, head_dim]."""
+    """Return one layer of a cache that holds the keys or values of full prompts.
+
+    Args:
+      x_BSKD: keys or values [batch, seq, kv_heads, head_dim].
+      slots: cache slots per row; unused ones are 0.
+      dtype: dtype of the cache; that of ``x_BSKD`` if not given.
+
+    Returns:
+      [batch, kv_heads, slots, head_dim]; for int8 an :class:`jaxpar.Int8`.
+    """
     x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
     missing = slots - x_BKSD.shape[2]
     kept = _as_kept(jnp.pad(x_BKSD, ((0, 0), (0, 0), (0, missing), (0, 0))), dtype)
@@ -54,24 +70,28 @@ def cached_attention(
     at_B: jax.Array,
     group: tuple[Any, int] = (0, 1),
 ) -> tuple[jax.Array, CachedKeys]:
-    """Write a token's keys and values into a layer of the cache, and attend from it to all up to its own position.
+    """Write a token's keys and values into one layer of the cache, and attend to all tokens up to its position.
 
-    No device sees another's slots: where they are split, each attends to its own, and results are merged by the sums of their weights
-    (three small reductions). Softmax is in fp32 at least.
+    No device reads another device's slots. Where slots are sharded, each device attends to its own, and three small
+    reductions merge the results by the sums of their softmax weights. The softmax is computed in at least fp32.
 
     Args:
-      q_B1HD: queries [batch, 1, heads, head_dim]; k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
-      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim], arrays or :class:`jaxpar.Int8` with a scale for each token and
-        head; then the new ones are rounded, and scales multiply scores and probabilities.
-      layer: which of the layers; it may be traced.
-      at_B: the position of each row's token, which is its slot.
-      group: (number, groups): these rows are a part of the cache's, row ``i`` its row ``i * groups + number``; the number may be traced.
+      q_B1HD: queries [batch, 1, heads, head_dim].
+      k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
+      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim]: arrays, or :class:`jaxpar.Int8` with a
+        scale per token and head. With int8, new keys and values are rounded, and the scales multiply scores and
+        probabilities.
+      layer: index of the layer; it may be traced.
+      at_B: position of each row's token [batch] int, which is its slot.
+      group: (number, groups): the rows given are one group of the cache's rows, and row ``i`` is the cache's row
+        ``i * groups + number``. The number may be traced.
 
     Returns:
-      [batch, 1, heads, head_dim], and the cache.
+      The output [batch, 1, heads, head_dim], and the updated cache.
 
     Raises:
-      LayoutError: the mesh's axes do not divide the cache or the heads; or every axis is manual, and queries and keys have heads of different devices.
+      LayoutError: the mesh axes do not divide the cache or the heads; or all axes are manual, and queries and their
+        keys are sharded over different devices.
     """
     layout = current_layout()
     places: list[Resolved] = [
@@ -92,10 +112,10 @@ def cached_attention(
     heads = places[0].axes[2]
     moves = bool(kv_heads) and heads != kv_heads
     if moves:
-        # One token's queries are less than all keys, so they go to the devices that have their keys, and their results come back.
+        # One token's queries are smaller than all keys, so the queries move to their keys and the results move back.
         _check_free(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads, free)
         heads, q_spec = kv_heads, PartitionSpec(rows or None, None, kv_heads, cache_spec[4])
-    if places[1].axes[2] != kv_heads:  # a first_of may choose otherwise beside the cache's slots
+    if places[1].axes[2] != kv_heads:  # A first_of rule may resolve kv_heads differently next to the cache's slots.
         kv_spec = PartitionSpec(rows or None, None, kv_heads or None, cache_spec[4])
     cache_specs = jax.tree.map(lambda x: PartitionSpec(*cache_spec[: x.ndim]), cache)
     q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
@@ -107,15 +127,15 @@ def cached_attention(
     ) -> Any:
         first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
         new = (("keys", k), ("values", v))
-        number = number if groups > 1 else 0  # known, the rows written are all rows to the compiler
+        number = number if groups > 1 else 0  # A constant lets the compiler see that all rows are written.
         cache = {name: _written(cache[name], x, layer, at_B - first, (number, groups)) for name, x in new}
         mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
-        if heads != kv_heads:  # queries' heads are sharded, these are replicated
+        if heads != kv_heads:  # Query heads are sharded, key heads replicated.
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
         return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
 
     given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
-    # Inside of a pipeline's stage some axes are manual already, and each stage has the layers that are its own.
+    # Inside a pipeline stage some axes are already manual, and the cache holds only the stage's layers.
     if not free:
         found: tuple[jax.Array, CachedKeys] = local(*given)
         return found
@@ -130,18 +150,18 @@ def cached_attention(
 
 
 def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array:
-    """A group's rows of a layer."""
+    """Return a group's rows of one layer."""
     if groups == 1:
         return jax.lax.dynamic_index_in_dim(x_LBKT, layer, 0, keepdims=False)
     x_LRGKT = x_LBKT.reshape(x_LBKT.shape[0], -1, groups, *x_LBKT.shape[2:])
-    # All of one dtype, which plain numbers are not under jax_enable_x64.
+    # dynamic_slice requires equal dtypes; Python ints are int64 under jax_enable_x64.
     start = [jnp.asarray(n, jnp.int32) for n in (layer, 0, number, *(0,) * (x_LBKT.ndim - 2))]
     sizes = (1, x_LRGKT.shape[1], 1, *x_LBKT.shape[2:])
     return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
 
 
 def _as_kept(x: jax.Array, dtype: Any) -> CachePart:
-    """Keys or values as a cache of ``dtype`` keeps them."""
+    """Convert keys or values to the cache's ``dtype``."""
     if dtype is not None and jnp.dtype(dtype) == jnp.int8:
         return Int8.of(x, [-1])
     return x if dtype is None else x.astype(dtype)
@@ -150,7 +170,7 @@ def _as_kept(x: jax.Array, dtype: Any) -> CachePart:
 def _written(
     cache_LBKTD: CachePart, x_B1KD: jax.Array, layer: Any, slot_B: jax.Array, group: tuple[Any, int]
 ) -> CachePart:
-    """A layer with one slot of each row written; a slot that is not here is another device's."""
+    """Write one slot of each row into a layer. Slots that belong to another device are dropped."""
     slots = cache_LBKTD.shape[3]
     # A negative index would count from the end.
     slot_B = jnp.where(slot_B < 0, slots, slot_B)
@@ -160,7 +180,7 @@ def _written(
 
 
 def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax.Array, ring: Axes) -> jax.Array:
-    """Attention to the slots here [batch, kv_heads, slots, head_dim] up to ``last_B``, merged over ``ring``."""
+    """Attend to the local slots [batch, kv_heads, slots, head_dim] up to ``last_B``, and merge over ``ring``."""
     wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
     q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
     (k_BKTD, k_scales), (v_BKTD, v_scales) = (_apart(x, q_B1HD.dtype) for x in (keys, values))
@@ -168,12 +188,12 @@ def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax
     s = s if k_scales is None else s * k_scales
     seen = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
     s = jnp.where(seen[:, None, None], s, -jnp.inf)
-    # A slot that is not seen has any numbers: a weight of 0 times a NaN would be NaN.
+    # Unseen slots hold arbitrary numbers, and a weight of 0 times NaN is NaN.
     v_BKTD = jnp.where(seen[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))
     v_scales = None if v_scales is None else jnp.where(seen[:, None, None], v_scales, 0)
     greatest = jnp.max(s, -1, keepdims=True)
     greatest = jax.lax.pmax(greatest, ring) if ring else greatest
-    # A row that sees no slot has -inf for its greatest score, and is 0.
+    # A row that sees no slot has a maximum of -inf; its output is 0.
     greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)
     p = jnp.exp(s - greatest)
     total = jnp.sum(p, -1, keepdims=True)
@@ -185,25 +205,29 @@ def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax
 
 
 def _apart(x: CachePart, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """What is multiplied, in ``dtype``, and what each slot's product is scaled by: [batch, kv_heads, 1, slots]."""
+    """Return the values in ``dtype`` and, for int8, the scale of each slot [batch, kv_heads, 1, slots]."""
     return (x.values.astype(dtype), x.scales[:, :, None]) if isinstance(x, Int8) else (x.astype(dtype), None)
 
 
 def _own_heads(x_BKT: jax.Array, heads: int, axes: Axes) -> jax.Array:
-    """Of replicated key heads those that this device's ``heads`` query heads look at: one for each ``gcd(heads, group)`` neighbours of these."""
+    """Select from replicated key heads those that this device's ``heads`` query heads attend to.
+
+    The result has one key head for each ``gcd(heads, group)`` neighbouring query heads.
+    """
     group = heads * math.prod(current_layout().sizes[axis] for axis in axes) // x_BKT.shape[1]
     neighbours, first = math.gcd(heads, group), jax.lax.axis_index(axes) * heads
     if neighbours in (heads, group):
         return jax.lax.dynamic_slice_in_dim(x_BKT, first // group, heads // neighbours, 1)
-    # A key head is there twice if a query of it has neighbours of another one on both sides.
+    # A key head appears twice where one of its queries has neighbours of other key heads on both sides.
     numbers = (first + jnp.arange(0, heads, neighbours, dtype=jnp.int32)) // group
     return jnp.take(x_BKT, numbers, axis=1, mode="clip")
 
 
 def _check_free(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes, free: AbstractSet[str]) -> None:
-    """Raises where queries cannot go to their keys, as an enclosing ``shard_map`` has made axes of either manual."""
+    """Raise if an enclosing ``shard_map`` has made axes of the heads manual, which keeps queries from their keys."""
     if not {*axes, *kv_axes} <= free:
         raise LayoutError(
-            f"cached_attention: {heads} query heads are split over {listing(axes)} and {kv_heads} key heads over {listing(kv_axes)}, which are manual "
-            f"here, so that a device lacks keys of its queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
+            f"cached_attention: {heads} query heads are split over {listing(axes)} and {kv_heads} key heads over "
+            f"{listing(kv_axes)}, which are manual here, so that a device lacks keys of its queries. Remedy: one rule "
+            f"for heads and kv_heads, or kv_heads: null."
         )

@@ -1,13 +1,15 @@
-"""Generation over a pipeline: each stage keeps the weights and the cache of its own layers, and only activations travel.
+"""Pipelined decoding: each stage keeps the weights and the cache of its own layers, and only activations move.
 
-Requests are in as many groups as there are stages. In every tick each stage takes another group through its layers, hands it to the next stage, and
-of the group that has left the last one the next tokens are drawn, with which it enters the first again in the tick after: a circle that is never
-emptied between steps. A decode step is as many ticks as there are stages, so every group makes one token in it, and no stage waits for another.
+Requests form as many groups as there are stages. In every tick each stage runs another group through its layers and
+sends the result to the next stage. The group that leaves the last stage gets its next tokens, with which it enters the
+first stage in the next tick. The pipeline therefore never drains between steps. A decode step has as many ticks as
+there are stages: every group generates one token per step, and no stage idles.
 
-What of that shows: in the first step after a prefill only the first group comes out, all others are on their way. Row ``i`` of a batch is in group ``i %
-stages``, so that each device's rows are of all groups.
+In the first step after a prefill only the first group leaves the last stage; the other groups are still between stages.
+Row ``i`` of the batch belongs to group ``i % stages``, so that each device holds rows of all groups.
 
-Shape suffixes: P stages (and groups), R rows of a group, S sequence, E whatever a layer is given.
+Shape suffixes: P stages (and groups), B batch, R rows of a group, S sequence, E any further dims of a layer's input, L
+layers, K heads, T slots.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ LAYERS = "layers"
 
 
 def stages_of(layout: Layout, cached: DecoderFns) -> int:
-    """Over how many stages the layers of a model lie; 1 where the model does not say how it goes layer by layer."""
+    """Return the number of pipeline stages that shard the model's layers.
+
+    It is 1 without an axis ``pipeline`` for the layers, and for a model without
+    :class:`jaxpar.inference.cached_model.Stack`.
+    """
     if cached.stack is None or LAYERS not in layout.rules.table:
         return 1
     return layout.sizes[AXIS] if layout.resolve((LAYERS,), role="params").axes[0] == (AXIS,) else 1
@@ -40,11 +46,12 @@ def stages_of(layout: Layout, cached: DecoderFns) -> int:
 
 @dataclass(frozen=True)
 class PipelinedDecoder:
-    """Groups of requests that go around a pipeline's stages.
+    """Decodes groups of requests that rotate through the pipeline stages.
 
     Attributes:
-      stages: how many, and how many groups.
-      rows: of a group.
+      stack: the model's forward passes layer by layer.
+      stages: number of stages, which is also the number of groups.
+      rows: rows per group.
     """
 
     stack: Stack
@@ -53,43 +60,43 @@ class PipelinedDecoder:
 
     @classmethod
     def of(cls, cached: DecoderFns, stages: int, batch: int) -> PipelinedDecoder | None:
-        """``None`` where there is one stage.
+        """Return the decoder for ``batch`` rows, or ``None`` if there is only one stage.
 
         Raises:
-          ConfigError: the rows make no such groups.
+          ConfigError: ``stages`` does not divide ``batch``.
         """
         if stages == 1 or cached.stack is None:
             return None
         if batch % stages:
             raise ConfigError(
-                f"Generator: batch is {batch}, but {AXIS}={stages} works on {stages} groups of requests at once. Remedy: batch={batch + -batch % stages}, or "
-                f"no {AXIS} axis."
+                f"Generator: batch is {batch}, but {AXIS}={stages} works on {stages} groups of requests at once. "
+                f"Remedy: batch={batch + -batch % stages}, or no {AXIS} axis."
             )
         return cls(cached.stack, stages, batch // stages)
 
     def dims(self, tagged: Tagged) -> Tagged:
-        """An array of the cache, its layers split over stages."""
+        """Return an array of the cache with its layers sharded over stages."""
         return Tagged(tagged.value, (LAYERS, *tagged.dims[1:]))
 
     def take(self, x_B: jax.Array, group: Any) -> jax.Array:
-        """A group's rows."""
+        """Return the rows of one group, [rows, ...], out of ``x_B`` [batch, ...]."""
         x_R: jax.Array = jax.lax.dynamic_index_in_dim(
             x_B.reshape(self.rows, self.stages, *x_B.shape[1:]), group, 1, False
         )
         return x_R
 
     def put(self, x_B: jax.Array, x_R: jax.Array, group: Any) -> jax.Array:
-        """All rows, with a group's."""
+        """Return ``x_B`` [batch, ...] with the rows of one group replaced by ``x_R`` [rows, ...]."""
         x_RP = x_B.reshape(self.rows, self.stages, *x_B.shape[1:])
         return jax.lax.dynamic_update_index_in_dim(x_RP, x_R.astype(x_B.dtype), group, 1).reshape(x_B.shape)
 
     def waiting(self, model: Any) -> Any:
-        """What is on its way after a prefill: nothing yet, of which ``ticks`` tells."""
+        """Return the activations between stages after a prefill: zeros, and a tick count ``ticks`` of 0."""
         one = jax.eval_shape(lambda: self.stack.before(model, jnp.zeros((self.rows, 1), jnp.int32)))
         return {"x": self._laid(jnp.zeros((self.stages, *one.shape), one.dtype)), "ticks": jnp.int32(0)}
 
     def spec(self, layout: Layout) -> PartitionSpec:
-        """Of what is on its way: [stages, rows, ...]."""
+        """Return the partition spec of the activations between stages, [stages, rows, ...]."""
         return PartitionSpec(AXIS, layout.resolve(("batch",), (self.rows,)).axes[0] or None)
 
     def _laid(self, x_PRSE: jax.Array) -> jax.Array:
@@ -99,7 +106,18 @@ class PipelinedDecoder:
     def prefill(
         self, model: Any, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Any, slots: int
     ) -> tuple[jax.Array, Any]:
-        """What the last layer gives of each row's last token [batch, ...], and the cache; ``cache`` is an empty one."""
+        """Run full prompts through all stages.
+
+        Args:
+          model: the model.
+          tokens_BS: padded prompts [batch, seq] int.
+          lengths_B: number of tokens of each prompt [batch] int.
+          cache: an empty cache, its layers sharded over stages.
+          slots: cache slots per row.
+
+        Returns:
+          The output of the last layer for each row's last token [batch, ...], and the filled cache.
+        """
         leaves, make = stacked_part(model, self.stack.path)
         last = self.stages - 1
 
@@ -128,14 +146,26 @@ class PipelinedDecoder:
         return found
 
     def _put_layers(self, old_LBKT: jax.Array, new_LRKT: jax.Array, group: Any, here: Any) -> jax.Array:
-        """A stage's cache with what one group's prompts left, if the group is here."""
+        """Write the cache of one group's prompts into a stage's cache if the stage holds that group in this tick."""
         x_LRPKT = old_LBKT.reshape(old_LBKT.shape[0], self.rows, self.stages, *old_LBKT.shape[2:])
         old_LRKT = jax.lax.dynamic_index_in_dim(x_LRPKT, group, 2, False)
         new = jnp.where(here, new_LRKT.astype(old_LBKT.dtype), old_LRKT)
         return jax.lax.dynamic_update_index_in_dim(x_LRPKT, new, group, 2).reshape(old_LBKT.shape)
 
     def tick(self, model: Any, tokens_R: jax.Array, t: jax.Array, at_B: jax.Array, x: Any, cache: Any) -> Any:
-        """One tick of all stages: group ``t`` enters with its last tokens, and what the group gives that leaves: [rows, ...]; and the new ``x`` and cache."""
+        """Run one tick on all stages.
+
+        Args:
+          model: the model.
+          tokens_R: last tokens [rows] of the group that enters the first stage.
+          t: the tick, which is also the number of that group.
+          at_B: position of each row's last token [batch] int32.
+          x: activations between stages [stages, rows, ...].
+          cache: the cache, its layers sharded over stages.
+
+        Returns:
+          The last layer's output [rows, ...] for the group that leaves, and the new ``x`` and ``cache``.
+        """
         leaves, make = stacked_part(model, self.stack.path)
         last = self.stages - 1
 
@@ -158,6 +188,9 @@ class PipelinedDecoder:
 
 
 def last_of(x_BSE: jax.Array, lengths_B: jax.Array) -> jax.Array:
-    """Of each row the last token's: a sum in which all but one are zeros, and not an index, as the sequence may be split."""
+    """Return the activations of each row's last token, [batch, ...].
+
+    It is a masked sum and not an index, because the sequence may be sharded.
+    """
     last_BS = jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1) == lengths_B[:, None] - 1
     return jnp.sum(jnp.where(jnp.expand_dims(last_BS, tuple(range(2, x_BSE.ndim))), x_BSE, 0), 1)

@@ -1,4 +1,4 @@
-"""Where what a generator holds lies: parameters as its steps read them, and its cache; both by the layout's rules."""
+"""Shardings of a generator's prepared parameters and of its cache, both from the layout's rules."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ from jaxpar.training.state import PlacedLeaf, TrainState, place
 
 
 def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[PlacedLeaf]]:
-    """Parameters after ``prepare`` as shapes with shardings, and as what ``explain`` lists.
+    """Return the parameters after ``prepare`` as shapes with shardings, and as leaves for :func:`report`.
 
-    What is still an array lies as before; of an :class:`jaxpar.Int8` the integers do, and the scales by the dims that are left.
+    A plain array keeps its sharding. An :class:`jaxpar.Int8` shards its integers by the parameter's logical dims, and
+    its scales by those of the dims that remain.
+
+    Args:
+      layout: the layout of the generator.
+      state: an abstract training state.
+      prepare: ``prepare(params) -> params`` of :class:`jaxpar.DecoderFns`.
+
+    Raises:
+      LayoutError: the mesh does not divide all parameters; it lists every problem.
     """
     dims = dict(state.metadata.dims)
     before = {tensor.path: tensor for tensor in place(layout, state) if tensor.role == "params"}
@@ -51,10 +60,10 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
 
 
 def laid_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
-    """A cache, as a model says it, as shapes with shardings, and as what ``explain`` lists.
+    """Return a model's cache as shapes with shardings, and as leaves for :func:`report`.
 
     Raises:
-      LayoutError: with all that the mesh does not divide.
+      LayoutError: the mesh does not divide all arrays of the cache; it lists every problem.
     """
     found: list[PlacedLeaf] = []
 
@@ -70,7 +79,7 @@ def laid_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
 
 
 def report(layout: Layout, tensors: list[PlacedLeaf]) -> Report:
-    """What :meth:`jaxpar.Generator.explain` gives."""
+    """Return the report of :meth:`jaxpar.Generator.explain`."""
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     rows = tuple(_row(layout, tensor, tensor.role) for tensor in tensors)
     return Report(sizes, layout.mesh.size, rows, (), False, ())

@@ -1,4 +1,4 @@
-"""What is asked of a generator, checked before anything runs."""
+"""Generation requests, and the checks that run before any of them is generated."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from jaxpar.errors import ConfigError
 
 SEEDS = 2**32
-"""How many seeds of a request's key there are, from 0 on."""
+"""Number of valid seeds: 0 to ``SEEDS - 1``."""
 type Spell = Callable[[str, int], str]
-"""How a user says that an argument has a value."""
+"""``spell(name, value)``: how the user writes an argument and its value; for remedies in error messages."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, how many tokens to make of it at most, and the seed of its key."""
+    """A prompt, the maximum number of tokens to generate, and the seed of the request's PRNG key."""
 
     tokens: tuple[int, ...]
     most: int
     seed: int = 0
 
     def summary(self) -> str:
-        """What two requests differ in if they do, in a line.
+        """Return one line that differs whenever two requests differ.
 
         >>> Request((1, 2, 3), 5).summary()
         '3 tokens (sha256 8a6ae1512200), most=5, seed=0'
@@ -43,17 +43,17 @@ def check_requests(
     vocab: int,
     spell: Spell = "{}={}".format,
 ) -> list[Request]:
-    """Requests that fit a cache and a vocabulary.
+    """Return the requests after checking that they fit the cache and the vocabulary.
 
     Args:
-      prompts: of each request its tokens.
-      most, seeds: as :meth:`jaxpar.Generator.stream` takes them.
-      slots: of the cache.
-      vocab: of the model.
-      spell: how the arguments ``slots`` and ``most`` are given, for remedies.
+      prompts: the tokens of each request.
+      most, seeds: as for :meth:`jaxpar.Generator.stream`.
+      slots: cache slots per row.
+      vocab: vocabulary size of the model.
+      spell: how the user writes the arguments ``slots`` and ``most``, for remedies.
 
     Raises:
-      ConfigError: naming the request that does not.
+      ConfigError: a request does not fit; the error names it.
     """
     given = list(prompts)
     if not given:
@@ -71,14 +71,16 @@ def check_requests(
         tokens = _tokens(number, prompt)
         if not tokens or limit < 1:
             raise ConfigError(
-                f"generate: request {number} has {len(tokens)} tokens and asks for {limit}, but 1 or more of both are wanted."
+                f"generate: request {number} has {len(tokens)} tokens and asks for {limit}, but 1 or more of both are "
+                f"wanted."
             )
         if not 0 <= seed < SEEDS:
             raise ConfigError(f"generate: request {number} has seed {seed}, but 0 to {SEEDS - 1} is wanted.")
         wrong = next((at for at, token in enumerate(tokens) if not 0 <= token < vocab), None)
         if wrong is not None:
             raise ConfigError(
-                f"generate: request {number} holds token {tokens[wrong]} at position {wrong}, but the model's vocabulary has {vocab} (0 to {vocab - 1}). "
+                f"generate: request {number} holds token {tokens[wrong]} at position {wrong}, but the model's "
+                f"vocabulary has {vocab} (0 to {vocab - 1}). "
                 f"Remedy: the tokenizer that the model was trained with."
             )
         whole = len(tokens) + limit
@@ -86,7 +88,8 @@ def check_requests(
             room = slots - len(tokens)
             shorter = f", or {spell('most', room)}" if room > 0 else ""
             raise ConfigError(
-                f"generate: request {number} has {len(tokens)} tokens and asks for {limit} more, {whole} in all, but the cache has {slots} slots. "
+                f"generate: request {number} has {len(tokens)} tokens and asks for {limit} more, {whole} in all, but "
+                f"the cache has {slots} slots. "
                 f"Remedy: {spell('slots', whole)} or more, a shorter prompt{shorter}."
             )
         found.append(Request(tokens, limit, seed))
@@ -94,10 +97,11 @@ def check_requests(
 
 
 def check_top_k(top_k: int | None, vocab: int) -> None:
-    """Raise a ``ConfigError`` if there are not so many tokens to draw from."""
+    """Raise a ``ConfigError`` if ``top_k`` exceeds the vocabulary."""
     if top_k is not None and top_k > vocab:
         raise ConfigError(
-            f"sampling: top_k is {top_k}, but the model's vocabulary has {vocab}. Remedy: fewer, or leave it out to draw from all."
+            f"sampling: top_k is {top_k}, but the model's vocabulary has {vocab}. Remedy: fewer, or leave it out to "
+            f"draw from all."
         )
 
 
@@ -106,8 +110,8 @@ def _tokens(number: int, prompt: Any) -> tuple[int, ...]:
     known = [token for token in found if token is not None]
     if len(known) < len(found):
         raise ConfigError(
-            f"generate: request {number} is {prompt!r:.60}, but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] "
-            f"for two requests."
+            f"generate: request {number} is {prompt!r:.60}, but a list of tokens is wanted, which are integers. "
+            f"Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests."
         )
     return tuple(known)
 
@@ -125,7 +129,7 @@ def _integers(name: str, values: Any) -> list[int]:
 
 
 def _integer(value: Any) -> int | None:
-    """An integer of any kind, numpy's too; ``None`` for what is none."""
+    """Return ``value`` as an int if it is an integer of any kind (numpy's too), else ``None``."""
     try:
         return operator.index(value)
     except TypeError:

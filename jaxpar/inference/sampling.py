@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn with each request's own key."""
+"""Token sampling: greedy, or drawn with each request's own PRNG key."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from jaxpar.errors import ConfigError
 from jaxpar.sharding.layout import hint
 
 NONE, BROKEN, PENDING = -1, -2, -3
-"""In the place of a token: the request has ended; its logits are not finite; it is on its way through a pipeline's stages."""
+"""Values that stand for a missing token: the request has ended; its logits are not finite; it is still between pipeline
+stages."""
 _COLDEST = float(np.finfo(np.float32).tiny)
-"""Below it devices take a number for 0."""
+"""The smallest normal fp32 number. Devices flush smaller ones to 0."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: the likeliest at ``temperature`` 0, else by softmax(logits / temperature).
+    """How tokens are chosen: greedily at ``temperature`` 0, otherwise drawn from softmax(logits / temperature).
 
-    ``top_k`` leaves so many of the likeliest; ``top_p`` of these the fewest whose probabilities add up to it (Holtzman et al. 2020,
-    arXiv:1904.09751). Ties at the border stay.
+    Tokens that tie at the limit of ``top_k`` or ``top_p`` are kept.
+
+    Attributes:
+      temperature: 0 for greedy decoding, or a positive finite number.
+      top_k: draw only from this many of the likeliest tokens; ``None`` for all.
+      top_p: draw only from the smallest set of likeliest tokens whose probabilities reach this sum (nucleus sampling,
+        Holtzman et al. 2020, arXiv:1904.09751). It applies after ``top_k``.
 
     Raises:
-      ConfigError: out of range, or a border where nothing is drawn.
+      ConfigError: a value is out of range, or ``top_k`` or ``top_p`` is set at temperature 0.
     """
 
     temperature: float = 0.0
@@ -35,35 +41,47 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"sampling: temperature is {self.temperature!r}, but a finite number is wanted: 0 (the likeliest) or more."
+                f"sampling: temperature is {self.temperature!r}, but a finite number is wanted: 0 (the likeliest) or "
+                f"more."
             )
         if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
             raise ConfigError(
-                f"sampling: top_k is {self.top_k!r}, but a whole number of 1 or more is wanted. Remedy: leave it out to draw from all tokens."
+                f"sampling: top_k is {self.top_k!r}, but a whole number of 1 or more is wanted. Remedy: leave it out "
+                f"to draw from all tokens."
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"sampling: top_p is {self.top_p!r}, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens."
+                f"sampling: top_p is {self.top_p!r}, but a share above 0, up to 1, is wanted. Remedy: leave it out to "
+                f"draw from all tokens."
             )
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             raise ConfigError(
-                "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a temperature, as 1.0."
+                "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a "
+                "temperature, as 1.0."
             )
 
 
 def next_tokens(how: Sampling, logits_BV: jax.Array, keys_B: jax.Array, at_B: jax.Array) -> jax.Array:
-    """The next token of each row [batch] int32; ``BROKEN`` where logits are not finite.
+    """Return the next token of each row, [batch] int32; ``BROKEN`` where the logits are not finite.
 
-    The token for position ``at`` is drawn with the row's key folded with ``at``: the same in every layout and beside any other requests.
+    The token at position ``at`` is drawn with the row's key folded with ``at``. It is therefore the same in every
+    layout and does not depend on the other requests of the batch.
+
+    Args:
+      how: the sampling options.
+      logits_BV: [batch, vocab]; computed on in at least fp32.
+      keys_B: a PRNG key per row [batch].
+      at_B: position of the next token of each row [batch] int32.
     """
     z_BV = logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32))
     best_B = jnp.max(z_BV, -1)
     if how.temperature == 0:
-        # Not argmax: maxima and minima of a vocabulary that is split are sent as numbers, and ties go to the first in every layout.
+        # Not argmax: max and min reduce a sharded vocabulary to scalars, and ties go to the lowest id in every layout.
         vocab = jax.lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
         token_B = jnp.min(jnp.where(z_BV == best_B[:, None], vocab, z_BV.shape[1]), -1)
     else:
-        # Less the largest: what a temperature near 0 divides must not overflow, or all that is above 0 were as likely.
+        # Subtract the maximum first: a division by a tiny temperature could overflow and make all positive logits
+        # equal.
         z_BV = hint(z_BV - best_B[:, None], "batch", None) / max(how.temperature, _COLDEST)
         gumbel = lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), z_BV.shape[1:], z_BV.dtype)
         token_B = jnp.argmax(_bordered(how, z_BV) + jax.vmap(gumbel)(keys_B, at_B), -1).astype(jnp.int32)
@@ -71,13 +89,13 @@ def next_tokens(how: Sampling, logits_BV: jax.Array, keys_B: jax.Array, at_B: ja
 
 
 def _bordered(how: Sampling, z_BV: jax.Array) -> jax.Array:
-    """Logits with -inf in the place of what is not to be drawn."""
+    """Return the logits with -inf for tokens that ``top_k`` and ``top_p`` exclude."""
     if how.top_k is not None and how.top_k < z_BV.shape[1]:
         z_BV = jnp.where(z_BV < jax.lax.top_k(z_BV, how.top_k)[0][:, -1:], -jnp.inf, z_BV)
     if how.top_p < 1:
         sorted_BV = -jnp.sort(-z_BV, -1)
         p_BV = jax.nn.softmax(sorted_BV, -1)
-        kept_BV = jnp.cumsum(p_BV, -1) - p_BV < how.top_p  # what comes before does not reach it yet
+        kept_BV = jnp.cumsum(p_BV, -1) - p_BV < how.top_p  # the tokens before this one do not reach top_p
         least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), -1, keepdims=True)
         z_BV = jnp.where(z_BV < least_B1, -jnp.inf, z_BV)
     return z_BV

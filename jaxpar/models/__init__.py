@@ -1,1 +1,1 @@
-"""Models that use jaxpar as any user's code would: public names only."""
+"""Example models: a Llama in Flax NNX and a Vision Transformer in Linen, with their embedding lookup and losses."""

@@ -1,11 +1,12 @@
-"""The embedding lookup of a table that is split over the vocabulary, or over more axes than the compute is.
+"""Embedding lookup in a table that is sharded over the vocabulary, or over more axes than the compute uses.
 
-Two ways lead from a table split for storage to rows split over the batch. One gathers the table, and reduces its whole
-gradient; the other sends each device all tokens, lets it look up its part of every row, and exchanges the parts. The second
-moves a row per token, the first a row per word: whichever is less is taken. The tokens may be split over the batch or along the sequence.
-A pipeline wants rows by columns, of which each stage looks up its own.
+A table sharded for storage can give rows sharded over the batch in two ways. The first gathers the table and reduces
+its full gradient. The second gathers the tokens, lets each device look up its columns of every row, and exchanges the
+results. The first moves one row per word of the vocabulary, the second one row per token; :func:`lookup` takes
+whichever is less. Tokens may be sharded over the batch or along the sequence. Under a pipeline each stage may look up
+its own columns.
 
-Shape suffixes: V vocabulary, E embed, B batch, S sequence.
+Shape suffixes: V vocabulary, E embed, B batch, S sequence, P pieces, T tokens of a piece.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.rules import Axes
 
 _ADDED = 4096
+"""Rows of gradients that one scatter-add sums."""
 STAGES = "pipeline"
-"""The axis of a pipeline's stages."""
+"""The mesh axis of pipeline stages."""
 
 
 def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bool = False) -> jax.Array:
-    """Rows of a table with the dims ``vocab`` and ``embed``, in ``dtype``: [batch, residual_seq, embed].
+    """Return rows of an embedding table in ``dtype``, [batch, residual_seq, embed].
 
-    Tokens outside of the vocabulary take its first or last row. With ``by_hand`` a table that is gathered is so here where it can be, and
-    not by the partitioner: a gradient is then summed some thousand rows at a time, and no long sort is compiled.
+    Args:
+      table_VE: the table [vocab, embed], with these logical dims.
+      tokens_BS: token ids [batch, seq] int. Ids outside the vocabulary read the first or the last row.
+      dtype: the compute dtype.
+      by_hand: gather the table in a ``shard_map`` where possible, instead of leaving the gather to the partitioner. The
+        gradient is then summed a few thousand rows at a time, which avoids the slow compile of a long sort.
 
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
@@ -49,13 +55,14 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     fits = fits and not jax.sharding.get_abstract_mesh().manual_axes
     fewer = bool(spread) and tokens_BS.size // ways <= words
     if not fits or not (fewer or by_hand):
-        # A plain hint, whose transpose holds the gradient whole: told to split it, the compiler replicates the tokens.
+        # This hint keeps the gradient replicated as the gathered table is. If the gradient is sharded, the compiler
+        # replicates the tokens.
         table_VE, wide = hint(table_VE.astype(dtype), "vocab", "embed"), summing(dtype)
         taken = (
             jnp.take(table_VE, tokens_BS, axis=0, mode="clip") if wide is None else _taken(wide, table_VE, tokens_BS)
         )
         x_BSE = hint(taken, "batch", "seq", "embed")
-        # A second step: asked for a split sequence at once, the compiler gathers the whole table instead.
+        # A separate hint: if the first hint shards the sequence, the compiler gathers the full table.
         return hint(x_BSE, "batch", "residual_seq", "embed")
     return _exchange(table_VE, tokens_BS, spread, dtype, whole=not fewer)
 
@@ -66,7 +73,7 @@ def _axes(x: jax.Array, *dims: str, role: str = "activations") -> tuple[Axes, ..
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _taken(wide: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-    """Rows, whose gradients are summed in the dtype ``wide``."""
+    """Look up rows; their gradients are summed in the dtype ``wide``."""
     return jnp.take(table_VE, tokens_BS, axis=0, mode="clip")
 
 
@@ -85,13 +92,13 @@ _taken.defvjp(_taken_forward, _taken_backward)
 
 
 def _brought(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
-    """Inside of a ``shard_map`` a part of a table in ``dtype``, gathered over ``axes``; its gradient is scattered in the table's own dtype."""
+    """Cast a local shard to ``dtype`` and gather it over ``axes``; its gradient is scattered in the table's dtype."""
     return _gathered(axes, dim, dtype, table_VE) if axes or table_VE.dtype != dtype else table_VE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gathered(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
-    # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
+    # The barrier keeps the cast before the gather. Otherwise the gather sends the wider dtype.
     table_VE = jax.lax.optimization_barrier(table_VE.astype(dtype))
     return gather_local(table_VE, axes, dim=dim) if axes else table_VE
 
@@ -101,7 +108,7 @@ def _gathered_forward(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> 
 
 
 def _gathered_backward(axes: Axes, dim: int, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
-    # Behind a barrier, or the TPU's compiler sums in the dtype that this is cast from.
+    # The barrier keeps the TPU compiler from summing in the dtype before this cast.
     grad = jax.lax.optimization_barrier(grad.astype(like.dtype))
     return (scatter_local(grad, axes, dim=dim) if axes else grad,)
 
@@ -110,9 +117,9 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: Any, *, whole: bool = False) -> jax.Array:
-    """Each device looks up its columns for the tokens of all that share its rows, then sends each what is its own.
+    """Look up the local columns for the tokens of all devices of ``spread``, and exchange the results.
 
-    Or, with ``whole``, all columns for its own tokens.
+    With ``whole``, gather all columns instead and look up only the device's own tokens.
     """
     batch, seq = _axes(tokens_BS, "batch", "seq")
     split = _axes(table_VE, "vocab", "embed", role="params")
@@ -146,19 +153,22 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: An
 
 
 def _by_columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], ways: int) -> bool:
-    """Whether a table split over the words by a pipeline's stages is better split over columns: it has fewer words than there are tokens."""
+    """Whether stages should shard a table by columns and not by words: it has fewer words than a device has tokens."""
     if stored[0][:1] != (STAGES,) or jax.sharding.get_abstract_mesh().manual_axes:
         return False
     stages, (words, embed) = current_layout().sizes[STAGES], table_VE.shape
     tokens = {axis for axes in _axes(tokens_BS, "batch", "residual_seq") for axis in axes}
-    # What else splits the table has to split the tokens, or several devices would look up the same.
+    # The table's other axes must also shard the tokens, or several devices would look up the same tokens.
     fits = {*stored[0][1:], *stored[1]} <= tokens and STAGES not in tokens and embed % stages == 0
-    # Words by columns are as much as the words of a stage, and their gradients are in fp32; rows are whole before they are split.
+    # As columns the table takes V * E / stages, with fp32 gradients. Rows take tokens * E before they are split.
     return fits and tokens_BS.size // ways > words
 
 
 def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], dtype: Any) -> jax.Array:
-    """Each stage gets its columns of all words, and looks them up for tokens split over all other axes: [batch, residual_seq, columns]."""
+    """Reshard the table to columns over stages and look them up: [batch, residual_seq, columns].
+
+    The tokens are sharded over all other axes.
+    """
     sizes, rest = current_layout().sizes, stored[0][1:]
     batch, residual = _axes(tokens_BS, "batch", "residual_seq")
     others = tuple(axis for axis in (*batch, *residual) if axis not in (*stored[0], *stored[1]))
@@ -170,7 +180,7 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
         table_VE = _brought(stored[1], 1, dtype, jax.lax.pcast(table_VE, others, to="varying"))
         table_VE = all_to_all_local(table_VE, (STAGES,), split_dim=1, concat_dim=0)
         table_VE = _brought(rest, 0, dtype, table_VE.astype(summed)) if rest else table_VE
-        # Words came stage by stage, now they lie part by part.
+        # Rows are sharded as [stage, part, word]. The exchange and the gather order them as [part, stage, word].
         part, stage = ids_BS // words % parts, ids_BS // words // parts
         ids_BS = (part * stages + stage) * words + ids_BS % words
         return _rows(table_VE, ids_BS)
@@ -184,7 +194,7 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
 
 @jax.custom_vjp
 def _rows(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
-    """Rows of one device's table; a row's gradients are summed in at least fp32."""
+    """Look up rows in one device's table; a row's gradients are summed in at least fp32."""
     return jnp.take(table_VE, ids_BS, axis=0, mode="clip")
 
 
@@ -193,7 +203,7 @@ def _rows_forward(table_VE: jax.Array, ids_BS: jax.Array) -> tuple[jax.Array, tu
 
 
 def _rows_backward(saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
-    """Add up the rows some thousand at a time: a TPU sorts the ids first, and a long sort is long to compile."""
+    """Sum gradients ``_ADDED`` rows at a time: a TPU sorts the ids first, and a long sort is slow to compile."""
     ids_BS, table_VE = saved
     words, embed = table_VE.shape
     missing = -ids_BS.size % min(_ADDED, ids_BS.size)

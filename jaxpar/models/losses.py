@@ -1,4 +1,4 @@
-"""Losses that never gather what is sharded."""
+"""Cross-entropy losses that reduce over a sharded vocabulary without gathering it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from jaxpar.sharding.layout import current_layout, hint
 
 _PIECES = 8
 _FP16_UNIT = 2.0**13
-"""What the gradient of one logit, at most 1 in size, is multiplied by while it is stored in fp16: probabilities down to 1e-8 keep 3 digits."""
+"""Scale of a logit's gradient, at most 1, while it is stored in fp16: probabilities down to 1e-8 keep 3 digits."""
 _GRAD_DIMS = ("batch", "seq", None, None, "vocab")
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-    """Mean cross entropy, exact and vocabulary-parallel: the vocabulary dim is only ever reduced, never gathered.
+    """Return the mean cross entropy, exact and vocabulary-parallel: the vocabulary dim is reduced, never gathered.
 
     Args:
-      logits_BSV: [batch, seq, vocab], any layout; reduced in at least fp32.
-      targets_BS: [batch, seq] int, the right class of each position.
-      mask_BS: [batch, seq], how much each position counts: 0 for not at all. It may be fractional.
+      logits_BSV: [batch, seq, vocab] in any layout; reduced in at least fp32.
+      targets_BS: target class of each position, [batch, seq] int.
+      mask_BS: weight of each position, [batch, seq]; 0 ignores it. Weights may be fractional.
 
     Returns:
-      A scalar in nats: the mean weighted by ``mask_BS`` (0 when nothing counts).
-
+      A scalar in nats: the mean weighted by ``mask_BS``, or 0 if all weights are 0.
     >>> import jax.numpy as jnp
     >>> float(cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), int)))  # log 4
     1.3862943649291992
     """
     logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    # A comparison with iota instead of take_along_axis: each shard of the vocabulary looks at its own slice.
+    # A comparison with iota instead of take_along_axis: each vocabulary shard reads only its own slice.
     vocab = jax.lax.broadcasted_iota(jnp.int32, logits_BSV.shape, logits_BSV.ndim - 1)
     right_BS = jnp.sum(jnp.where(vocab == targets_BS[..., None], logits_BSV, 0), axis=-1)
     loss_BS = lse_BS - right_BS
@@ -49,16 +48,19 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
 def linear_cross_entropy(
     x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
 ) -> jax.Array:
-    """``cross_entropy(x_BSE @ head_EV, ...)`` that never holds all logits: they turn into their gradient piece by piece.
+    """Return ``cross_entropy(x_BSE @ head_EV, ...)``, turning logits into their gradients piece by piece.
 
-    The forward pass makes the gradient of the logits in the dtype of ``x_BSE``, so nothing is computed twice. 1 / tokens and a loss
-    scale are applied to the results of the backward pass in fp32, so a 16-bit gradient neither vanishes nor overflows with the number
-    of tokens or with the scale.
+    The logits of all tokens never exist at the same time. The forward pass computes the gradient of the logits in the
+    dtype of ``x_BSE``, so nothing is recomputed. The backward pass applies 1 / tokens and the loss scale to its results
+    in fp32, so a 16-bit gradient neither vanishes nor overflows with the number of tokens or with the scale.
 
     Args:
-      x_BSE: what the last layer gives, [batch, seq, embed].
-      head_EV: [embed, vocab] in the same dtype; its vocabulary may be sharded.
+      x_BSE: output of the last layer, [batch, seq, embed].
+      head_EV: output head [embed, vocab] in the same dtype; its vocabulary may be sharded.
       targets_BS, mask_BS: as for :func:`cross_entropy`.
+
+    Returns:
+      A scalar in nats, as :func:`cross_entropy`.
 
     Raises:
       NoLayoutError: outside ``with layout:``.
@@ -69,7 +71,7 @@ def linear_cross_entropy(
     total = jnp.where(total > 0, total, 1)
     if mask_BS is None or x_BSE.dtype != jnp.float16:
         return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS) / total
-    # fp16 has 5 digits of range: the stored gradients are those of weights up to 1, whatever the unit of the mask.
+    # fp16 has 5 digits of range: scale the weights to at most 1, whatever the unit of the mask.
     unit = jax.lax.stop_gradient(jnp.max(jnp.abs(weight_BS)))
     unit = jnp.where(unit > 0, unit, 1)
     return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS / unit) * (unit / total)
@@ -77,7 +79,7 @@ def linear_cross_entropy(
 
 @jax.custom_vjp
 def _weighted_nll(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> jax.Array:
-    """The sum of the weighted losses of all positions."""
+    """Return the weighted sum of the losses of all positions."""
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
 
     nll_PBWT = jax.lax.map(lambda p: _nll(_piece(x, p) @ head_EV, _piece(targets, p))[0], jnp.arange(x.shape[2]))
@@ -99,15 +101,16 @@ def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight
     empty = hint(jnp.zeros((*x.shape[:-1], head_EV.shape[1]), x_BSE.dtype), *_GRAD_DIMS)
     grad_BWPTV, nll_PBWT = jax.lax.scan(one, empty, jnp.arange(x.shape[2]))
     nll_BWPT = jnp.moveaxis(nll_PBWT, 0, 2)
-    # One sum after the loop: inside it each piece would cross the mesh.
+    # Sum after the loop: a sum inside it would cross the mesh once per piece.
     return jnp.sum(nll_BWPT * weight), (x, head_EV, grad_BWPTV, nll_BWPT.reshape(targets_BS.shape))
 
 
 def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    """The stored gradients times ``grad``, which holds 1 / tokens and the loss scale and is applied in at least fp32.
+    """Return the stored gradients times ``grad``, which holds 1 / tokens and the loss scale, in at least fp32.
 
-    In fp16 it must not touch the logits' gradients themselves: 1 / tokens rounds those of rare tokens to 0, and a scale of 2^16 is
-    beyond fp16. Both products are summed in fp32 there and scaled before they are rounded.
+    In fp16 the scale must not touch the logits' gradients: 1 / tokens rounds those of rare tokens to 0, and a loss
+    scale of 2^16 exceeds the range of fp16. Both matmuls therefore accumulate in fp32 and are scaled before they are
+    rounded.
     """
     x_BWPTE, head_EV, grad_BWPTV, nll_BS = saved
     batch, ways, pieces, rows, embed = x_BWPTE.shape
@@ -125,15 +128,16 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
     grad_EV = product("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV, jnp.float32 if half else wide)
     grad_head = scaled(grad_EV).astype(wide or head_EV.dtype)
     grad_head = hint(grad_head, "embed", "vocab", role="gradients")
-    if wide is not None:  # behind a barrier, or the compiler sums what has been rounded
+    if wide is not None:  # The barrier keeps the compiler from summing already rounded values.
         grad_head = jax.lax.optimization_barrier(grad_head).astype(head_EV.dtype)
-    # Both at once: else the logits' gradient, the largest tensor there is, waits until the layers' backward is done.
+    # One barrier for both matmuls: without it the logits' gradient, the largest tensor, stays alive through the layers'
+    # backward pass.
     grad_x, grad_head = jax.lax.optimization_barrier((grad_x, grad_head))
     return grad_x, grad_head, None, grad * nll_BS
 
 
 def _unit(dtype: Any) -> float:
-    """What a logit's gradient is multiplied by while it is stored."""
+    """Return the scale of a logit's gradient while it is stored."""
     return _FP16_UNIT if dtype == jnp.float16 else 1.0
 
 
@@ -141,11 +145,11 @@ _weighted_nll.defvjp(_forward, _backward)
 
 
 def _nll(logits_BWTV: jax.Array, targets_BWT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Negative log likelihood, probabilities, and where the right class is; in at least fp32."""
+    """Return negative log likelihoods, probabilities, and a mask of the target class, in at least fp32."""
     logits_BWTV = hint(logits_BWTV, "batch", "seq", None, "vocab")
     logits_BWTV = logits_BWTV.astype(jnp.promote_types(logits_BWTV.dtype, jnp.float32))
     lse_BWT1 = jax.nn.logsumexp(logits_BWTV, axis=-1, keepdims=True)
-    # A comparison with iota instead of take_along_axis: each shard of the vocabulary looks at its own slice.
+    # A comparison with iota instead of take_along_axis: each vocabulary shard reads only its own slice.
     vocab = jax.lax.broadcasted_iota(jnp.int32, logits_BWTV.shape, logits_BWTV.ndim - 1)
     right_BWTV = vocab == targets_BWT[..., None]
     nll_BWT = lse_BWT1[..., 0] - jnp.sum(jnp.where(right_BWTV, logits_BWTV, 0), axis=-1)
@@ -153,7 +157,7 @@ def _nll(logits_BWTV: jax.Array, targets_BWT: jax.Array) -> tuple[jax.Array, jax
 
 
 def _pieces(x_BS: jax.Array) -> jax.Array:
-    """[B, S, ...] as [B, W, P, T, ...]: W shards of the sequence, each in P pieces of T positions."""
+    """Reshape [B, S, ...] to [B, W, P, T, ...]: W shards of the sequence, each in P pieces of T positions."""
     layout, seq = current_layout(), x_BS.shape[1]
     axes = layout.resolve(("seq",), (seq,)).axes[0]
     ways = math.prod(layout.sizes[axis] for axis in axes)
@@ -166,10 +170,16 @@ def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """``loss_fn`` of a language model: ``batch`` holds ``tokens`` and ``targets``, each [batch, seq] int.
+    """Return the mean next-token loss of a language model; a ``loss_fn`` for :func:`jaxpar.train_step`.
 
-    A model with a method ``laid`` says in which order its tokens should lie; the mean over them is the same in any. To such a model the
-    batch may bring ``segment_ids``, the document of each token, and ``order``, an order of all rows; each [batch, seq] int.
+    Args:
+      model: has ``hidden(tokens)`` and ``unembedding()``. A model with a method ``laid`` chooses the order of its
+        tokens; the mean loss does not depend on the order.
+      batch: ``tokens`` and ``targets``, each [batch, seq] int. For a model with ``laid`` optionally ``segment_ids``,
+        the document of each token, and ``order``, one token order for all rows; each [batch, seq] int.
+
+    Returns:
+      A scalar in nats.
     """
     tokens, targets = batch["tokens"], batch["targets"]
     if not hasattr(model, "laid"):

@@ -1,4 +1,4 @@
-"""A small Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) in Linen, with mean pooling instead of a class token.
+"""A small Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) in Linen, with mean pooling, no class token.
 
 It uses the same logical dims as the Llama, so every layout of ``configs/layouts`` serves both.
 """
@@ -24,7 +24,7 @@ _ONES = nn.initializers.ones
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """Sizes: images [batch, image, image, channels] are cut into (image / patch)² patches."""
+    """Sizes of a ViT. Images [batch, image, image, channels] are cut into (image / patch)² patches."""
 
     image: int = 16
     patch: int = 4
@@ -38,7 +38,7 @@ class ViTConfig:
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm transformer layer, in the (carry, _) form that ``nn.scan`` wants."""
+    """Pre-norm transformer layer with the ``(carry, _)`` signature that ``nn.scan`` requires."""
 
     config: ViTConfig
 
@@ -62,7 +62,7 @@ class EncoderBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """images [batch, image, image, channels] → class logits [batch, classes]."""
+    """A ViT: maps images [batch, image, image, channels] to class logits [batch, classes]."""
 
     config: ViTConfig
 
@@ -96,13 +96,16 @@ def _dense(features: int, dtype: Any, *dims: str | None) -> nn.Dense:
 
 
 def make_vit(config: ViTConfig) -> Callable[[jax.Array], Any]:
-    """``make_model`` for :func:`jaxpar.init`: the variables of a :class:`ViT`."""
+    """Return the ``make_model`` of a :class:`ViT` for :func:`jaxpar.init`; it makes the Linen variables."""
     example = jnp.zeros((1, config.image, config.image, config.channels))
     return lambda key: ViT(config).init(key, example)
 
 
 def vit_loss(config: ViTConfig) -> Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]:
-    """``loss_fn`` on batches of ``images`` and ``labels`` [batch] int; reports ``accuracy`` beside the loss."""
+    """Return a ``loss_fn`` on batches of ``images`` and ``labels`` [batch] int.
+
+    The auxiliary output holds ``accuracy``, the fraction of correct predictions.
+    """
 
     def loss_fn(variables: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits_BV = ViT(config).apply(variables, batch["images"])

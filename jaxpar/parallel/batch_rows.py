@@ -1,9 +1,12 @@
-"""Which rows of the whole batch are here: ambient while a loss is traced on a part of them, so that what draws for a row draws the same in every layout.
+"""Global row numbers of the part of a batch that is traced, so that random draws per row are the same in every layout.
 
-Whatever cuts a batch (microbatches, axes that are made manual, a pipeline, copies) says so with :func:`batch_rows`. The numbers of rows may be traced,
-so every call makes another key of jit's cache: an inner jit that has closed over the numbers of one trace is not found again by the next. That, and the
-numbers, cost something, and most losses draw for no row. So a trace begins without numbers; the first that asks for them raises :class:`RowsWanted`,
-and :func:`numbering` traces once more with them.
+Code that splits a batch (microbatches, manual axes, a pipeline, interleaved copies) gives the row numbers of each part
+by :func:`batch_rows`. They are ambient while the loss of that part is traced.
+
+The numbers have a cost, and most losses draw nothing per row. They may be traced values, so each call of
+:func:`batch_rows` changes jit's cache key: an inner jit that captured the numbers of one trace must not be used again
+in the next. A trace therefore begins without numbers. The first use of them raises :class:`RowsWanted`, and
+:func:`numbering` then traces again with them.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ type Numbers = jax.Array | Callable[[], jax.Array]
 
 @dataclass(eq=False)
 class BatchRows:
-    """Compared by identity.
+    """The rows of the part of a batch that is traced. Instances compare by identity.
 
     Attributes:
-      numbers: int32 [rows], the place in the whole batch of each row that is here, or what makes them; ``None`` after the trace that they belong to.
-      manual: the axes that were manual there: ``numbers`` are those of a device along them.
+      numbers: int32 ``[rows]``, the global row number of each local row, or a function that returns them; ``None`` once
+        the trace that they belong to has ended.
+      manual: the axes that were manual where the numbers were given. The numbers are those of one device along these
+        axes.
     """
 
     numbers: Numbers | None
@@ -39,21 +44,21 @@ class BatchRows:
 
 
 class RowsWanted(Exception):
-    """Something draws for rows of a batch that was cut, in a trace without their numbers."""
+    """Raised when code needs the row numbers of a batch that was split, in a trace without numbers."""
 
 
 _UNNUMBERED = BatchRows(None, frozenset())
 
 
 def numbering[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """``f``, which traces what may draw for rows; it is traced again, with their numbers, if something does."""
+    """Wraps a function that traces a loss; the function is called again, with row numbers, if the loss needs them."""
 
     @functools.wraps(f)
     def run(*args: P.args, **options: P.kwargs) -> R:
         try:
             return f(*args, **options)
         except RowsWanted:
-            if contexts.rows_wanted.value:  # the numbers that are missing are of an outer cut
+            if contexts.rows_wanted.value:  # an enclosing split did not give its numbers; tracing again would not help
                 raise
         with contexts.rows_wanted(True):
             return f(*args, **options)
@@ -62,18 +67,21 @@ def numbering[**P, R](f: Callable[P, R]) -> Callable[P, R]:
 
 
 def rows_wanted() -> bool:
-    """Whether this trace is with numbers."""
+    """Returns whether this trace has row numbers."""
     found: bool = contexts.rows_wanted.value
     return found
 
 
 @contextmanager
 def batch_rows(numbers: Numbers | None) -> Iterator[None]:
-    """While active, the rows of what is traced are these of the whole batch; ``None`` changes nothing. In a trace without numbers they are not looked at.
+    """While active, the traced rows have these global numbers. ``None`` keeps the enclosing numbers.
+
+    A trace without numbers ignores the argument and records only that the batch was split.
 
     Args:
-      numbers: int32 [rows], of the device's own rows along axes that are manual here, of all along others. Or a function that makes them of nothing
-        traced: it also serves a further ``shard_map`` inside, into which jax lets no array of this one.
+      numbers: int32 ``[rows]``: the rows of this device along axes that are manual here, of all devices along other
+        axes. Or a function that computes them from no traced value. A function also works inside a nested
+        ``shard_map``, which cannot capture arrays of the enclosing one.
     """
     if not rows_wanted():
         with contexts.batch_rows(_UNNUMBERED):
@@ -87,14 +95,14 @@ def batch_rows(numbers: Numbers | None) -> Iterator[None]:
         try:
             yield
         finally:
-            here.numbers = None  # what is left of it in caches holds no tracer
+            here.numbers = None  # jit's cache keeps the object, and must not keep a tracer alive
 
 
 def current_batch_rows() -> BatchRows | None:
-    """What :func:`batch_rows` was given; ``None`` where the batch was not cut.
+    """Returns the ambient rows, or ``None`` if the batch was not split.
 
     Raises:
-      RowsWanted: it was cut, in a trace without numbers.
+      RowsWanted: the batch was split, in a trace without numbers.
     """
     found: BatchRows | None = contexts.batch_rows.value
     if found is _UNNUMBERED:
@@ -103,10 +111,11 @@ def current_batch_rows() -> BatchRows | None:
 
 
 def here() -> jax.Array | None:
-    """The numbers of the rows that are here; ``None`` where the batch was not cut.
+    """Returns the global numbers of the local rows, int32 ``[rows]``, or ``None`` if the batch was not split.
 
     Raises:
-      ConfigError: they are traced, and belong to another ``shard_map`` than the innermost.
+      RowsWanted: the batch was split, in a trace without numbers.
+      ConfigError: the numbers are traced values of an enclosing ``shard_map``, not of the innermost one.
     """
     ambient = current_batch_rows()
     if ambient is None or ambient.numbers is None:
@@ -115,15 +124,16 @@ def here() -> jax.Array | None:
         return ambient.numbers()
     if ambient.manual and ambient.manual != frozenset(jax.sharding.get_abstract_mesh().manual_axes):
         raise ConfigError(
-            "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that makes axes manual and cuts the "
-            "batch into microbatches, nothing says which rows are here. Remedy: a key for each sequence, [batch], handed into the shard_map; or "
-            "grad_reduction='per_microbatch' (ZeRO stage 2 or 3), or grad_accum_steps=1."
+            "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step "
+            "that makes axes manual and cuts the batch into microbatches, nothing says which rows are here. Remedy: a "
+            "key for each sequence, [batch], handed into the shard_map; or grad_reduction='per_microbatch' (ZeRO stage "
+            "2 or 3), or grad_accum_steps=1."
         )
     return ambient.numbers
 
 
 def rows_of(batch: Any) -> int | None:
-    """How many rows a batch has: the first dim of its first array. ``None`` in a trace without numbers."""
+    """Returns the number of rows in a batch, by its first array; ``None`` in a trace without numbers."""
     if not rows_wanted():
         return None
     shapes = [x.shape for x in jax.tree.leaves(batch)]
@@ -133,14 +143,14 @@ def rows_of(batch: Any) -> int | None:
 def microbatch_rows(
     rows: int | None, count: int, number: Any, *, ways: int = 1, index: Callable[[], Any] = lambda: 0
 ) -> Numbers | None:
-    """The numbers of a microbatch's rows, as :func:`jaxpar.training.microbatches.pieces_of` cuts a batch.
+    """Returns the global row numbers of a microbatch, split as by :func:`jaxpar.training.microbatches.pieces_of`.
 
     Args:
-      rows: of the microbatch.
-      count: of microbatches.
-      number: of this microbatch.
-      ways: devices whose rows these are, in their order.
-      index: says which device the first of these is.
+      rows: rows in the microbatch; ``None`` returns ``None``.
+      count: the number of microbatches.
+      number: the index of this microbatch. For a Python integer the result is a function, else an array.
+      ways: the number of devices whose rows the microbatch holds, in device order.
+      index: returns the index of the first of these devices.
     """
     if rows is None:
         return None
@@ -155,12 +165,21 @@ def microbatch_rows(
 
 
 def row_numbers(count: int, axes: Axes) -> jax.Array | None:
-    """The places in the whole batch of ``count`` rows that are here, int32 [count]; ``None`` if the batch was cut, but not into so many.
+    """Returns the global numbers of ``count`` local rows, int32 ``[count]``.
 
-    ``count`` may be a multiple of the rows: the sequences of one row (windows, patches) then stand one behind the other.
+    ``count`` may be a multiple of the number of rows: each row then has several consecutive sequences (windows,
+    patches).
 
     Args:
-      axes: that split these rows, beside those that the ambient rows know of: manual axes, major to minor.
+      count: the number of rows, or of sequences, on this device.
+      axes: manual axes (major to minor) that shard these rows in addition to those that the ambient rows account for.
+
+    Returns:
+      The numbers, or ``None`` if the batch was split into parts that do not match ``count``.
+
+    Raises:
+      RowsWanted: the batch was split, in a trace without numbers.
+      ConfigError: as :func:`here`.
     """
     sizes, ambient, found = jax.sharding.get_abstract_mesh().shape, current_batch_rows(), here()
     known = frozenset() if ambient is None else ambient.manual

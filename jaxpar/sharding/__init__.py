@@ -1,1 +1,1 @@
-"""Which mesh axes shard which dim, and why: mesh, rules, resolution, layout."""
+"""Meshes, rules and layouts: which mesh axes shard each dim of a tensor, and why."""

@@ -1,4 +1,4 @@
-"""``shard_array``: a global array from what each process loaded."""
+"""``shard_array``: build a global array from the data that each process loaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from jaxpar.sharding.layout import Layout, to_spec
 
 
 def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
-    """A global array from this process's part of it, laid out by the activation rules.
+    """Returns a global array built from this process's part of it, sharded by the activation rules.
 
     Args:
-      layout: where it goes.
-      x: what this process loaded. Over all processes the parts make up the array along the dims that are sharded across
-        processes; with one process it is the whole array.
-      dims: the logical dims.
+      layout: the mesh and rules that place the array.
+      x: the data that this process loaded. Dims that are sharded across processes hold only this process's part; with
+        one process, ``x`` is the full array.
+      *dims: the logical dim, or ``None``, of each dim of ``x``.
       path: the tensor's name in errors.
 
+    Returns:
+      A ``jax.Array`` with the dtype of ``x`` and the global shape.
+
     Raises:
-      LayoutError: the global sizes do not divide by the axes, or the mesh is abstract.
+      LayoutError: the mesh axes do not divide the global sizes, or the mesh is abstract.
 
     >>> import numpy as np, jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))

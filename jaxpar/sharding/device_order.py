@@ -1,4 +1,4 @@
-"""The order of devices in a mesh: which of them are neighbours on fast links, and which axes may cross slow ones."""
+"""The order of the devices in a mesh, so that the outermost axes cross the slow links."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 
 def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
-    """``devices`` as an array of shape ``tuple(sizes.values())``, slow links outermost.
+    """Returns ``devices`` as an array of shape ``tuple(sizes.values())``, with the slow links outermost.
+
+    Args:
+      devices: jax devices; their number is the product of ``sizes``.
+      sizes: mesh axis → size, outermost first.
 
     Raises:
-      MeshError: the slices (or processes) hold different numbers of devices, or axes that fit into one
-        would lie across several.
+      MeshError: the slices (or processes) hold different numbers of devices, or a block of axes that is no larger than
+        one slice would span several.
     """
     from jax.experimental import mesh_utils
 
@@ -27,7 +31,7 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
     by_slice = getattr(devices[0], "slice_index", None) is not None
     group, groups = ("slice_index", "slices") if by_slice else ("process_index", "processes")
     counts = Counter(getattr(device, group) for device in devices)
-    # Hosts of one TPU slice share its interconnect; only elsewhere is a host boundary a slow link.
+    # The hosts of one TPU slice share its interconnect. On other platforms a host boundary is a slow link.
     if len(counts) == 1 or (not by_slice and devices[0].platform == "tpu"):
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     if len(set(counts.values())) > 1:
@@ -38,7 +42,7 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
         if inner <= whole and whole % inner:
             block = dict(list(sizes.items())[i:])
             raise MeshError(messages.torn_block(sizes, block, len(counts), groups, whole))
-    # The devices are groups × whole, so the outermost axes together always hold the factors of the groups.
+    # There are groups × whole devices, so the outermost axes can always supply every factor of the number of groups.
     dcn = list(take(sizes, len(counts), sizes).values())
     ici = [size // outer for size, outer in zip(shape, dcn, strict=True)]
     options = {"process_is_granule": not by_slice, "allow_split_physical_axes": True}
@@ -46,7 +50,9 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
 
 
 def take(sizes: Mapping[str, int], count: int, order: Iterable[str]) -> dict[str, int]:
-    """The factor of each axis that goes to a level of ``count`` devices, axes in ``order`` taking what they can.
+    """Returns the factor of each axis that a level of ``count`` devices holds.
+
+    Each axis, in ``order``, takes the largest factor that it shares with what is left of ``count``.
 
     >>> take({"data": 4, "model": 4}, 8, ["data", "model"])
     {'data': 4, 'model': 2}

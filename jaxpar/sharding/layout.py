@@ -1,7 +1,7 @@
-"""``Layout``: a mesh and a rules table, the one noun a user carries; and the two verbs that apply it inside a model.
+"""``Layout``: a mesh and its rules; ``constrain`` and ``hint`` apply it inside a model.
 
-``with layout:`` makes it ambient. The ambient layout is part of jit's cache key (a jax *user context*), so the same
-function under another layout is traced again, and under the first one again it is a cache hit.
+``with layout:`` makes a layout ambient. The ambient layout is part of jit's cache key (a jax *user context*): the same
+function is traced again under another layout, and hits the cache when the first layout is ambient again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jaxpar.utils.yaml_config import build, load_yaml
 
 Devices = Sequence[Any] | int | None
 _entered = threading.local()
-# Through these a call comes from the model, which is what an error or a report should name.
+# Frames of these modules are skipped, so that errors and reports name the line of the model.
 _LIBRARIES = re.compile(r"(jaxpar(?!\.models)|jax|flax|functools)(\.|$)")
 
 
 @dataclass(frozen=True)
 class _Data:
-    """A layout as YAML holds it."""
+    """The top-level keys of a layout in YAML."""
 
     mesh: dict[str, Any] | None
     rules: dict[str, Any] | None
@@ -45,8 +45,13 @@ class _Data:
 class Layout:
     """A mesh (concrete or abstract) and the rules that place tensors on it. Frozen and hashable.
 
+    Attributes:
+      mesh: the mesh; all of its axes are Auto, or all are Explicit.
+      rules: the rules; every axis that they name is an axis of the mesh or of :class:`jaxpar.MeshSpec`.
+
     Raises:
-      LayoutError: not a mesh and rules, an axis in the rules that neither the mesh nor jaxpar knows, mixed axis types.
+      LayoutError: an argument is of another type, the rules name an axis that neither the mesh nor jaxpar knows, or the
+        mesh mixes axis types or has Manual axes. The error lists all problems.
 
     >>> from jaxpar import MeshSpec, Rules
     >>> layout = Layout(MeshSpec(data=4, model=2).abstract(), Rules(batch="data", mlp="model", embed=None))
@@ -72,9 +77,17 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, devices: Devices = None, where: str = "layout") -> Layout:
-        """A layout from ``{"mesh": {...}, "rules": {...}}``; an integer ``devices`` makes the mesh abstract.
+        """Returns a layout from ``{"mesh": {...}, "rules": {...}}``.
 
-        Errors begin with ``where``.
+        Args:
+          data: the sizes of the mesh axes and the rules.
+          devices: the devices of the mesh, by default ``jax.devices()``; an integer makes an abstract mesh of that
+            size.
+          where: the prefix of error messages.
+
+        Raises:
+          ConfigError: an unknown key or a value of the wrong type.
+          JaxparError: as the mesh, the rules and the layout raise; the class of the error is kept.
         """
         parts = build(_Data, data, where)
         try:
@@ -86,12 +99,12 @@ class Layout:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], *, devices: Devices = None) -> Layout:
-        """A layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
+        """Returns a layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
         return cls.from_dict(load_yaml(path), devices=devices, where=os.fspath(path))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis → size."""
+        """The size of each mesh axis."""
         return dict(self.mesh.shape)
 
     def resolve(
@@ -103,14 +116,28 @@ class Layout:
         dtype: Any = np.float32,
         path: str = "tensor",
     ) -> Resolved:
-        """Where a tensor lies and why, with its problems as texts; raises nothing. See :func:`jaxpar.sharding.resolve.resolve`."""
+        """Returns the sharding of a tensor, with a reason per dim and a list of problems instead of an exception.
+
+        Args:
+          dims: one logical dim (or ``None``) per dim of the tensor.
+          shape: the tensor's shape. Without it divisibility is not checked and ``over`` does not apply.
+          role: the role whose rules apply: ``activations``, ``params``, ``gradients`` or ``optimizer``.
+          dtype: the tensor's dtype; ``over`` compares the tensor's bytes with ``min_bytes``.
+          path: the tensor's name in problem texts.
+
+        Raises:
+          RulesError: an unknown role.
+
+        See :func:`jaxpar.sharding.resolve.resolve`.
+        """
         return resolve(self.rules, self.sizes, tuple(dims), shape, role=role, itemsize=_itemsize(dtype), path=path)
 
     def spec(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> PartitionSpec:
-        """The ``PartitionSpec`` of a tensor with these logical dims. Options are those of :meth:`resolve`.
+        """Returns the ``PartitionSpec`` of a tensor with these logical dims. Options are those of :meth:`resolve`.
 
         Raises:
-          LayoutError: unknown dim, rank ≠ names, indivisible dim, or an axis claimed twice; all are listed.
+          LayoutError: an unknown dim, a rank other than the number of names, an indivisible dim, or an axis that two
+            dims claim. The error lists all problems.
         """
         resolved = self.resolve(dims, shape, **options)
         if resolved.problems:
@@ -118,11 +145,11 @@ class Layout:
         return to_spec(resolved)
 
     def sharding(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> NamedSharding:
-        """The ``NamedSharding`` of a tensor with these logical dims; raises as :meth:`spec` does."""
+        """Returns the ``NamedSharding`` of a tensor with these logical dims; raises as :meth:`spec` does."""
         return NamedSharding(self.mesh, self.spec(dims, shape, **options))
 
     def on_one_device(self) -> Layout:
-        """The same rules on a mesh of the same axes, all of size 1, over the first device: the reference for a layout."""
+        """Returns the same rules on a one-device mesh with the same axes, as the reference for this layout."""
         names, kinds = self.mesh.axis_names, self.mesh.axis_types
         devices = np.asarray(jax.devices()[:1]).reshape((1,) * len(names))
         return Layout(Mesh(devices, names, axis_types=kinds), self.rules)
@@ -141,15 +168,15 @@ class Layout:
 
 
 def to_spec(resolved: Resolved) -> PartitionSpec:
-    """The ``PartitionSpec`` of a resolved tensor (which writes no axes as ``None`` and a single one by its name)."""
+    """Returns the ``PartitionSpec`` of a resolved tensor."""
     return PartitionSpec(*resolved.axes)
 
 
 def current_layout() -> Layout:
-    """The ambient layout.
+    """Returns the ambient layout.
 
     Raises:
-      NoLayoutError: there is none.
+      NoLayoutError: no layout is ambient.
     """
     layout: Layout | None = ambient_layout.value
     if layout is None:
@@ -159,10 +186,10 @@ def current_layout() -> Layout:
 
 @contextmanager
 def tracing_under(layout: Layout) -> Iterator[None]:
-    """Make ``layout`` ambient inside a function that jit is already tracing, where ``jax.set_mesh`` may not be called.
+    """Makes ``layout`` ambient inside a function that jit is already tracing, where ``jax.set_mesh`` may not be called.
 
     Raises:
-      LayoutError: another layout is ambient.
+      LayoutError: another layout is already ambient.
     """
     outer = ambient_layout.value
     if outer is not None and outer != layout:
@@ -173,25 +200,44 @@ def tracing_under(layout: Layout) -> Iterator[None]:
 
 
 def observing(callback: Callable[[str, Sequence[str | None], Any, Resolved], None]) -> AbstractContextManager[None]:
-    """While active, ``callback(call_site, dims, x, resolved)`` replaces raising problems in ``constrain`` and ``hint``."""
+    """Returns a context in which ``constrain`` and ``hint`` report to ``callback`` instead of raising.
+
+    Args:
+      callback: it is called as ``callback(call_site, dims, x, resolved)``.
+    """
     return hint_observer(callback)
 
 
 def constrain[T](x: T, *dims: str | None) -> T:
-    """``x`` laid out by the ambient layout's activation rules for its logical dims. Strict.
+    """Shards ``x`` by the ambient layout's activation rules for its logical dims.
+
+    Args:
+      x: an array, inside or outside jit.
+      *dims: one logical dim (or ``None``) per dim of ``x``.
+
+    Returns:
+      ``x`` with that sharding.
 
     Raises:
-      NoLayoutError: outside ``with layout:``.
-      LayoutError: unknown dim, rank ≠ names, indivisible dim, axis claimed twice, or an axis that an enclosing
-        ``shard_map`` has made manual.
+      NoLayoutError: no layout is ambient.
+      LayoutError: an unknown dim, a rank other than the number of names, an indivisible dim, an axis that two dims
+        claim, or an axis that an enclosing ``shard_map`` has made manual.
     """
     return _apply(x, dims, lenient=False)
 
 
 def hint[T](x: T, *dims: str | None, role: str = "activations") -> T:
-    """As :func:`constrain`, but leaves out axes that an enclosing ``shard_map`` has made manual: lenient only there.
+    """Shards ``x`` as :func:`constrain` does, but ignores axes that an enclosing ``shard_map`` has made manual.
 
-    ``role`` is that of the rules; see :class:`jaxpar.Rules`.
+    All other problems raise as they do in :func:`constrain`.
+
+    Args:
+      x: an array, inside or outside jit.
+      *dims: one logical dim (or ``None``) per dim of ``x``.
+      role: the role whose rules apply; see :class:`jaxpar.Rules`.
+
+    Returns:
+      ``x`` with that sharding.
     """
     return _apply(x, dims, lenient=True, role=role)
 
@@ -205,7 +251,7 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
     sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
     resolved = resolve(layout.rules, sizes, dims, x.shape, role=role, itemsize=_itemsize(x.dtype), path=path)
     if manual and not lenient:
-        # Inside a shard_map the sizes of x are those of one shard, so what the rules would do is asked without them.
+        # Inside a shard_map x has the shape of one shard, so the rules are resolved without a shape.
         where = messages.tensor(path, dims, x.shape)
         refused = [(dim, axis) for dim in layout.resolve(dims).dims for axis in dim.axes if axis in manual]
         found = [f"{where}: {messages.manual_axis(dim.name, axis, dim.rule)}" for dim, axis in refused]
@@ -216,14 +262,14 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
         raise LayoutError(resolved.problems)
     if resolved.problems:
         return x
-    # Only the context knows which axes are manual; only the layout's own mesh holds devices, which an eager call needs.
+    # Only the context knows which axes are manual. Only the layout's own mesh has devices, which an eager call needs.
     return lay_out(context if manual else layout.mesh, x, to_spec(resolved))
 
 
 def lay_out(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
-    """``x`` laid out by a spec, in the way that the mesh's axes want it."""
+    """Returns ``x`` sharded by ``spec``, by the call that the mesh's axis types require."""
     sharding = NamedSharding(mesh, spec)
-    # Under Explicit axes with_sharding_constraint only asserts; under Auto axes reshard raises.
+    # With Explicit axes with_sharding_constraint only asserts; with Auto axes reshard raises.
     explicit = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
 
@@ -237,7 +283,7 @@ def manual_axes(layout: Layout, axes: Iterable[str], *, but: Container[str] = ()
 
 
 def call_site() -> str:
-    """``Attention.__call__ (layers.py:178)``: the model code that called ``constrain`` or ``hint``."""
+    """Returns the model code that called ``constrain`` or ``hint``, as ``Attention.__call__ (layers.py:178)``."""
     frame = sys._getframe()
     while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -245,5 +291,5 @@ def call_site() -> str:
 
 
 def _itemsize(dtype: Any) -> int:
-    size = getattr(dtype, "itemsize", None)  # of a PRNG key's dtype an integer, of the class np.float32 a descriptor
+    size = getattr(dtype, "itemsize", None)  # a PRNG key's dtype has an int here, the class np.float32 a descriptor
     return size if isinstance(size, int) else np.dtype(dtype).itemsize

@@ -1,7 +1,8 @@
-"""``MeshSpec``: how many devices along each mesh axis, in one canonical order, checked before any device is touched.
+"""``MeshSpec``: the size of each mesh axis, checked before any device is touched.
 
-The order is outermost first: neighbours along ``model`` sit on the fastest links, stages of ``pipeline`` on the
-slowest. Axes that fit into one slice (or host), counted from the innermost, never leave it.
+The axes have one canonical order, outermost first. Neighbours along ``model`` are joined by the fastest links, stages
+of ``pipeline`` by the slowest. Counted from the innermost, axes that fit into one slice (or host) never cross its
+boundary.
 """
 
 from __future__ import annotations
@@ -23,9 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the canonical mesh axes; at most one is ``-1``, "whatever is left".
+    """Sizes of the canonical mesh axes.
 
-    Every axis is always part of the mesh, so a rule may name any of them; one of size 1 costs nothing.
+    At most one size is ``-1``: that axis takes the devices that are left. A mesh always has all seven axes, so a rule
+    may name any of them; an axis of size 1 has no cost.
+
+    Attributes:
+      pipeline: pipeline stages.
+      replica: groups that hold copies of the model state (see :class:`jaxpar.Zero`, ``fsdp_group_size``).
+      data: data parallelism, and the default axis of ZeRO and FSDP.
+      expert: for the expert dim of a mixture-of-experts model.
+      context: context parallelism: the sequence is sharded.
+      ulysses: context parallelism by all-to-all (DeepSpeed-Ulysses).
+      model: tensor parallelism.
 
     Raises:
       MeshError: a size is not a positive integer or ``-1``, or two sizes are ``-1``.
@@ -56,7 +67,11 @@ class MeshSpec:
 
     @classmethod
     def from_dict(cls, sizes: Mapping[str, Any]) -> MeshSpec:
-        """A spec from a mapping, as YAML gives it; an unknown axis is a ``MeshError`` with a did-you-mean."""
+        """Returns a spec from a mapping of axes to sizes, as in YAML.
+
+        Raises:
+          MeshError: not a mapping, an unknown axis, or a bad size.
+        """
         if not isinstance(sizes, Mapping):
             raise MeshError(f"a mesh is written as a mapping of axes to sizes, as {{data: -1}}, not as {sizes!r}.")
         for axis in sizes:
@@ -65,10 +80,10 @@ class MeshSpec:
         return cls(**sizes)
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Every axis with its size on ``devices`` devices, ``-1`` filled in.
+        """Returns the size of every axis on ``devices`` devices, with ``-1`` filled in.
 
         Raises:
-          MeshError: the sizes do not multiply to ``devices``; the text holds the equation and what would fit.
+          MeshError: the product of the sizes is not ``devices``. The text lists sizes that fit.
         """
         asked = vars(self)
         fixed = math.prod(size for size in asked.values() if size != -1)
@@ -78,11 +93,18 @@ class MeshSpec:
         return filled
 
     def build(self, devices: Sequence[Any] | None = None, *, axis_type: AxisType | None = None) -> Mesh:
-        """A ``jax.sharding.Mesh`` over ``devices`` (default: all of ``jax.devices()``), with Auto axes by default.
+        """Returns a ``jax.sharding.Mesh`` over ``devices``.
 
-        Devices that report slices, or that belong to several hosts without a common interconnect, are arranged as an
-        ICI × DCN hybrid: the outermost axes take the factors that cross slices. On TPU the order inside a slice follows
-        the physical topology.
+        Devices of several slices, or of several hosts without a common interconnect, form an ICI × DCN hybrid
+        mesh, whose outermost axes take the factors that cross slices. Within a TPU slice the order follows the physical
+        topology.
+
+        Args:
+          devices: by default all of ``jax.devices()``.
+          axis_type: the type of all axes, by default Auto.
+
+        Raises:
+          MeshError: the sizes do not fit the number of devices or the slices.
         """
         import jax
 
@@ -92,7 +114,15 @@ class MeshSpec:
         return jax.sharding.Mesh(arrange(chosen, sizes), AXES, axis_types=kinds)
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
-        """The same mesh with no devices behind it, of ``devices`` devices (default: the product of the sizes)."""
+        """Returns an ``AbstractMesh``, which has no devices.
+
+        Args:
+          devices: the number of devices, by default the product of the sizes.
+          axis_type: the type of all axes, by default Auto.
+
+        Raises:
+          MeshError: the sizes do not fit ``devices``, or one is ``-1`` and ``devices`` is not given.
+        """
         import jax
 
         asked = vars(self)
@@ -103,12 +133,16 @@ class MeshSpec:
         return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
 
     def on(self, topology: str | Topology, *, axis_type: AxisType | None = None) -> AbstractMesh:
-        """The same mesh on the devices of a topology, as ``"v5p:4x4x4"``, abstract: this machine need not have them.
+        """Returns an ``AbstractMesh`` on the devices of a topology, such as ``"v5p:4x4x4"``; no device is needed.
 
-        It carries the topology's device, so that code traced under it can tell what it will run on.
+        The mesh carries the topology's abstract device, so code that is traced under it can tell the accelerator.
+
+        Args:
+          topology: the topology or its name; see :meth:`Topology.parse`.
+          axis_type: the type of all axes, by default Auto.
 
         Raises:
-          MeshError: no such topology, or the sizes do not multiply to its devices, with the equation and what would fit.
+          MeshError: the topology is unknown, or the sizes do not fit its devices. The text lists sizes that fit.
 
         >>> mesh = MeshSpec(data=-1, model=4).on("v5p:4x4x4")
         >>> mesh.shape["data"], mesh.abstract_device.device_kind
@@ -122,9 +156,9 @@ class MeshSpec:
         return mesh.update(abstract_device=target.abstract_device)
 
     def to_dict(self) -> dict[str, int]:
-        """The axes that are not 1, as YAML wants them."""
+        """Returns the axes whose size is not 1, as YAML holds them."""
         return {axis: size for axis, size in vars(self).items() if size != 1}
 
 
 AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshSpec))
-"""The canonical mesh axes, outermost (slowest link) first."""
+"""The canonical mesh axes, outermost (slowest links) first."""

@@ -1,4 +1,4 @@
-"""Logical names of a tensor's dims, as every annotation gives them."""
+"""The logical names of a tensor's dims, checked in one place for every kind of annotation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from jaxpar.errors import AnnotationError
 
 Names = tuple[str | None, ...]
 LAYERS = "layers"
-"""The logical dim, the first of a parameter, over which layers are stacked."""
+"""The logical dim of stacked layers, the first dim of a stacked parameter."""
 
 
 def check_names(dims: Any, where: str) -> Names:
-    """``dims`` as a tuple of strings and Nones, or an ``AnnotationError``."""
+    """Returns ``dims`` as a tuple of strings and ``None``.
+
+    Raises:
+      AnnotationError: ``dims`` is anything else; the text begins with ``where``.
+    """
     if not isinstance(dims, tuple | list) or not all(d is None or isinstance(d, str) for d in dims):
         raise AnnotationError(
             f"{where}: the logical dims are {dims!r}, but a string or None for each dim is wanted, as ('embed', 'mlp')."

@@ -1,4 +1,4 @@
-"""The resolver: which axes shard each dim of a tensor under the rules, and why. Nothing here imports jax."""
+"""The resolver: which axes shard each dim of a tensor under the rules, and why. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from jaxpar.sharding.rules import Axes, FirstOf, Over, Rule, Rules, Sizes, optio
 
 @dataclass(frozen=True)
 class ResolvedDim:
-    """How one dim of a tensor is laid out: its axes (major to minor), the rule that said so, and why not more."""
+    """The sharding of one dim of a tensor.
+
+    Attributes:
+      name: the logical dim, or ``None``.
+      size: its size, or ``None`` where no shape was given.
+      axes: the mesh axes that shard it, major to minor.
+      rule: the rule that applied, as a text.
+      why: why the dim is not sharded, or why earlier options of its rule did not fit.
+    """
 
     name: str | None
     size: int | None
@@ -24,7 +32,14 @@ class ResolvedDim:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A resolved tensor: one ``ResolvedDim`` each, what is wrong, and which (role, dim) rules were used."""
+    """The sharding of one tensor.
+
+    Attributes:
+      dims: one :class:`ResolvedDim` per dim.
+      problems: what the rules do not allow, one text each; empty if all is well.
+      used: the (role, dim) pairs of the rules that applied.
+      note: why ``over`` did not apply, or an empty text.
+    """
 
     dims: tuple[ResolvedDim, ...]
     problems: tuple[str, ...] = ()
@@ -46,16 +61,19 @@ def resolve(
     itemsize: int = 4,
     path: str = "tensor",
 ) -> Resolved:
-    """The layout of one tensor, with a reason per dim and a list of problems (texts) instead of an exception.
+    """Returns the sharding of one tensor, with a reason per dim and a list of problems instead of an exception.
 
     Args:
-      rules: the table. A mesh axis that ``axis_sizes`` lacks counts as size 1; size-1 axes vanish.
-      axis_sizes: mesh axis → size.
+      rules: the rules. A mesh axis that ``axis_sizes`` lacks counts as size 1; axes of size 1 are dropped.
+      axis_sizes: the size of each mesh axis.
       names: one logical dim (or ``None``) per dim of the tensor.
-      shape: its sizes; without them divisibility is not checked and ``over`` does not apply.
-      role: which overlay applies.
-      itemsize: bytes an element, for ``over``'s ``min_bytes``.
+      shape: the tensor's shape. Without it divisibility is not checked and ``over`` does not apply.
+      role: the role whose overlay applies.
+      itemsize: bytes per element; ``over`` compares the tensor's bytes with ``min_bytes``.
       path: the tensor's name in problem texts.
+
+    Raises:
+      RulesError: an unknown role.
     """
     where = messages.tensor(path, names, shape)
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
@@ -70,7 +88,7 @@ def resolve(
     claimed: dict[str, str] = {}
     named = [(i, name) for i, name in enumerate(names) if name is not None]
     choosing = {name for name, (_, rule) in table.items() if isinstance(rule, FirstOf)}
-    # Plain rules claim their axes before any first_of chooses, so that a first_of gives way wherever it stands.
+    # Plain rules claim their axes before any first_of, so a first_of gives way whatever the order of the dims.
     for i, name in sorted(named, key=lambda item: item[1] in choosing):
         if name not in table:
             problems.append(f"{where}: {messages.unknown_dim(name, table)}")
@@ -94,7 +112,7 @@ def resolve(
 def _place(
     name: str, size: int | None, rule: Rule, live: Sizes, claimed: Mapping[str, str], may_stay_whole: bool
 ) -> tuple[Axes, str, str]:
-    """The axes of one named dim under its rule, why not more, and what to do where that is a problem (else "")."""
+    """Returns the axes of one named dim, why it has no more, and the remedy where that is a problem (else "")."""
     misfits: list[str] = []
     rivals: list[str] = []
     for option in options(rule):
@@ -118,9 +136,11 @@ def _place(
 
 
 def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
-    """``over``: the largest free dim that divides takes the axes (a sharded one comes last), else why not.
+    """Applies ``over`` to one dim of ``dims`` in place; returns "" or why no dim can take the axes.
 
-    The last dim stands back where another one is left 8 or more to a device: a TPU keeps tiles of 8 rows by 128 columns.
+    The largest dim of a shard that the axes divide takes them; dims that are not sharded yet come first. Among these, a
+    dim other than the last is preferred where each device keeps 8 or more of it: a TPU stores tiles of 8 rows by 128
+    columns.
     """
     asked = [axis for axis in spread.axes if axis in live]
     axes = tuple(axis for axis in asked if axis not in claimed)

@@ -1,7 +1,8 @@
-"""``Rules``: logical dim → mesh axes, per role, as one frozen value, and its plain form, which YAML holds.
+"""``Rules``: a frozen table from logical dims to mesh axes, per role, and its plain form for YAML.
 
-Nothing here imports jax. A table is *closed* (a name it does not hold is an error), *unordered* (no rule shadows
-another) and *strict* (a dim degrades only by ``first_of`` or ``indivisible``, both written in the table).
+A table is *closed* (a dim that it does not list is an error), *unordered* (no rule shadows another) and *strict* (a dim
+is left unsharded only by ``None``, ``first_of`` or ``indivisible``, which the table shows). This module does not import
+jax.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxpar.sharding import messages
 from jaxpar.utils.yaml_config import merge
 
 ROLES = ("activations", "params", "gradients", "optimizer")
-"""Where a rule applies. ``gradients`` and ``optimizer`` start from ``params``, and every role from the base table."""
+"""Roles of a tensor. ``gradients`` and ``optimizer`` inherit from ``params``, and every role from the base table."""
 
 _CHAIN = {role: (role,) if role in ("activations", "params") else ("params", role) for role in ROLES}
 _RESERVED = (*ROLES, "indivisible", "unannotated")
@@ -27,7 +28,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, repr=False)
 class FirstOf:
-    """Alternatives for one dim, tried in order; see :func:`first_of`."""
+    """Alternative axes for one dim, tried in order; see :func:`first_of`."""
 
     options: tuple[Axes, ...]
 
@@ -37,7 +38,7 @@ class FirstOf:
 
 @dataclass(frozen=True, repr=False)
 class Over:
-    """Shard whole tensors of a role over an axis; see :func:`over`."""
+    """Axes that shard every tensor of a role; see :func:`over`."""
 
     axes: Axes
     min_bytes: int
@@ -50,9 +51,16 @@ Rule = Axes | FirstOf
 
 
 def first_of(*options: str | Sequence[str] | None) -> FirstOf:
-    """The first option with an axis larger than 1 whose axes divide the dim and are free in that tensor.
+    """Returns a rule that takes the first option that fits.
 
-    ``None`` as the last option leaves the dim whole where no other fits; without it that is an error.
+    An option fits if its axes divide the dim and no other dim of the tensor claims them, and if one of them is larger
+    than 1. ``None`` as the last option leaves the dim unsharded where no other fits; without it, that is an error.
+
+    Args:
+      *options: each an axis, a tuple of axes (major to minor) or, as the last, ``None``.
+
+    Raises:
+      RulesError: no options, or ``None`` before the last one.
 
     >>> str(Rules(kv_heads=first_of("model", None)).table["kv_heads"])
     'first_of(model, None)'
@@ -63,9 +71,17 @@ def first_of(*options: str | Sequence[str] | None) -> FirstOf:
 
 
 def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
-    """Shard every tensor of a role over ``axis``, along whichever dim divides; tensors below ``min_bytes`` stay whole.
+    """Returns an overlay that shards every tensor of a role over ``axis``, along a dim that the axis divides.
 
-    ``optimizer=over("data")`` is ZeRO stage 1. A tensor with no dim that divides stays as it is; ``explain`` says so.
+    ``optimizer=over("data")`` is ZeRO stage 1. A tensor without such a dim stays as the table says, and ``explain``
+    reports it.
+
+    Args:
+      axis: a mesh axis, or several.
+      min_bytes: smaller tensors stay as the table says; bytes as a number, or a text such as ``"64KiB"``.
+
+    Raises:
+      RulesError: no axis, or a size that cannot be read.
 
     >>> over("data", min_bytes="64KiB").min_bytes
     65536
@@ -79,15 +95,21 @@ def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """One table of partition rules.
+    """Partition rules: which mesh axes shard each logical dim, per role.
 
-    Keyword arguments are logical dims, each with an axis, a tuple of axes (major to minor), ``None`` (deliberately not
-    sharded) or ``first_of(...)``. A role (``activations``, ``params``, ``gradients``, ``optimizer``) overlays the base
-    table with a dict of the same, or with ``over(axis)``. ``indivisible`` lists the dims that may stay whole when their
-    size does not divide. ``unannotated="replicate"`` allows parameters that carry no logical dims.
+    Each keyword argument is a logical dim. Its value is an axis, a tuple of axes (major to minor), ``None``
+    (deliberately not sharded) or ``first_of(...)``.
+
+    Four names are roles: ``activations``, ``params``, ``gradients`` and ``optimizer``. The value of a role overlays the
+    base table: a dict of dims to rules, or ``over(axis)``.
+
+    Args:
+      indivisible: dims that are replicated if the axes do not divide their size, as ``{"vocab": "replicate"}``.
+      unannotated: ``"replicate"`` allows parameters without logical dims; ``"error"``, the default, does not.
 
     Raises:
-      RulesError: a value that is no rule, an axis twice in one rule, an overlay of a dim that the base table lacks.
+      RulesError: a value that is not a rule, an axis twice in one rule, or an overlay for a dim that the base table
+        lacks.
 
     >>> from jaxpar.sharding.resolve import resolve
     >>> rules = Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
@@ -120,7 +142,11 @@ class Rules:
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[str, Any]]) -> Rules:
-        """Rules from (dim, rule) pairs, as Flax writes them; a dim listed twice is an error, not a fall-through."""
+        """Returns rules from (dim, rule) pairs, as Flax writes them.
+
+        Raises:
+          RulesError: a dim listed twice. Flax would fall through to the second rule; here ``first_of`` does that.
+        """
         table: dict[str, Any] = {}
         for dim, value in pairs:
             if dim in table:
@@ -130,15 +156,21 @@ class Rules:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Rules:
-        """Rules from plain data, as YAML gives it: ``{first_of: [a, null]}`` and ``{over: data, min_bytes: 65536}``."""
+        """Returns rules from plain data as YAML gives it.
+
+        The two kinds of rule are written as ``{first_of: [a, null]}`` and ``{over: data, min_bytes: 65536}``.
+
+        Raises:
+          RulesError: a value of another form.
+        """
         return cls(**_read_table(table))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that :meth:`from_dict` reads back to an equal table."""
+        """Returns plain data from which :meth:`from_dict` builds an equal table."""
         return _plain(self._arguments())
 
     def replace(self, **changes: Any) -> Rules:
-        """The same table with some entries changed; a role's dict is changed rule by rule.
+        """Returns the same table with some entries changed; the dict of a role is merged rule by rule.
 
         >>> Rules(embed=None, mlp="model").replace(params={"embed": "data"}).to_dict()
         {'embed': None, 'mlp': 'model', 'params': {'embed': 'data'}}
@@ -146,7 +178,7 @@ class Rules:
         return Rules(**merge(self._arguments(), changes))
 
     def _arguments(self) -> dict[str, Any]:
-        """What ``Rules`` is called with for an equal table; defaults are left out."""
+        """Returns the arguments that build an equal table, without defaults."""
         table: dict[str, Any] = dict(self.base)
         table |= {role: own if isinstance(own, Over) else dict(own) for role, own in self.overlays}
         if self.indivisible:
@@ -161,7 +193,11 @@ class Rules:
         return dict(self.base)
 
     def for_role(self, role: str) -> tuple[dict[str, tuple[str, Rule]], Over | None]:
-        """For each dim the table its rule comes from (a role, or ``""``) and the rule; and the role's ``over``."""
+        """Returns dim → (source, rule) and the ``over`` of a role; the source is a role, or "" for the base table.
+
+        Raises:
+          RulesError: an unknown role.
+        """
         if role not in ROLES:
             raise RulesError(f"unknown role {role!r}.{did_you_mean(role, ROLES)} The roles are: {', '.join(ROLES)}.")
         table: dict[str, tuple[str, Rule]] = {dim: ("", value) for dim, value in self.base}
@@ -175,7 +211,7 @@ class Rules:
         return table, spread
 
     def axes(self) -> Iterator[tuple[str, str]]:
-        """Every (where, axis) pair that the table names."""
+        """Yields a (place in the table, axis) pair for every axis that the table names."""
         for role, own in (("", self.base), *self.overlays):
             for dim, rule in (("over", own.axes),) if isinstance(own, Over) else own:
                 for option in options(rule):
@@ -183,7 +219,7 @@ class Rules:
 
 
 def options(rule: Rule) -> tuple[Axes, ...]:
-    """What a rule offers, in the order in which it is tried."""
+    """Returns the options of a rule, in the order in which they are tried."""
     return rule.options if isinstance(rule, FirstOf) else (rule,)
 
 
@@ -216,10 +252,10 @@ def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str,
 
 
 def _read_table(table: Any) -> dict[str, Any]:
-    """The arguments of ``Rules`` that a plain mapping stands for.
+    """Returns the arguments of ``Rules`` that a plain mapping holds.
 
     Raises:
-      RulesError: no mapping of names, or a ``first_of`` or ``over`` in another form.
+      RulesError: not a mapping with text keys, or a ``first_of`` or ``over`` in another form.
     """
     if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
         raise RulesError(f"rules are written as a mapping of names to axes, as {{batch: data}}, not as {table!r}.")
@@ -241,7 +277,7 @@ def _read(value: Any, name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The plain data of an argument of ``Rules``, or of a mapping of them."""
+    """Returns the plain data of an argument of ``Rules``, or of a mapping of them."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, FirstOf):

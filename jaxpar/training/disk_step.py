@@ -1,8 +1,10 @@
-"""``DiskOffloadedStep``: a train step whose optimizer's state lies on disk, for what exceeds the host's memory too.
+"""``DiskOffloadedStep``: a train step whose optimizer state is on disk, for state that exceeds host memory.
 
-After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). One program makes loss and gradients; then, group by group (a layer of a stacked
-parameter, or a whole one), moments are read ahead, updated on the device together with their weights, and written behind into the
-other of two generations (:mod:`jaxpar.parallel.offload.disk_store`), which counts once it is whole.
+After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). One program computes loss and gradients. The step then
+updates the parameters piece by piece (a layer of a stacked parameter, or an unstacked parameter). It reads the moments
+of the next pieces ahead, updates moments and weights on the device, and writes the moments back in the background. The
+disk holds two generations of the moments (:mod:`jaxpar.parallel.offload.disk_store`); the new one is valid once it is
+complete.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from jaxpar.training.step import check_same, how_of, measure, place_state
 from jaxpar.utils.checks import is_count
 
 AHEAD = 2
-"""How many groups are read ahead of the one that is updated."""
-_ALIGN = 64  # what lies so need not be copied to become an array of a CPU device
+"""The default number of pieces that are read ahead of the one being updated."""
+_ALIGN = 64  # bytes; JAX makes a CPU array of a buffer aligned like this without a copy
 
 
 def gradient_step(
@@ -50,10 +52,18 @@ def gradient_step(
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
 ) -> jax.stages.Wrapped:
-    """The first program of a :class:`DiskOffloadedStep`; arguments and errors are those of :func:`jaxpar.train_step`.
+    """Returns the first program of a :class:`DiskOffloadedStep`.
+
+    Args:
+      layout, loss_fn, grad_accum_steps, weight_gather, grad_reduction, precision, fusion, clip_norm, skip_nonfinite: as
+        for :func:`jaxpar.train_step`.
 
     Returns:
-      A jitted ``(state, batch) -> (carried, grads, metrics, finite)``; ``carried`` are the next state's ``step``, ``rest`` and ``scale``.
+      A jitted ``(state, batch) -> (carried, grads, metrics, finite)``. ``carried`` is a dict of the next state's
+      ``step``, ``variables`` and ``loss_scale``; ``grads`` are clipped.
+
+    Raises:
+      ConfigError, LayoutError, ModelError: as for :func:`jaxpar.train_step`.
     """
     how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
@@ -80,23 +90,26 @@ def gradient_step(
 
 
 class DiskOffloadedStep:
-    """``step(state, batch) -> (state, metrics)`` as of :func:`jaxpar.train_step`, run by the host; a context, or :meth:`close` it.
+    """``step(state, batch) -> (state, metrics)`` like :func:`jaxpar.train_step`, with the optimizer state on disk.
 
-    When a step returns, its moments are on disk and count. A kill leaves those of the step before, those of this one, or both, and
-    the one that belongs to the state of a restart is taken.
+    The host runs the step, so it is not a jitted function. It is a context manager; outside of one, call :meth:`close`.
+    When a step returns, its moments are committed to disk. If the process is killed, the disk holds the moments of the
+    previous step, of this one, or both; a restart uses those that belong to its state.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.train_step`; so are ``options``, but for ``donate`` and ``return_grads``.
-      state: made by :func:`jaxpar.init` with ``jp.offload(tx, to="disk", path=...)``, or restored. At step 0, in a folder without a record,
-        the moments are made; else those of its step are taken from there.
-      ahead: how many groups are read before their turn; 0 reads, updates and writes one after the other.
-      restore: a folder that :meth:`snapshot` made, to begin from in the place of what the path holds.
-      donate: give the old parameters' memory to the new ones. Where a step fails they are gone then; without, it can be tried again.
-      note: told what happens to each group: ``reading``, ``read``, ``update``, ``written``, and its number.
+      layout, loss_fn: as for :func:`jaxpar.train_step`.
+      state: made by :func:`jaxpar.init` with ``jp.offload(tx, to="disk", path=...)``, or restored. At step 0, if the
+        folder has no record, the moments are created; otherwise those of the state's step are read from the folder.
+      ahead: how many pieces are read before their turn; 0 reads, updates and writes one after the other.
+      restore: a folder written by :meth:`snapshot`, whose moments replace those in the path.
+      donate: donate the old parameters' memory to the new ones. If a step then fails, the parameters are lost; without
+        ``donate``, the step can be repeated.
+      note: callback with an event (``reading``, ``read``, ``update`` or ``written``) and the number of the piece.
+      options: the other arguments of :func:`jaxpar.train_step`, except ``return_grads`` and ``pipeline``.
 
     Raises:
       ConfigError: the optimizer's state cannot be on disk.
-      DiskError: the folder is in use, of another run, of another step, damaged or without room.
+      DiskError: the folder is in use, belongs to another run or step, is damaged, or has no space left.
 
     >>> import tempfile, jax, numpy, optax
     >>> import jaxpar as jp
@@ -131,14 +144,14 @@ class DiskOffloadedStep:
         self._gradients: Any = gradient_step(layout, loss_fn, **options)
         self._weights = [to_spec(t.resolved) for t in place(layout, state) if t.role == "params"]
         self._homes = [NamedSharding(layout.mesh, spec) for spec in self._weights]
-        # A row holds the shards of this process, each once, one behind the other.
+        # A row holds each distinct shard of this process once, one after the other.
         self._parts = {m.number: _parts(m) for group in self._groups for m in group.stored}
         self._first = np.cumsum([0, *(len(group.stored) for group in self._groups)]).tolist()
         self._pieces = [(g, row) for g, group in enumerate(self._groups) for row in range(group.rows)]
         self._updates = [self._update_of(state, group) for group in self._groups]
         self._tail, self._step = self._tail_of(state), int(state.step)
         self.peak_staged = 0
-        """The most bytes of moments that the host held at once, on their way."""
+        """The most bytes of moments that the host held in transit at any time."""
         entries = [_entry(m, group.rows, self._parts[m.number]) for group in self._groups for m in group.stored]
         mesh = {axis: size for axis, size in layout.sizes.items() if size > 1}
         about = {"mesh": mesh or "one device", "process": f"{jax.process_index()} of {jax.process_count()}"}
@@ -151,33 +164,42 @@ class DiskOffloadedStep:
 
     @property
     def bytes_on_disk(self) -> int:
-        """Of one generation, of this process; the disk keeps two."""
+        """Bytes of one generation of moments of this process; the disk holds two generations."""
         return self._store.bytes
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes read and bytes written since the beginning."""
+        """Bytes read and bytes written since this object was created."""
         return self._store.bytes_read, self._store.bytes_written
 
     def compile(self, state: TrainState, batch: Any, compiler_options: Any = None) -> None:
-        """Compile the gradients' program now, with XLA's options, as ``jax.stages.Lowered.compile`` takes them."""
+        """Compiles the gradients' program now.
+
+        Args:
+          state, batch: arrays or placed shapes, as the step receives them.
+          compiler_options: XLA options, as for ``jax.stages.Lowered.compile``.
+        """
         self._gradients = self._gradients.lower(state, batch).compile(compiler_options)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One step.
+        """Runs one step.
+
+        Returns:
+          The new state and the metrics of :func:`jaxpar.train_step`.
 
         Raises:
-          DiskError: ``state`` is of another step than the disk; damaged bytes; a full disk. What the disk held before stays whole.
+          DiskError: ``state`` is at another step than the disk, the disk has damaged bytes, or it is full. The moments
+            of the previous step stay intact.
         """
         number = int(state.step)
         if number != self._step:
             raise DiskError(
-                f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: go on with the state "
-                f"that the last step returned, or open a DiskOffloadedStep with this one."
+                f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: go "
+                f"on with the state that the last step returned, or open a DiskOffloadedStep with this one."
             )
         sizes = [sum(self._parts[m.number][0] for m in self._groups[g].stored) for g, _ in self._pieces]
         staging = Staging(sizes, self._read, self._write, slots=self._slots, note=self._note)
-        with staging:  # which reads the first groups while the gradients are made
+        with staging:  # reads the first pieces while the device computes the gradients
             carried, grads, metrics, finite = self._gradients(state, batch)
             if not bool(finite):
                 self._store.skip(number + 1)
@@ -192,25 +214,35 @@ class DiskOffloadedStep:
         return replace(state, params=params, opt_state=opt_state, **carried), metrics
 
     def snapshot(self, folder: str | Path) -> None:
-        """The moments as they are now, in a folder: at no cost where the file system has links. See ``restore``.
+        """Saves the current moments in a folder, as hard links where the file system has them; see ``restore``.
 
         Raises:
-          DiskError: the folder holds one, or the disk has no room.
+          DiskError: the folder already holds a snapshot, or the disk is full.
         """
         self._store.snapshot(Path(folder) / self._store.path.name)
 
     def rewind(self, state: TrainState, folder: str | Path) -> None:
-        """Go back to a restored state: the moments of a snapshot come in the place of those here, and no program is compiled anew.
+        """Goes back to a restored state: replaces the current moments with those of a snapshot, without recompiling.
+
+        Args:
+          state: the restored state.
+          folder: the folder that :meth:`snapshot` wrote at the state's step.
 
         Raises:
-          DiskError: the snapshot is of another run or step than the state, or damaged.
+          DiskError: the snapshot is damaged, or belongs to another run or step than the state.
         """
         self._store.restore(Path(folder) / self._store.path.name)
         self._step = int(state.step)
         self._store.open(self._step)
 
     def moments(self, path: str) -> list[np.ndarray]:
-        """What is on disk of one array, as ``opt_state/0/mu/w``: each shard of this process, whole.
+        """Reads one array from disk.
+
+        Args:
+          path: the array's path, such as ``opt_state/0/mu/w``.
+
+        Returns:
+          Each shard of this process, with all layers.
 
         Raises:
           KeyError: nothing on disk has this path.
@@ -226,7 +258,7 @@ class DiskOffloadedStep:
         return [np.concatenate([_view(row, at, shape, m.dtype) for row in rows]) for *_, at, shape in shards]
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Stops using the folder, so that another step can open it."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -247,7 +279,7 @@ class DiskOffloadedStep:
         weights, zero = jax.tree.leaves(state.params), zeros(self._tx.init, state.params)
         for g, group in enumerate(self._groups):
             if all(zero[m.number] for m in group.stored):
-                continue  # as the files are
+                continue  # new files are zeros already
             begin = self._init_of(state, group)
             for row in range(group.rows):
                 made = begin(row, weights[group.parameter])
@@ -299,7 +331,7 @@ class DiskOffloadedStep:
                 states[m.number] = x
             staging.put(piece, made)
             del moments, made
-        # Last: it is given the memory of counts that the others read.
+        # Last: it donates the counts that the other updates read.
         new_w, new_s = self._tail(*([xs[i] for i in some] for xs, some in self._rest(weights, gradients, old)), loss)
         for i, x in zip(self._alone, new_w, strict=True):
             weights[i] = x
@@ -311,7 +343,7 @@ class DiskOffloadedStep:
         return [(weights, self._alone), (gradients, self._alone), (states, self._staying)]
 
     def _update_of(self, state: TrainState, group: LeafGroup) -> Any:
-        """The program of a group's row: weights and what stays in memory are written in place."""
+        """Returns the program that updates one row of a group; it donates weights and moments in memory."""
         calling = self._calling(state)
         numbers = [m.number for m in (*group.stored, *group.kept)]
         spec, home = group.stored[0].sharding.spec, self._homes[group.parameter]
@@ -320,7 +352,7 @@ class DiskOffloadedStep:
             row: jax.Array, w: Any, g: Any, moments: list[Any], kept: list[Any], free: list[Any], loss: jax.Array
         ) -> tuple[Any, list[Any], list[Any]]:
             part = lambda x: _row(x, row, group)
-            # What its state is split over a parameter is split over too, for as long as this takes.
+            # During the update the parameter is sharded like its moments.
             here = lambda x: lay_out(self._layout.mesh, part(x), spec)
             with tracing_under(self._layout):
                 mine = dict(zip(numbers, [*moments, *map(part, kept)], strict=True))
@@ -335,7 +367,7 @@ class DiskOffloadedStep:
         return jax.jit(run, donate_argnums=(1, 4), out_shardings=(home, *places))
 
     def _tail_of(self, state: TrainState) -> Any:
-        """The program of all that stays in memory: parameters without state on disk, counts."""
+        """Returns the program that updates the rest: parameters without moments on disk, and counts."""
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_stored)
         grouped = {m.number for group in self._groups for m in (*group.stored, *group.kept)}
         ours = {group.parameter for group in self._groups}
@@ -356,7 +388,7 @@ class DiskOffloadedStep:
         return jax.jit(run, donate_argnums=(0, 2) if self._donate else (), out_shardings=homes)
 
     def _init_of(self, state: TrainState, group: LeafGroup) -> Any:
-        """The program that makes the moments of a row."""
+        """Returns the program that makes the initial moments of one row of a group."""
         shapes, structure = jax.tree.flatten(jax.eval_shape(lambda p: p, state.params))
 
         def run(row: jax.Array, w: Any) -> list[Any]:
@@ -369,7 +401,7 @@ class DiskOffloadedStep:
         return jax.jit(run, out_shardings=[m.sharding for m in group.stored])
 
     def _calling(self, state: TrainState) -> Callable[..., tuple[list[Any], list[Any]]]:
-        """The optimizer's own update, of some leaves by number; one number stands in for each of the others, and nothing reads it."""
+        """Returns the optimizer's update of some leaves, by number; the others are placeholders that nothing reads."""
         shapes, structure = jax.tree.flatten(jax.eval_shape(lambda p: p, state.params))
         leaves, state_structure = jax.tree.flatten(state.opt_state, is_leaf=is_stored)
         states = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -385,7 +417,7 @@ class DiskOffloadedStep:
 
 
 def _opt(layout: Layout, state: TrainState) -> list[Any]:
-    # What a group keeps in memory is placed by its own program.
+    # The group's own program places the moments that stay in memory.
     own = {m.tensor.path for group in groups_of(layout, state) for m in group.kept}
     return [t for t in place(layout, state) if t.role == "opt_state" and t.path not in own]
 
@@ -394,7 +426,7 @@ type Shard = tuple[tuple[tuple[int, int], ...], list[Any], int, tuple[int, ...]]
 
 
 def _parts(m: MomentLeaf) -> tuple[int, list[Shard]]:
-    """Bytes of a row, and its different shards: bounds in it, the devices that hold it, where it begins in the bytes, its shape."""
+    """Returns the bytes of a row and its distinct shards: bounds in the row, devices, byte offset, shape."""
     found: dict[Any, list[Any]] = {}
     for device, index in m.sharding.addressable_devices_indices_map(m.shape).items():
         bounds = tuple((s.indices(size)[0], s.indices(size)[1]) for s, size in zip(index or (), m.shape, strict=True))
@@ -427,5 +459,5 @@ def _put_row(x: Any, new: Any, row: Any, group: LeafGroup) -> Any:
 
 
 def _stand_in(x: Any) -> jax.Array:
-    """One number of as many dims."""
+    """Returns a placeholder with the same number of dims and one element."""
     return jnp.zeros((1,) * x.ndim, x.dtype)

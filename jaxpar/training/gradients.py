@@ -1,8 +1,9 @@
-"""Loss and gradients of a batch: at once or in microbatches, reduced by the compiler or by each device's own sums.
+"""Loss and gradients of a batch, in one pass or in microbatches.
 
-By default the compiler decides: gradients are reduced where they arise, and a loop over microbatches reduces in every round.
-``grad_reduction="per_step"`` makes the axes of the batch manual instead: each device sums the gradients of its own rows over all microbatches, and
-one reduction (a scatter, where the gradient is sharded) follows, in the dtype that :class:`jaxpar.Precision` says.
+By default the compiler reduces gradients where they arise, so a loop over microbatches reduces in every iteration.
+``grad_reduction="per_step"`` makes the batch's axes manual instead. Each device then sums the gradients of its own rows
+over all microbatches, and one reduction follows (a reduce-scatter where the gradient is sharded), in the dtype that
+:class:`jaxpar.Precision` sets.
 """
 
 from __future__ import annotations
@@ -50,7 +51,20 @@ from jaxpar.training.state import TrainState
 def gradients(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
 ) -> GradientResult:
-    """Loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``."""
+    """Returns loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``.
+
+    Args:
+      layout: the ambient layout.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      state: the state that the step received.
+      batch: arrays ``[rows, ...]``.
+      how: the step's arguments.
+
+    Raises:
+      ConfigError: ``how`` combines arguments that exclude each other.
+      LayoutError: the batch's axes or the microbatches do not divide its rows, or the rules cannot place a tensor.
+      ModelError: ``loss_fn`` returned something invalid.
+    """
     with asking(how.precision):
         if how.pipeline is not None:
             return piped(layout, loss_fn, state, batch, how, how.pipeline)
@@ -60,7 +74,7 @@ def gradients(
         sharded = (lambda x: x) if once_a_step or how.grad_accum_steps > 1 else (lambda x: rows_apart(layout, x))
         batch = sharded(batch)
         if isinstance(loss_fn, PipelineLoss) and loss_fn.keys:
-            # Cut with the batch, so that no row draws otherwise in another microbatch or on another device.
+            # Split the keys with the batch, so that a row draws the same numbers in any microbatch and on any device.
             batch, loss_fn = (batch, sharded(loss_fn.rows(batch, key_of(state)))), loss_fn.of_rows
         if once_a_step:
             _check_handed(layout, loss_fn, state, batch, how, ())
@@ -78,7 +92,7 @@ def gradients(
 def _by_compiler(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
 ) -> GradientResult:
-    """Gradients reduced where they arise."""
+    """Returns gradients that the compiler reduces where they arise."""
     weights, compute, scale = state.params, how.precision.computing, scale_of(state, how.precision)
     if how.weight_gather == "per_step":
         weights = each_parameter(state, lambda path, w: _whole(layout, state, path, w, how.precision))
@@ -108,14 +122,14 @@ def _by_compiler(
 
 
 def rows_apart(layout: Layout, batch: Any) -> Any:
-    """The batch, each array's rows (dim 0) sharded by the rule of ``batch``.
+    """Returns the batch with dim 0 (the rows) of each array sharded by the rule for ``batch``.
 
-    jit replicates an array that was not put, as one of NumPy's, so that every device would compute all of its rows. Scalars and arrays of
-    one row beside arrays of more rows, which all rows share, stay replicated. On Explicit axes an array has a sharding of its own, and
-    stays as it is.
+    jit replicates arrays without a sharding, such as NumPy's, so every device would compute all of their rows. Scalars
+    stay replicated, and so do arrays with one row when another array has more, because all rows share them. On Explicit
+    mesh axes arrays have their own sharding and stay unchanged.
 
     Raises:
-      LayoutError: the axes do not divide the rows of some arrays, and the rules do not say that such rows are replicated.
+      LayoutError: the axes do not divide the rows of some arrays, and the rules do not replicate such rows.
     """
     found = layout.resolve(("batch",))
     if found.problems or not found.axes[0] or AxisType.Explicit in layout.mesh.axis_types:
@@ -143,7 +157,7 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
 
 
 def _hosted(state: TrainState, how: StepConfig) -> bool:
-    """Whether parameters wait in the host's memory, which is for the compiler's own way only."""
+    """Whether parameters are in host memory; raises if the step would gather all of them first."""
     if not any(map(on_host, jax.tree.leaves(state.params))):
         return False
     asked = {
@@ -152,29 +166,38 @@ def _hosted(state: TrainState, how: StepConfig) -> bool:
     }
     for name in (name for name, true in asked.items() if true):
         raise ConfigError(
-            f"offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {name} "
-            f"(ZeRO stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep parameters on the device."
+            f"offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
+            f"{name} (ZeRO stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep "
+            f"parameters on the device."
         )
     return True
 
 
 def _check_dtypes(how: StepConfig) -> None:
-    """The compiler gathers what is computed with, and reduces what was computed: neither a wider weight nor a narrower gradient."""
+    """Raises if ``precision`` sets a wider dtype for gathers than for the compute, or a narrower one for reductions.
+
+    The compiler gathers the weights after the cast to the compute dtype, and reduces the gradients in the dtype it
+    computed.
+    """
     precision, by_compiler = how.precision, {"reduce"} if how.weight_gather == "per_step" else {"reduce", "gather"}
     computed = precision.compute or "float32"
     for name in sorted(by_compiler):
         value = getattr(precision, name)
         if value in (None, INT8, precision.compute) or (name == "reduce" and precision.compute is None):
-            continue  # whether it is narrower than what the model itself computes in, Precision.summing sees
+            continue  # Precision.summing compares it with the model's own dtype
         wider = jnp.promote_types(value, computed) == jnp.dtype(value)
         if wider is (name == "gather"):
             what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
             ways = "grad_reduction='per_step' (ZeRO stage 1)" + (
                 "" if name == "reduce" else " or weight_gather='per_step' (stages 1 and 2)"
             )
-            kept = f"not {'wider' if wider else 'narrower'} than the dtype of the compute ({precision.compute or 'the model'})"
+            kept = (
+                f"not {'wider' if wider else 'narrower'} than the dtype of the compute "
+                f"({precision.compute or 'the model'})"
+            )
             raise ConfigError(
-                f"precision: {name} is {value}, but here the compiler {what}, {kept}. Remedy: {ways}, or leave precision.{name} out."
+                f"precision: {name} is {value}, but here the compiler {what}, {kept}. Remedy: {ways}, or leave "
+                f"precision.{name} out."
             )
 
 
@@ -183,15 +206,15 @@ def _check_fusion(how: StepConfig) -> None:
         if isinstance(value, tuple):
             what = "gathers weights" if name == "gather" else "reduces gradients"
             raise ConfigError(
-                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: grad_reduction='per_step' (ZeRO stage 1), a "
-                f"size, or auto."
+                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: "
+                f"grad_reduction='per_step' (ZeRO stage 1), a size, or auto."
             )
 
 
 def _check_handed(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig, crossing: Sequence[str]
 ) -> None:
-    """A dtype to cross in is for what a model hands to ``sharded_dot``; for one that hands it nothing, the key would be an empty word."""
+    """Raises if ``precision`` sets a dtype that only ``sharded_dot`` uses, and the model never calls it."""
     precision = how.precision
     keys = [(name, getattr(precision, name)) for name in crossing]
     keys = [(name, dtype) for name, dtype in keys if dtype not in (None, precision.compute)]
@@ -205,7 +228,11 @@ def _check_handed(
 
 
 def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
-    """Gradients laid out by the rules of the role ``gradients``."""
+    """Constrains gradients to the rules of the role ``gradients``.
+
+    Raises:
+      LayoutError: the rules cannot place a gradient.
+    """
 
     def one(keys: Any, grad: jax.Array) -> jax.Array:
         resolved = resolved_of(layout, state, to_path(keys), grad, "gradients")
@@ -217,7 +244,7 @@ def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
 
 
 def _sharded(layout: Layout, state: TrainState) -> bool:
-    """Whether an axis of the batch splits parameters too, which a device then does not hold whole."""
+    """Whether an axis of the batch also shards parameters, so that a device holds only parts of them."""
     axes = set(batch_axes(layout))
     found = each_parameter(
         state, lambda path, w: axes & {a for d in resolved_of(layout, state, path, w, "params").axes for a in d}
@@ -226,7 +253,7 @@ def _sharded(layout: Layout, state: TrainState) -> bool:
 
 
 def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array, precision: Precision) -> jax.Array:
-    """A weight as the compute uses it, gathered over the axes that only its storage is split over."""
+    """Gathers a weight over the axes that shard its storage but not its use."""
     stored, used = (resolved_of(layout, state, path, w, role) for role in ("params", "activations"))
     if used.problems:
         raise LayoutError(used.problems)
@@ -246,6 +273,6 @@ def _whole_packed(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved
         in_specs=spec_of(parts),
         out_specs=PartitionSpec(),
         axis_names=manual,
-        check_vma=False,  # jax would take what is gathered for different on every device
+        check_vma=False,  # JAX would take the gathered value to vary between devices
     )
     return lay_out(layout.mesh, whole(w), to_spec(used))

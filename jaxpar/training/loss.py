@@ -1,4 +1,4 @@
-"""What a step differentiates: ``loss_fn`` of a state's model, taken apart into loss, metrics and carried variables."""
+"""The function that a step differentiates: ``loss_fn`` as ``params -> (loss, (metrics, carried variables))``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ Metrics = dict[str, Any]
 
 
 def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
-    """``params -> (loss, (aux, carried))``, the form ``jax.value_and_grad`` differentiates."""
+    """Returns ``params -> (loss, (aux, carried))``, the form that ``jax.value_and_grad`` differentiates.
+
+    Args:
+      loss_fn: the user's loss, as for :func:`jaxpar.train_step`.
+      state: supplies the model's structure, its carried variables and the step's key.
+      batch: what ``loss_fn`` receives.
+    """
     kind = state.metadata.kind
     wants_key = "key" in inspect.signature(loss_fn).parameters
     extra = {"key": key_of(state)} if wants_key else {}
@@ -32,15 +38,15 @@ def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Calla
 
 
 def key_of(state: TrainState) -> jax.Array:
-    """The PRNG key of a step."""
+    """Returns the PRNG key of the step that ``state`` is at."""
     return jax.random.fold_in(state.key, state.step)
 
 
 def unpack(value: Any) -> tuple[Any, Metrics, Any]:
-    """What a ``loss_fn`` returned: loss, metrics and updates.
+    """Returns the loss, metrics and updates that a ``loss_fn`` returned in any of its forms.
 
     Raises:
-      ModelError: it is none of the forms that are taken, or a metric has a name that is.
+      ModelError: ``value`` has no accepted form, the loss is no floating scalar, or a metric has a reserved name.
     """
     if isinstance(value, tuple) and len(value) not in (2, 3):
         raise ModelError(
@@ -49,8 +55,8 @@ def unpack(value: Any) -> tuple[Any, Metrics, Any]:
     loss, aux, updates = (*value, None)[:3] if isinstance(value, tuple) else (value, None, None)
     if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
         raise ModelError(
-            f"loss_fn returned a {type(loss).__name__} as the loss, but a floating scalar is wanted. Remedy: return loss, "
-            f"(loss, aux) or (loss, aux, updates)."
+            f"loss_fn returned a {type(loss).__name__} as the loss, but a floating scalar is wanted. Remedy: return "
+            f"loss, (loss, aux) or (loss, aux, updates)."
         )
     dtype = jnp.result_type(loss)
     if jnp.shape(loss) != () or not jnp.issubdtype(dtype, jnp.floating):
@@ -65,7 +71,11 @@ def unpack(value: Any) -> tuple[Any, Metrics, Any]:
 
 
 def check_names(metrics: Metrics) -> None:
-    """The step's own metrics have their names for themselves."""
+    """Raises if ``loss_fn`` returned a metric under a name that the step reports itself.
+
+    Raises:
+      ModelError: a metric has a reserved name; the error lists all of them.
+    """
     taken = sorted({"loss", "grad_norm", "grads", "skipped", "loss_scale"} & set(metrics))
     if taken:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Gradients by each device's own sums: the axes of the batch are manual, and one reduction follows all microbatches."""
+"""Gradients summed per device: the batch's axes are manual, and one reduction follows all microbatches."""
 
 from __future__ import annotations
 
@@ -37,12 +37,25 @@ from jaxpar.training.state import TrainState
 
 
 def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig) -> GradientResult:
-    """Each device's own sums, then one reduction; none where the optimizer sees to it (``how.own``)."""
+    """Returns gradients summed per device and reduced once; not reduced if the optimizer does it (``how.own``).
+
+    Args:
+      layout: the ambient layout.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      state: the state that the step received.
+      batch: arrays ``[rows, ...]``.
+      how: the step's arguments.
+
+    Raises:
+      ConfigError: ``how.fusion`` groups a kind of collective that does not occur.
+      LayoutError: the devices and microbatches do not divide the batch's rows.
+      ModelError: ``loss_fn`` changes carried float arrays, which would then differ between devices.
+    """
     axes, precision, scale, fusion = batch_axes(layout), how.precision, scale_of(state, how.precision), how.fusion
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
     wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
-    pieces_of(batch, how.grad_accum_steps, ways, 1)  # said of the whole batch, before it is cut
+    pieces_of(batch, how.grad_accum_steps, ways, 1)  # only to raise with the global shapes
 
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
         weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))
@@ -72,12 +85,13 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
         specs = (spec_of(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
         given = PartitionSpec(axes) if how.own else spec_of(wanted)
         results = ((PartitionSpec(), PartitionSpec(), given), PartitionSpec(), PartitionSpec())
-        # Unchecked: jax would take what is gathered for different on every device.
+        # Unchecked: JAX would take the gathered values to vary between devices.
+        # Axes of size 1 are manual too, so that no sharding over them remains.
         manual = manual_axes(layout, axes)
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = means_of(sums, weight)
-    if how.own:  # so that their mean, and no longer their sum, is the gradient
+    if how.own:  # so that their mean, not their sum, is the gradient
         grads = jax.tree.map(lambda g: g * ways, grads)
     return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
 
@@ -90,7 +104,10 @@ def _cross(
     kinds: Sequence[str],
     cross: Callable[..., jax.Array],
 ) -> Any:
-    """``cross(x, parts)`` of every tensor, or of groups of layers as ``fusion`` asks, in the kinds for what is split and for what is not."""
+    """Applies ``cross(x, parts)`` to every tensor, or to groups of layers as ``fusion`` sets.
+
+    ``kinds`` are keys of ``fusion``: ``reduce`` applies to the replicated tensors, the others to the sharded ones.
+    """
     leaves, parts = jax.tree.leaves(tree), jax.tree.leaves(split)
     paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
     dims = dict(state.metadata.dims)
@@ -103,7 +120,8 @@ def _cross(
         if batch_axes(current_layout()) and not mine:
             what = {"gather": "gathered", "scatter": "scattered", "reduce": "summed whole"}[kind]
             raise ConfigError(
-                f"fusion: {kind} is {list(getattr(fusion, kind))}, but nothing is {what} here. Remedy: leave {kind} out."
+                f"fusion: {kind} is {list(getattr(fusion, kind))}, but nothing is {what} here. Remedy: leave {kind} "
+                f"out."
             )
         if not mine:
             continue
@@ -127,7 +145,7 @@ def spec_of(tree: Any) -> Any:
 
 
 def _index(layout: Layout, axes: Axes) -> Any:
-    """Which of the parts of the batch this device has."""
+    """Returns the index of this device's part of the batch."""
     index: Any = 0
     for axis in axes:
         index = index * layout.sizes[axis] + jax.lax.axis_index(axis)
@@ -139,9 +157,9 @@ def _is_key(x: Any) -> bool:
 
 
 def _own_keys(rest: Any, index: Any) -> Any:
-    """Carried PRNG keys (as of ``nnx.Rngs``) as a device draws from them: else all would drop out the same of their rows.
+    """Folds the device's index into carried PRNG keys (such as those of ``nnx.Rngs``), so that dropout differs.
 
-    The first device keeps them as they are, so that what it leaves of them can be carried (``_first_keys``).
+    The first device keeps its keys, so that the step can carry them on (``_first_keys``).
     """
 
     def own(key: Any) -> Any:
@@ -152,7 +170,7 @@ def _own_keys(rest: Any, index: Any) -> Any:
 
 
 def _first_keys(rest: Any, index: Any, axes: Axes) -> Any:
-    """The first device's carried PRNG keys on all."""
+    """Broadcasts the first device's carried PRNG keys to all devices."""
 
     def first(key: Any) -> Any:
         bits = jax.random.key_data(key)
@@ -163,7 +181,7 @@ def _first_keys(rest: Any, index: Any, axes: Axes) -> Any:
 
 
 def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -> None:
-    """Carried variables that depend on a device's rows would part; counters and keys, which do not, may change."""
+    """Raises if carried float arrays change: they would depend on a device's rows. Counters and keys may change."""
     leaves = jax.tree_util.tree_leaves_with_path(rest)
     if not leaves:
         return
@@ -176,6 +194,7 @@ def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -
     ]
     if changed:
         raise ModelError(
-            f"loss_fn changes {', '.join(changed)}, but with grad_reduction='per_step' each device sees its own rows only, so the devices would "
-            f"part. Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every microbatch."
+            f"loss_fn changes {', '.join(changed)}, but with grad_reduction='per_step' each device sees its own rows "
+            f"only, so the devices would part. Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which "
+            f"reduces in every microbatch."
         )

@@ -1,4 +1,4 @@
-"""Microbatches: a batch in pieces, and the weighted sums of what each gives; what all ways to gradients share."""
+"""Microbatches: splitting a batch, and weighted sums of loss, metrics and gradients over its parts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ GradReduction = Literal["per_step", "per_microbatch"]
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The ways of :func:`jaxpar.train_step` to gradients; its arguments of the same names.
+    """The checked arguments of :func:`jaxpar.train_step` that gradients depend on, under the same names.
 
-    ``own``: the optimizer reduces gradients itself. They are then the devices' own, along a leading dim that the batch's axes split.
+    Attributes:
+      own: the optimizer reduces gradients itself. Gradients are then per-device, with a leading dim sharded over the
+        batch's axes.
     """
 
     grad_accum_steps: int = 1
@@ -43,7 +45,7 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """What one batch gave."""
+    """Loss, metrics, carried variables and gradients of one batch."""
 
     loss: jax.Array
     metrics: Metrics
@@ -52,7 +54,11 @@ class GradientResult:
 
 
 def scale_of(state: TrainState, precision: Precision) -> jax.Array | None:
-    """What the loss is multiplied by."""
+    """Returns the loss scale, an fp32 scalar, or ``None`` without one.
+
+    Raises:
+      ModelError: only one of ``state`` and ``precision`` has a loss scale.
+    """
     if (precision.scale is None) is not (state.loss_scale is None):
         who = ("the step scales the loss", "the state carries no scale")
         who = who if state.loss_scale is None else ("the state carries a loss scale", "the step scales none")
@@ -61,7 +67,7 @@ def scale_of(state: TrainState, precision: Precision) -> jax.Array | None:
 
 
 def value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.Array | None) -> Callable[[Any], Any]:
-    """``jax.value_and_grad(compute, has_aux=True)``, the gradients multiplied by ``scale`` from their beginning."""
+    """``jax.value_and_grad(compute, has_aux=True)`` with the gradients, but not the loss, multiplied by ``scale``."""
     if scale is None:
         return jax.value_and_grad(compute, has_aux=True)
 
@@ -77,12 +83,13 @@ def value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.A
 
 
 def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
-    """Gradients in their parameters' dtypes, without the scale."""
+    """Returns the gradients in their parameters' dtypes, divided by ``scale``."""
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     return grads if scale is None else jax.tree.map(lambda g: (wide(g) / scale).astype(g.dtype), grads)
 
 
 def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
+    """Returns the sharding of an array with a parameter's path and dims under ``role``, such as its gradient."""
     names = dict(state.metadata.dims).get(("params", *path), (None,) * x.ndim)
     where = show(("params", *path))
     where = f"gradient of {where}" if role == "gradients" else where
@@ -90,26 +97,26 @@ def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, 
 
 
 def each_parameter(state: TrainState, f: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-    """``f(path, w)`` of every parameter."""
+    """Returns the tree of ``f(path, w)`` over all parameters."""
     return jax.tree_util.tree_map_with_path(lambda keys, w: f(to_path(keys), w), state.params)
 
 
 def seen_by(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
-    """The state as microbatch ``n`` sees it: with a key of its own."""
+    """Returns the state with carried variables ``rest`` and the key of microbatch ``n``."""
     return replace(state, variables=rest, key=jax.random.fold_in(key, n))
 
 
 def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
-    """Every array [rows, ...] of a batch as [microbatches, rows, ...]; each microbatch has rows of every device.
+    """Reshapes every array ``[rows, ...]`` to ``[microbatches, rows, ...]``, each microbatch with rows of every device.
 
     Args:
-      batch: arrays whose first dim is the batch.
-      count: of microbatches.
-      ways: devices that the rows are spread over.
-      dim: 1 if the rows are those of all devices, in their order; 0 if of one.
+      batch: arrays whose dim 0 is the batch.
+      count: number of microbatches.
+      ways: number of devices that the rows are sharded over.
+      dim: 1 if the arrays hold the rows of all devices, in device order; 0 if they hold those of one device.
 
     Raises:
-      LayoutError: some arrays have other numbers of rows; all of these are named.
+      LayoutError: ``ways * count`` does not divide the rows of some arrays; the error lists all of them.
     """
 
     undivided = undivided_by(batch, ways * count)
@@ -125,7 +132,7 @@ def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
 
 
 def undivided_by(batch: Any, number: int) -> list[str]:
-    """The arrays of a batch, each with its shape, whose first dim is no multiple of ``number``; scalars have none."""
+    """Lists the batch's arrays, with their shapes, that are scalars or whose dim 0 is not a multiple of ``number``."""
     return [
         f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
         for keys, x in jax.tree_util.tree_leaves_with_path(batch)
@@ -141,10 +148,21 @@ def sums_of(
     count: int,
     place: Callable[[Any], Any] = lambda grads: grads,
 ) -> tuple[Any, jax.Array, Any]:
-    """Weighted sums of (loss, metrics, gradients) over microbatches, in fp32 or wider; the sum of the weights; carried variables.
+    """Returns weighted sums of (loss, metrics, gradients), the sum of the weights, and the carried variables.
 
-    A microbatch weighs what ``loss_fn`` returns as the metric ``weight``, 1 without. One of weight 0 adds nothing (its loss may be NaN), but the
-    variables that it leaves are carried on.
+    Sums are in fp32 or wider. A microbatch's weight is the metric ``weight`` that ``loss_fn`` returns, 1 by default. A
+    microbatch of weight 0 contributes nothing (its loss may be NaN), but the variables it changes are carried on.
+
+    Args:
+      run: ``run(weights, rest, piece, n) -> ((loss, (metrics, rest)), grads)`` of microbatch ``n``.
+      weights: what ``run`` differentiates.
+      rest: carried variables before the first microbatch.
+      pieces: arrays ``[microbatches, rows, ...]``.
+      count: number of microbatches.
+      place: constrains the summed gradients to their sharding in each iteration.
+
+    Raises:
+      ModelError: a metric is not a scalar, or ``loss_fn`` changes the shape or dtype of a carried variable.
     """
 
     def weighted(rest: Any, piece: Any, n: Any) -> tuple[Any, Any]:
@@ -152,8 +170,9 @@ def sums_of(
         for name, value in metrics.items():
             if jnp.shape(value):
                 raise ModelError(
-                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars "
-                    f"are wanted. Remedy: return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
+                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, "
+                    f"so scalars are wanted. Remedy: return its mean, or set grad_accum_steps=1 and leave "
+                    f"grad_reduction out."
                 )
         weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
         return (weighted_sum((loss, metrics, grads), weight, metrics), weight), rest
@@ -177,28 +196,29 @@ def sums_of(
 
 
 def weighted_sum(tree: Any, weight: jax.Array, metrics: Metrics) -> Any:
-    """What a part of a batch (a microbatch, a device's rows) adds to sums: ``tree`` times ``weight``, in fp32 or wider.
+    """Returns what one part of a batch (a microbatch, a device's rows) adds to the sums: ``tree * weight``.
 
-    A part of weight 0 adds exactly 0, whatever its values: its mean is 0 / 0, and NaN times 0 would be NaN.
+    The products are in fp32 or wider. A part of weight 0 adds exactly 0 whatever its values: its mean is 0 / 0, and
+    NaN * 0 would be NaN.
     """
     scaled = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), tree)
     return counted(scaled, weight, metrics)
 
 
 def counted[T](tree: T, weight: jax.Array, metrics: Metrics) -> T:
-    """``tree``, or zeros where ``weight`` is 0; as it is where ``loss_fn`` reports no weight."""
+    """Returns ``tree``, or zeros where ``weight`` is 0; unchanged if ``loss_fn`` reports no weight."""
     return tree if "weight" not in metrics else jax.tree.map(lambda x: jnp.where(weight == 0, 0, x), tree)
 
 
 def means_of(sums: Any, weight: jax.Array) -> Any:
-    """Means of the sums that parts of a batch add up to. Where no part counts, loss, metrics and gradients are 0."""
+    """Divides the sums (loss, metrics, gradients) by the sum of the weights; all are 0 where that is 0."""
     total = jnp.where(weight == 0, 1, weight)
     loss, metrics, grads = jax.tree.map(lambda x: x / total.astype(x.dtype), sums)
     return loss, metrics | ({"weight": weight} if "weight" in metrics else {}), grads
 
 
 def _check_carried(before: Any, after: Any) -> None:
-    """A loop carries variables of fixed shapes and dtypes."""
+    """Raises if a microbatch changes the shape or dtype of a carried variable, which ``lax.scan`` cannot carry."""
     was, now = (
         {to_path(keys): (x.shape, x.dtype) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (before, after)
@@ -206,6 +226,6 @@ def _check_carried(before: Any, after: Any) -> None:
     changed = [path for path in was | now if was.get(path) != now.get(path)]
     if changed:
         raise ModelError(
-            f"loss_fn changed the shape or dtype of {', '.join(show(('variables', *path)) for path in changed)}, which a loop over "
-            f"microbatches has to keep."
+            f"loss_fn changed the shape or dtype of {', '.join(show(('variables', *path)) for path in changed)}, which "
+            f"a loop over microbatches has to keep."
         )

@@ -1,7 +1,8 @@
-"""``one_bit_adam``: data-parallel Adam that, once its variance has settled, sends the signs of the momentum in the place of gradients.
+"""``one_bit_adam``: data-parallel Adam that replaces gradients by the signs of the momentum after its warm-up.
 
-After 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). Ordinary Adam for ``warmup`` steps; from then on the variance stands still, each device adds
-its own gradient to the common momentum, and the devices average that by :func:`jaxpar.parallel.collectives.one_bit.average`.
+After 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). The first ``warmup`` steps are ordinary Adam. From then on the
+variance is frozen: each device adds its own gradient to the common momentum, and
+:func:`jaxpar.parallel.collectives.one_bit.average` averages the results over the devices.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class State(NamedTuple):
     """The state of :func:`one_bit_adam`.
 
     Attributes:
-      count: int32 scalar, the updates made.
-      mu, nu: as of Adam, of each parameter.
-      worker: of each array that is sent as signs [devices, *shape]: what a device's signs have left out.
-      server: of each such array [devices, pieces, numbers]: what the signs of the average left out, of the part that a device
-        averages; ``pieces`` are those that other axes than the batch's split the array into.
+      count: int32 scalar, the number of updates.
+      mu, nu: Adam's moments of each parameter.
+      worker: for each array sent as signs, ``[devices, *shape]``: the compression error of each device's signs.
+      server: for each array sent as signs, ``[devices, pieces, numbers]``: the compression error of the average's
+        signs, for the part that each device averages. ``pieces`` is the number of shards of the array over other axes
+        than the batch's.
     """
 
     count: Any
@@ -83,15 +85,20 @@ def one_bit_adam(
     block: int = one_bit.BLOCK,
     min_bytes: int | str = "64KiB",
 ) -> Any:
-    """Adam (AdamW with ``weight_decay``) that sends one bit a number after its warm-up; for :func:`jaxpar.init` and all that takes an optimizer.
+    """Returns Adam (AdamW with ``weight_decay``) that sends one bit per number after its warm-up.
 
-    Weights and moments are whole on every device of the batch (stage 0). Each makes its own gradient, as with ``grad_reduction="per_step"``.
+    :func:`jaxpar.init` and every function that takes an optimizer accept it. Weights and moments are replicated over
+    the batch's devices (ZeRO stage 0). Each device computes its own gradient, as with ``grad_reduction="per_step"``.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay: as of ``optax.adamw``; the rate may be a schedule.
-      warmup: updates of ordinary Adam, with gradients reduced in fp32, before the variance is held still.
-      block: numbers to one fp32 scale.
-      min_bytes: arrays of fewer bytes in fp32 stay with ordinary Adam for good; their gradients are summed together, in fp32.
+      learning_rate, b1, b2, eps, weight_decay: as for ``optax.adamw``; the rate may be a schedule.
+      warmup: number of ordinary Adam updates, with gradients reduced in fp32, before the variance is frozen.
+      block: how many numbers share one fp32 scale; a multiple of 8.
+      min_bytes: arrays with fewer bytes in fp32 always use ordinary Adam; one fp32 all-reduce sums all of their
+        gradients.
+
+    Returns:
+      The optimizer. It cannot be part of ``optax.chain`` or another transform.
 
     Raises:
       ConfigError: an argument is out of its range.
@@ -116,7 +123,12 @@ def one_bit_adam(
 
 
 def without_signs(tx: Any, steps: int) -> Any:
-    """``tx``, or where it would send signs within so many steps, what stays in its warm-up for as long."""
+    """Returns ``tx``, with its warm-up extended to ``steps`` updates if it is a one-bit optimizer with a shorter one.
+
+    Args:
+      tx: any optimizer.
+      steps: number of updates that must not send signs.
+    """
     if not isinstance(tx, OneBit) or tx.settings.warmup >= steps:
         return tx
     settings = replace(tx.settings, warmup=steps)
@@ -125,19 +137,19 @@ def without_signs(tx: Any, steps: int) -> Any:
 
 def _alone(*_: Any, **__: Any) -> Any:
     raise ConfigError(
-        f"{NAME} averages the devices' own gradients itself, so it stands inside of no other transform (optax.chain, optax.masked, "
-        f"jp.offload). Remedy: hand it to init() and train_step() as it is."
+        f"{NAME} averages the devices' own gradients itself, so it stands inside of no other transform (optax.chain, "
+        f"optax.masked, jp.offload). Remedy: hand it to init() and train_step() as it is."
     )
 
 
 def refuse(asked: Iterable[tuple[str, Any, Any]]) -> None:
-    """Say which argument of a step does not go with the optimizer.
+    """Raises if an argument of a step is incompatible with the optimizer.
 
     Args:
-      asked: name, value, and the value that goes with it.
+      asked: for each argument its name, its value, and the only compatible value.
 
     Raises:
-      ConfigError: the first that does not.
+      ConfigError: the first incompatible argument.
     """
     why = {
         "clip_norm": "the norm of the gradient of all devices is not known where each keeps its own",
@@ -149,8 +161,8 @@ def refuse(asked: Iterable[tuple[str, Any, Any]]) -> None:
         if value != fits:
             reason = why.get(name, "its signs cross all at once, and all else by its own reductions")
             raise ConfigError(
-                f"{name} is {value!r}, but the optimizer is {NAME}: {reason}. Remedy: leave {name.replace(': ', '.')} out"
-                + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
+                f"{name} is {value!r}, but the optimizer is {NAME}: {reason}. Remedy: leave {name.replace(': ', '.')} "
+                f"out" + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
             )
 
 
@@ -186,7 +198,7 @@ def _ways(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> Resolved:
-    """A parameter's place, but for the batch's axes (which :func:`place` has a problem for)."""
+    """Resolves a parameter's sharding without the batch's axes, which :func:`problem` reports."""
     names = dims.get(("params", *path), (None,) * len(shape))
     found, batch = layout.resolve(names, shape, role="params"), batch_axes(layout)
     kept = tuple(
@@ -211,11 +223,12 @@ def _axes_of(resolved: Resolved) -> Axes:
 def place(
     layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: LeafDims
 ) -> tuple[Names, Resolved] | None:
-    """Names and place of an array of errors; ``None`` for what lies as any optimizer's.
+    """Returns the names and sharding of a compression error; ``None`` for arrays that are placed like any optimizer's.
 
     Args:
-      path: in the optimizer's state.
-      shape: the array's.
+      layout: mesh and rules.
+      path: the array's path in the optimizer's state.
+      shape: the array's shape.
       params: parameter path → shape.
       dims: ("params", *path) → logical dims.
     """
@@ -234,15 +247,22 @@ def place(
 
 
 def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) -> tuple[str, ...]:
-    """What is wrong with a parameter's place: a device that keeps its own gradient holds all of it."""
+    """Returns the problem with a parameter's sharding, if the batch's axes shard it; each device must hold all of it.
+
+    Args:
+      layout: mesh and rules.
+      path: the parameter's path.
+      shape: the parameter's shape.
+      dims: ("params", *path) → logical dims.
+    """
     names = dims.get(("params", *path), (None,) * len(shape))
     for role in _ROLES:
         used = set(_axes_of(layout.resolve(names, shape, role=role))) & set(batch_axes(layout))
         if used:
             text = (
-                f"{show(('params', *path))} {list(shape)} is split over {', '.join(sorted(used))} by the rules of {role}, as the batch "
-                f"is, but {NAME} wants weights and moments whole (stage 0). Remedy: a layout as configs/layouts/dp.yaml, "
-                f"without parallel.optimizer, or another optimizer."
+                f"{show(('params', *path))} {list(shape)} is split over {', '.join(sorted(used))} by the rules of "
+                f"{role}, as the batch is, but {NAME} wants weights and moments whole (stage 0). Remedy: a layout as "
+                f"configs/layouts/dp.yaml, without parallel.optimizer, or another optimizer."
             )
             return (text,)
     return ()
@@ -251,13 +271,18 @@ def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) 
 def update(
     layout: Layout, settings: Settings, dims: LeafDims, grads: Any, state: State, params: Any
 ) -> tuple[Any, State]:
-    """Updates of the parameters, and the new state.
+    """Returns the parameters' updates and the new state.
 
     Args:
-      grads: of each parameter [devices, *shape], the devices' own; their mean is the gradient.
+      layout: mesh and rules.
+      settings: the optimizer's arguments.
+      dims: ("params", *path) → logical dims.
+      grads: for each parameter ``[devices, *shape]``, the per-device gradients; their mean is the gradient.
+      state: the optimizer's state.
+      params: the parameters.
 
     Raises:
-      LayoutError: the state holds the errors of another number of devices.
+      LayoutError: the state's compression errors are for another number of devices.
     """
     axes, ways = batch_axes(layout), _ways(layout, batch_axes(layout))
     leaves, structure = jax.tree.flatten(params)
@@ -271,12 +296,12 @@ def update(
     own = [PartitionSpec(axes or None, *spec) for spec in whole]
     server = [PartitionSpec(axes or None, _axes_of(r) or None) for r, flag in zip(places, packed, strict=True) if flag]
     worker = [spec for spec, flag in zip(own, packed, strict=True) if flag]
-    # Manual over every axis: which numbers meet in a block is then each device's own matter, and nothing is laid out anew for it.
+    # Manual over every axis, so that each device forms blocks from its own shard and nothing is resharded for them.
     run = jax.shard_map(
         functools.partial(_moments, settings, packed, axes, ways),
         in_specs=(PartitionSpec(), own, whole, whole, worker, server),
         out_specs=(whole, whole, worker, server),
-        check_vma=False,  # jax would take what is gathered for different on every device
+        check_vma=False,  # JAX would take the gathered values to vary between devices
     )
     given = (jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, state.worker, state.server))
     mu, nu, errors, others = run(state.count, *given)
@@ -285,7 +310,7 @@ def update(
     rate = rate(state.count) if callable(rate) else rate
 
     def one(p: jax.Array, m: jax.Array, v: jax.Array, flag: bool) -> jax.Array:
-        # The variance's correction stands still where the variance does.
+        # The variance's bias correction is frozen with the variance.
         seen = jnp.minimum(count, settings.warmup) if flag else count
         change = (m / _correction(settings.b1, count)) / (jnp.sqrt(v / _correction(settings.b2, seen)) + settings.eps)
         return (-rate * (change + settings.weight_decay * p)).astype(p.dtype)
@@ -306,8 +331,9 @@ def _check_devices(layout: Layout, dims: LeafDims, state: State, sent: Sequence[
             wanted = _shapes(layout, dims, path, shape)[name]
             if x.shape != wanted:
                 raise LayoutError(
-                    f"{show(('opt_state', name, *path))} {list(x.shape)} holds the errors of {x.shape[0]} devices, but {list(wanted)} is "
-                    f"wanted where the batch is split over {wanted[0]}. Remedy: the layout that the state was made for, or init() anew."
+                    f"{show(('opt_state', name, *path))} {list(x.shape)} holds the errors of {x.shape[0]} devices, but "
+                    f"{list(wanted)} is wanted where the batch is split over {wanted[0]}. Remedy: the layout that the "
+                    f"state was made for, or init() anew."
                 )
 
 
@@ -326,7 +352,7 @@ def _moments(
     worker: _Arrays,
     server: _Arrays,
 ) -> tuple[_Arrays, _Arrays, _Arrays, _Arrays]:
-    """The new moments and errors, of one device's parts."""
+    """Returns the new moments and compression errors of one device's shards."""
     grads = [wide(g[0]) for g in grads]
     large, small = ([i for i, flag in enumerate(packed) if flag is want] for want in (True, False))
     index: Any = 0
@@ -341,15 +367,15 @@ def _moments(
         return list(map(momentum, mu, grads)), list(map(variance, nu, grads))
 
     def mean(x: jax.Array) -> jax.Array:
-        # Behind a barrier, or the TPU's compiler sums in the dtype that the gradient was cast from.
+        # Without the barrier, the TPU compiler sums in the dtype that the gradient was cast from.
         return jax.lax.psum(jax.lax.optimization_barrier(x), axes) / ways if axes else x
 
     def ordinary(grads: _Arrays, mu: _Arrays, nu: _Arrays, worker: _Arrays, server: _Arrays) -> Any:
         return *adam(list(map(mean, grads)), mu, nu), worker, server
 
     def by_signs(grads: _Arrays, mu: _Arrays, nu: _Arrays, worker: _Arrays, server: _Arrays) -> Any:
-        # Without a variance there is no step to take: a number that had no gradient in the warm-up stands still.
-        # Flattened before it is compared, and what comes back compared as it is: the TPU's compiler takes minutes to flatten booleans.
+        # A number without a variance (no gradient during the warm-up) takes no step.
+        # Flatten before the comparison: the TPU compiler takes minutes to flatten booleans.
         live = [jax.lax.optimization_barrier(v.ravel()) > 0 for v in nu]
         parts = [
             one_bit.SignPart(momentum(m, g).ravel(), alive, w.ravel(), s.ravel())
@@ -370,7 +396,7 @@ def _moments(
         for i, m, v in zip(small, *adam(summed, pick(mu, small), pick(nu, small)), strict=True):
             new_mu[i], new_nu[i] = m, v
     if large:
-        # Every device counts alike, so all take the same branch.
+        # The count is equal on all devices, so all take the same branch.
         given = (pick(grads, large), pick(mu, large), pick(nu, large), worker, server)
         some_mu, some_nu, worker, server = jax.lax.cond(count < settings.warmup, ordinary, by_signs, *given)
         for i, m, v in zip(large, some_mu, some_nu, strict=True):

@@ -1,4 +1,7 @@
-"""What a step needs of an optax transform beside ``init`` and ``update``: room for the slow parameters of ``optax.lookahead``, and updates that fit."""
+"""Adapts optax transforms to the train step, and checks their updates.
+
+The step has one set of parameters, so ``optax.lookahead`` keeps its slow parameters in the optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,12 @@ from jaxpar.training.model import show, to_path
 
 
 class Lookahead(NamedTuple):
-    """The optimizer's state where the optimizer holds ``optax.lookahead`` (Zhang et al. 2019, arXiv:1907.08610).
+    """The optimizer's state if the optimizer contains ``optax.lookahead`` (Zhang et al. 2019, arXiv:1907.08610).
 
     Attributes:
-      state: of the optimizer itself.
-      slow: the slow parameters, a tree as the parameters are, which evaluation and inference should use. ``TrainState.params`` are the fast ones.
+      state: the state of the optimizer itself.
+      slow: the slow parameters, a tree like the parameters, for evaluation and inference. ``TrainState.params`` are the
+        fast ones.
     """
 
     state: Any
@@ -33,13 +37,18 @@ class Lookahead(NamedTuple):
 
 
 def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
-    """``tx`` as a step calls it, and its first state.
+    """Returns ``tx`` in the form that a step calls, and its initial state.
 
-    ``optax.lookahead`` wants fast and slow parameters together. A step has one set of parameters, the fast ones, so the slow ones go into the
-    optimizer's state. Every other optimizer stays as it is.
+    ``optax.lookahead`` takes fast and slow parameters together. A step has only the fast ones, so the slow ones are
+    part of the optimizer's state. Every other optimizer is returned unchanged.
+
+    Args:
+      tx: any optax transform.
+      params: the initial parameters.
 
     Raises:
-      ConfigError: the optimizer's other transforms do not take fast and slow parameters together, or the state is to lie on disk.
+      ConfigError: another transform of the optimizer does not take fast and slow parameters together, or the state is
+        on disk.
     """
     with _no_advice():
         state = tx.init(params)
@@ -48,14 +57,15 @@ def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
         return tx, state
     if isinstance(tx, OnDisk):
         raise ConfigError(
-            "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: to='host', or leave offload out."
+            "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: "
+            "to='host', or leave offload out."
         )
     tx = _adapted(tx)
     with _no_advice():
         return tx, tx.init(params)
 
 
-@functools.lru_cache(maxsize=64)  # so that equal optimizers stay equal, by which jit finds a step again
+@functools.lru_cache(maxsize=64)  # equal optimizers stay equal in jit's cache key
 def _adapted(tx: Any) -> Any:
     adapter = _Adapter(tx)
     return tx._replace(init=adapter.init, update=adapter.update)
@@ -71,8 +81,9 @@ class _Adapter:
             jax.eval_shape(self.update, params, state, params)
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does not take "
-                f"({type(error).__name__}). Remedy: lookahead outermost, as optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
+                f"optimizer: optax.lookahead updates fast and slow parameters together, which another transform around "
+                f"it does not take ({type(error).__name__}). Remedy: lookahead outermost, as "
+                f"optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
             ) from error
         return state
 
@@ -87,7 +98,7 @@ class _Adapter:
 
 @contextmanager
 def _no_advice() -> Iterator[None]:
-    """Without the warning of ``optax.lookahead`` that it was given no slow parameters: it gets them with every update."""
+    """Suppresses the warning of ``optax.lookahead`` about missing slow parameters; it gets them with every update."""
     logger, other = logging.getLogger("absl"), lambda record: "only fast parameters" not in record.getMessage()
     logger.addFilter(other)
     try:
@@ -97,26 +108,32 @@ def _no_advice() -> Iterator[None]:
 
 
 def check_steps(state: Any) -> None:
-    """Raises where no step has what the optimizer of this state wants.
+    """Raises if the optimizer needs something that no step provides.
 
     Raises:
-      ModelError: it wants a gradient of each example.
+      ModelError: it needs a gradient of each example.
     """
     contrib = sys.modules.get("optax.contrib")
     private = getattr(contrib, "DifferentiallyPrivateAggregateState", ())
     wants = lambda x: isinstance(x, private)
     if any(wants(x) for x in jax.tree.leaves(state, is_leaf=wants)):
         raise ModelError(
-            "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step gives the optimizer one gradient, of the mean "
-            "loss, whose first dim would be taken for examples. Remedy: another optimizer."
+            "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step gives "
+            "the optimizer one gradient, of the mean loss, whose first dim would be taken for examples. Remedy: "
+            "another optimizer."
         )
 
 
 def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
-    """Raises where an optimizer's update does not fit its parameters, or its state would not fit the next step.
+    """Raises if an optimizer's update does not fit its parameters, or its state does not fit the next step.
+
+    Args:
+      params: the parameters.
+      updates: what ``tx.update`` returned for them.
+      before, after: the optimizer's states.
 
     Raises:
-      ModelError: naming the parameters, or the arrays of the state.
+      ModelError: with the paths of the parameters, or of the state's arrays.
     """
     shapes, wanted = (
         {to_path(keys): tuple(jnp.shape(x)) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -129,15 +146,15 @@ def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
         )
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise ModelError(
-            f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: an optimizer that "
-            f"returns an update for every entry of its parameters."
+            f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: an optimizer "
+            f"that returns an update for every entry of its parameters."
         )
     was, now = ({to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
     if was != now:
         paths = ", ".join(show(("opt_state", *path)) for path in sorted(was ^ now)[:4])
         raise ModelError(
-            f"the optimizer's update adds or removes arrays of its state ({paths}), but the next step takes the state that this one took. Remedy: an "
-            f"optimizer whose init makes all of them (optax.monitor does not)."
+            f"the optimizer's update adds or removes arrays of its state ({paths}), but the next step takes the state "
+            f"that this one took. Remedy: an optimizer whose init makes all of them (optax.monitor does not)."
         )
 
 

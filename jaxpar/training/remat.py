@@ -1,6 +1,6 @@
-"""``RematPolicy``: what the backward pass keeps of a layer, what it computes again, and in which layers (also called remat).
+"""``RematPolicy``: what the backward pass keeps of each layer and what it recomputes.
 
-After Chen et al. 2016 (arXiv:1604.06174) and the selective form of Korthikanti et al. 2022 (arXiv:2205.05198).
+After Chen et al. 2016 (arXiv:1604.06174) and the selective recomputation of Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -21,27 +21,33 @@ from jaxpar.sharding.layout import current_layout
 from jaxpar.utils.checks import is_count
 
 OUTPUT = "block_output"
-"""The name of what attention or MLP adds to the residual stream."""
+"""The name of the tensors that attention and MLP add to the residual stream."""
 SAVED_EMBED = "saved_embed"
-"""The logical dim of what goes from layer to layer, where it is kept in parts."""
+"""The logical dim of the activations between layers, where ``slice_activation`` shards them."""
 POLICIES = ("none", "full", "dots", "save_attention", "save_outputs", "save_names")
 
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """A policy, and the layers it is for.
+    """A recomputation policy, and the layers that it applies to.
 
     Attributes:
-      policy: ``none`` keeps everything, ``full`` nothing but what goes from layer to layer, ``dots`` what matmuls with weights make,
-        ``save_attention`` what attention makes, ``save_outputs`` what is added to the residual stream (under tensor parallelism
-        what a collective has made), ``save_names`` the tensors named here.
-      save_names, offload_names: of ``save_names``: what stays on the device, and what waits in the host's memory.
-      slice_activation: what goes from layer to layer, and so is kept, lies by the dims ``batch``, ``residual_seq``, :data:`SAVED_EMBED`:
-        where a rule splits the last over ``model``, each device keeps a part, and the layers gather it when they begin.
-      layers: for each stage, of as many layers each, how many of its first layers recompute; the others keep everything. Empty: all.
+      policy: ``none`` keeps everything. ``full`` keeps only the activations between layers. ``dots`` keeps the results
+        of matmuls with weights. ``save_attention`` keeps the results of attention. ``save_outputs`` keeps the tensors
+        added to the residual stream (under tensor parallelism, the results of collectives). ``save_names`` keeps the
+        tensors named here.
+      save_names: with ``save_names``, the tensors that stay on the device.
+      offload_names: with ``save_names``, the tensors that are stored in host memory.
+      slice_activation: shard the saved activations between layers by the dims ``batch``, ``residual_seq``,
+        :data:`SAVED_EMBED`. If a rule shards the last one over ``model``, each device keeps a part, and each layer
+        gathers it at its start.
+      layers: one number per pipeline stage (all stages have the same number of layers): how many of the stage's first
+        layers recompute. The other layers keep everything. Empty: the policy
+        applies to all layers.
 
     Raises:
-      ConfigError: no such policy, names without ``save_names`` or the other way round, a name twice, a negative number.
+      ConfigError: an unknown policy, names without ``save_names`` or the reverse, a repeated name, ``slice_activation``
+        with the policy ``none``, or a negative number.
 
     >>> RematPolicy("full", layers=(2, 1)).segments(8)
     [(0, 2, True), (2, 4, False), (4, 5, True), (5, 8, False)]
@@ -70,59 +76,64 @@ class RematPolicy:
             )
         if self.slice_activation and self.policy == "none":
             raise ConfigError(
-                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes none. Remedy: "
-                "another policy, or leave slice_activation out."
+                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes "
+                "none. Remedy: another policy, or leave slice_activation out."
             )
         if any(not is_count(n, 0) for n in self.layers):
             raise ConfigError(f"remat: layers is {list(self.layers)}, but numbers of layers, 0 or more, are wanted.")
 
     @classmethod
     def of(cls, value: str | RematPolicy) -> RematPolicy:
-        """A policy by its name alone, or as it is."""
+        """Returns the policy of this name, or ``value`` if it is a policy already."""
         return value if isinstance(value, RematPolicy) else cls(value)
 
     def segments(self, layers: int) -> list[tuple[int, int, bool]]:
-        """Runs of layers (first, one beyond the last) that recompute by the policy, or keep everything.
+        """Splits the layers into runs ``(first, end, recomputes)``; layers that do not recompute keep everything.
+
+        Args:
+          layers: number of layers of the model.
 
         Raises:
-          ConfigError: the stages do not divide the layers, or a stage is to recompute more than it has.
+          ConfigError: the stages do not divide the layers, or a stage has fewer layers than it should recompute.
         """
         if not self.layers:
             return [(0, layers, True)]
         stages = len(self.layers)
         if layers % stages:
             raise ConfigError(
-                f"remat: layers has {stages} numbers, one for each stage, but {layers} layers make no {stages} equal stages. Remedy: "
-                f"as many numbers as there are stages."
+                f"remat: layers has {stages} numbers, one for each stage, but {layers} layers make no {stages} equal "
+                f"stages. Remedy: as many numbers as there are stages."
             )
         each = layers // stages
         if max(self.layers) > each:
             raise ConfigError(
-                f"remat: layers is {list(self.layers)}, but each of {stages} stages has {each} of the {layers} layers. Remedy: numbers "
-                f"up to {each}."
+                f"remat: layers is {list(self.layers)}, but each of {stages} stages has {each} of the {layers} layers. "
+                f"Remedy: numbers up to {each}."
             )
         flags = [i < n for n in self.layers for i in range(each)]
         edges = [0, *(i for i in range(1, layers) if flags[i] is not flags[i - 1]), layers]
         return [(a, b, flags[a]) for a, b in itertools.pairwise(edges)]
 
     def rule(self, known: Sequence[str], *, reshard_after_forward: bool = True) -> Callable[..., Any]:
-        """The policy as ``jax.checkpoint`` takes it.
+        """Returns the policy in the form that ``jax.checkpoint`` takes.
 
         Args:
           known: the names that tensors of the model have.
-          reshard_after_forward: gather weights again; kept, they undo the sharding of the parameters.
+          reshard_after_forward: gather weights again in the backward pass. Otherwise the gathered weights are kept, and
+            the parameters' sharding saves no memory.
 
         Raises:
           ConfigError: a name that no tensor has.
 
         Warns:
-          UserWarning: ``offload_names`` on simulated CPU devices, whose memory is the host's.
+          UserWarning: ``offload_names`` on simulated CPU devices, whose memory is host memory.
         """
         policies = jax.checkpoint_policies
         for name in (*self.save_names, *self.offload_names):
             if name not in known:
                 raise ConfigError(
-                    f"remat: no tensor of the model is named {name!r}.{did_you_mean(name, known)} The names are: {', '.join(known)}."
+                    f"remat: no tensor of the model is named {name!r}.{did_you_mean(name, known)} The names are: "
+                    f"{', '.join(known)}."
                 )
         if self.policy == "none":
             return all_but_gathered if reshard_after_forward else policies.everything_saveable
@@ -132,7 +143,10 @@ class RematPolicy:
         kept = kept if reshard_after_forward else (*kept, GATHERED)
         if self.offload_names:
             if platform_of(current_layout().mesh) == "cpu":
-                text = "remat: offload_names keeps nothing from a CPU's memory, which is the host's; the numbers are the same."
+                text = (
+                    "remat: offload_names keeps nothing from a CPU's memory, which is the host's; the numbers are the "
+                    "same."
+                )
                 warnings.warn(text, stacklevel=2)
             return policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(kept),

@@ -1,7 +1,7 @@
-"""The training state: built by one jit that puts every array where the layout says, before anything is whole anywhere.
+"""The training state, which one jitted function builds directly in its sharded form.
 
-``place`` decides for every leaf (parameters, carried variables, optimizer state) and is what ``init``, ``train_step``,
-``explain`` and ``check`` all read, so that none of them can disagree.
+:func:`place` decides the sharding of every leaf (parameters, carried variables, optimizer state). ``init``,
+``train_step``, ``explain`` and ``check`` all read it, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ from jaxpar.training.optimizers import with_slow_parameters
 
 @dataclasses.dataclass(frozen=True)
 class StateMetadata:
-    """What of a state is not an array: how to rebuild the model, the optimizer, and the logical dims of each leaf."""
+    """The parts of a state that are not arrays.
+
+    Attributes:
+      kind: how to rebuild the model from its arrays.
+      tx: the optimizer.
+      dims: the logical dims of each leaf of the model, by path.
+    """
 
     kind: Kind
     tx: optax.GradientTransformation
@@ -55,11 +61,12 @@ class TrainState:
     Attributes:
       step: int32 scalar, the number of steps taken.
       params: nested dict of the trained arrays.
-      opt_state: what ``tx.init(params)`` gave.
+      opt_state: what ``tx.init(params)`` returned.
       variables: nested dict of the carried arrays (NNX variables other than ``nnx.Param``, Linen collections).
       key: the PRNG key that a ``loss_fn`` with a ``key`` argument draws from.
       metadata: the parts that are not arrays.
-      loss_scale: of the loss, and what it changes by (:class:`jaxpar.parallel.precision.policy.LossScale`); ``None`` without.
+      loss_scale: the loss scale and its counters (:class:`jaxpar.parallel.precision.policy.LossScale`); ``None``
+        without one.
     """
 
     step: Any
@@ -72,13 +79,24 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model, with these parameters: what ``loss_fn`` receives."""
+        """The model with these parameters, as ``loss_fn`` receives it."""
         return self.metadata.kind.merge(self.params, self.variables)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedLeaf:
-    """One leaf with its place, in the device's or the host's memory: what ``explain`` prints a row of."""
+    """One leaf with its sharding and memory; one row of ``explain``'s table.
+
+    Attributes:
+      role: ``params``, ``variables``, ``opt_state``, or another field of :class:`TrainState`.
+      path: the leaf's path in the state, with slashes.
+      shape: the leaf's global shape.
+      dtype: the leaf's dtype.
+      names: its logical dims, or ``None`` if it has none.
+      resolved: the sharding that the rules give it, with any problems.
+      note: why it has no logical dims, or why it is not on the host.
+      host: the leaf is in host memory.
+    """
 
     role: str
     path: str
@@ -102,21 +120,24 @@ def init(
     seed: int = 0,
     precision: PrecisionLike = None,
 ) -> TrainState:
-    """Build model and optimizer state in place: one jit with ``out_shardings``, so no array is ever whole on one device.
+    """Builds model and optimizer state in shards: one jit with ``out_shardings``, so no device holds a full array.
 
-    Parameters are bitwise equal in every layout: float sums of an initializer, as in ``w - w.mean(0)``, are evaluated in a fixed order
-    (:mod:`jaxpar.training.model.fixed_order`). A few other operations have no fixed order, as matmuls; :func:`jaxpar.explain` names the parameters
-    that depend on them.
+    Parameters are bitwise equal in every layout: float sums in an initializer, such as ``w - w.mean(0)``, are evaluated
+    in a fixed order (:mod:`jaxpar.training.model.fixed_order`). A few other operations, such as matmuls, have no fixed
+    order; :func:`jaxpar.explain` lists the parameters that depend on them.
 
     Args:
-      layout: where things go. Its mesh holds devices.
+      layout: mesh and rules. Its mesh holds devices.
       make_model: ``make_model(key)`` returns an NNX module, Linen variables or a (tagged) pytree. It is traced.
       tx: any optax transform.
-      seed: of the PRNG key that ``make_model`` receives.
-      precision: as for :func:`jaxpar.train_step`; one with a loss scale makes the state carry it.
+      seed: seed of the PRNG key that ``make_model`` receives.
+      precision: as for :func:`jaxpar.train_step`; with a loss scale, the state carries it.
+
+    Returns:
+      The state at step 0.
 
     Raises:
-      LayoutError: listing every tensor that the rules cannot place.
+      LayoutError: the rules cannot place some tensors; the error lists all of them.
       ModelError: ``make_model`` returned something that holds no parameters.
 
     >>> import jax, optax
@@ -132,18 +153,27 @@ def init(
 def init_program(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> jax.stages.Wrapped:
-    """The jitted function ``key -> state`` that :func:`init` calls; ``.lower()`` shows that nothing in it is whole."""
+    """Returns the jitted function ``key -> state`` that :func:`init` calls.
+
+    Its ``.lower()`` shows that the program materializes no full array.
+
+    Args:
+      layout, make_model, tx, precision: as for :func:`init`.
+
+    Raises:
+      LayoutError: the rules cannot place some tensors; the error lists all of them.
+    """
     abstract, causes = _abstract(layout, make_model, tx, precision)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     treedef = jax.tree.structure(abstract)
 
     def build(key: jax.Array) -> TrainState:
-        # A model that makes functions as it is built (attention_fn=lambda ...) is another one each time, but for its arrays.
+        # Functions created while the model is built (attention_fn=lambda ...) differ in every call: take only arrays.
         made = _build(layout, make_model, tx, Precision.of(precision), key)
         return jax.tree.unflatten(treedef, jax.tree.leaves(made))
 
     # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
-    # bit: unoptimised code is what makes the parameters bitwise equal in every layout.
+    # bit. Only unoptimised code makes the parameters bitwise equal in every layout.
     options: dict[str, Any] = {}
     if layout.mesh.devices.flat[0].platform == "cpu":
         options["xla_backend_optimization_level"] = 0
@@ -155,11 +185,14 @@ def init_program(
 def abstract_state(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> TrainState:
-    """The state that :func:`init` would build, as ``ShapeDtypeStruct`` leaves with shardings. Needs no devices.
+    """Returns the state that :func:`init` would build, as ``ShapeDtypeStruct`` leaves with shardings. Needs no devices.
+
+    Args:
+      layout, make_model, tx, precision: as for :func:`init`; the mesh may be abstract.
 
     Raises:
-      LayoutError: listing every tensor that the rules cannot place.
-      ConfigError: parameters are to wait in the host's memory, but none is a stack of layers.
+      LayoutError: the rules cannot place some tensors; the error lists all of them.
+      ConfigError: the optimizer offloads parameters to host memory, but no parameter is a stack of layers.
     """
     return _abstract(layout, make_model, tx, precision)[0]
 
@@ -167,7 +200,7 @@ def abstract_state(
 def _abstract(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike
 ) -> tuple[TrainState, dict[str, Causes]]:
-    """:func:`abstract_state`, and the order-dependent primitives of each parameter that has any."""
+    """Returns :func:`abstract_state`, and the order-dependent primitives of each parameter that has any."""
     shapes, causes = shape_state_and_causes(layout, make_model, tx, precision)
     tensors = place(layout, shapes)
     if problems := problems_of(layout, tensors):
@@ -195,14 +228,17 @@ def _sharding(layout: Layout, tensor: PlacedLeaf) -> NamedSharding:
 def shape_state(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> TrainState:
-    """The state as ``ShapeDtypeStruct`` leaves without shardings."""
+    """Returns the state as ``ShapeDtypeStruct`` leaves without shardings."""
     return shape_state_and_causes(layout, make_model, tx, precision)[0]
 
 
 def shape_state_and_causes(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
 ) -> tuple[TrainState, dict[str, Causes]]:
-    """The state as shapes, and by path the order-dependent primitives on the way to each parameter (:mod:`jaxpar.training.model.fixed_order`)."""
+    """Returns the state as shapes, and for each parameter the order-dependent primitives that it depends on, by path.
+
+    See :mod:`jaxpar.training.model.fixed_order`.
+    """
     found: dict[str, Causes] = {}
     build = functools.partial(_build, layout, make_model, tx, Precision.of(precision), causes=found)
     return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0))), found
@@ -217,8 +253,8 @@ def _build(
     causes: dict[str, Causes] | None = None,
 ) -> TrainState:
     model_key, step_key = jax.random.split(key)
-    # Flax would take the names in its metadata for mesh axes, Linen when it sees a mesh and NNX always: the jit around this
-    # places what comes out. A Linen init runs the model on an example, often with a batch of one, which need not fit.
+    # Flax would take the names in its metadata for mesh axes (Linen when it sees a mesh, NNX always); the enclosing jit
+    # places the outputs instead. A Linen init runs the model on an example, whose batch (often 1) may not fit.
     no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), observing(_ignore):
         parts, found = build(make_model, model_key)
@@ -235,11 +271,14 @@ def _build(
 
 
 def _ignore(*_: Any) -> None:
-    """An observer that lets every problem pass. One function for all calls: it is part of jit's cache key."""
+    """Ignores every problem. It is one module-level function because jit's cache key includes the observer."""
 
 
 def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
-    """Where every leaf of ``state`` lies, in the order of ``jax.tree.leaves(state)``; problems are texts in the tensors."""
+    """Returns the sharding of every leaf of ``state``, in the order of ``jax.tree.leaves(state)``.
+
+    Problems are not raised; they are texts in the returned leaves, which :func:`problems_of` collects.
+    """
     dims = dict(state.metadata.dims)
     leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
     params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
@@ -259,9 +298,9 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
             known = (None,) * len(leaf.shape) if names is None else names
             resolved = layout.resolve(known, leaf.shape, role="optimizer", dtype=leaf.dtype, path=show(path))
             if owner is not None and placed["params", *owner].problems:
-                # The parameter names the problem once; repeating it for each moment would bury the others.
+                # The parameter reports this problem; repeating it for each moment would bury the others.
                 resolved = dataclasses.replace(resolved, problems=())
-            if one_bit and path[1] == "mu":  # every parameter has one
+            if one_bit and path[1] == "mu":  # report it once: every parameter has one mu
                 found_too = one_bit_adam.problem(layout, path[2:], leaf.shape, dims)
                 resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
             host = hosted(state.metadata.tx, leaf.shape, leaf.dtype)
@@ -270,9 +309,10 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
 
 
 def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
-    """What is wrong with any of them, each text once.
+    """Returns the problems of all leaves, each text once.
 
-    Parameters that nobody annotated are one problem together, and so are stacks of layers that the stages of a pipeline do not divide.
+    All parameters without annotations are one problem, and so are all stacks of layers that the pipeline's stages do
+    not divide.
     """
     bare = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
     together = (messages.unannotated(list(bare.items())),) if bare else ()
@@ -295,7 +335,7 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
 
 
 def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
-    """Whether it is a stack of layers that goes over a pipeline's stages, but not evenly."""
+    """Whether the tensor is a stack of layers whose number the pipeline's stages do not divide."""
     if not tensor.problems or stages == 1 or (tensor.names or ())[:1] != (LAYERS,):
         return False
     first = tensor.resolved.dims[0]
@@ -303,14 +343,14 @@ def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
 
 
 def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> PlacedLeaf:
-    """A leaf of the model (or the step counter and key): by its annotation, or whole when it may be."""
+    """Places a leaf of the model, the step counter or the key: by its annotation, or replicated if it has none."""
     part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
     if names is not None:
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
         host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
         return PlacedLeaf(part, full, shape, dtype, names, resolved, why, host)
     if part == "params":
-        # Only `over` can place a parameter that nobody annotated.
+        # Only an `over` rule can shard a parameter without annotations.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
         if shape and layout.rules.unannotated == "error":
             resolved = dataclasses.replace(resolved, problems=(messages.unannotated([(full, shape)]),))
@@ -323,11 +363,11 @@ def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx
 def moment_names(
     path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: Mapping[Path, Names]
 ) -> tuple[Path | None, Names | None, str]:
-    """The logical dims of an optimizer leaf, from the parameter it belongs to.
+    """Returns the logical dims of an optimizer leaf, derived from the parameter it belongs to.
 
-    A leaf belongs to the parameter whose path its own path contains (the longest one). Its dims then follow from the two
-    shapes: equal (moments); one leading dim more (histories, as lbfgs); a dim kept at size 1 (sm3); a dim dropped
-    (factored moments, as adafactor). What fits none of these is left whole, by name.
+    A leaf belongs to the parameter whose path is the longest one contained in the leaf's path. Its dims follow from the
+    two shapes: equal (moments); one more leading dim (histories, as in lbfgs); a dim kept at size 1 (sm3); a dim
+    dropped (factored moments, as in adafactor). Any other leaf has no dims, and a note with the reason.
 
     Args:
       path: the leaf's path in the optimizer state.
@@ -336,7 +376,7 @@ def moment_names(
       dims: ("params", *path) → logical dims.
 
     Returns:
-      The owner's path (or None), the dims (or None), and a note on why there are none.
+      The owner's path (or None), the dims (or None), and the reason if there are none.
     """
     if not shape:
         return None, None, ""
@@ -353,7 +393,7 @@ def moment_names(
 
 
 def relate(param: tuple[int, ...], names: Names, shape: tuple[int, ...]) -> Names | None:
-    """Names for ``shape``, derived from a parameter's shape and names; ``None`` when nothing certain can be said.
+    """Returns the names of ``shape``, derived from a parameter's shape and names; ``None`` when they are ambiguous.
 
     >>> relate((8, 4), ("embed", "mlp"), (10, 8, 4))
     (None, 'embed', 'mlp')

@@ -1,4 +1,7 @@
-"""The train step: an ordinary jitted function, donated, laid out; it adds nothing to what one would write by hand."""
+"""The jitted train and eval steps.
+
+A train step is an ordinary jitted function with donated, sharded state.
+"""
 
 from __future__ import annotations
 
@@ -47,55 +50,62 @@ def train_step(
     donate: bool = True,
     return_grads: bool = False,
 ) -> jax.stages.Wrapped:
-    """A jitted ``step(state, batch) -> (state, metrics)``; ``.lower()`` and ``.trace()`` work as on any jitted function.
+    """Returns a jitted ``step(state, batch) -> (state, metrics)``, with ``.lower()`` and ``.trace()`` as usual.
 
     Args:
-      layout: the layout of the state that goes in and comes out. The step traces under it, inside or outside a ``with``.
-      loss_fn: ``loss_fn(model, batch)`` with what ``make_model`` returned (an NNX module, Linen variables or a pytree).
-        What it assigns to an NNX module's variables is carried; to its parameters, holds for that call only.
-        It returns the scalar loss, ``(loss, aux)`` with a dict of metrics, or ``(loss, aux, updates)`` with the new
-        values of mutable Linen collections. If it takes an argument named ``key`` it receives a PRNG key for this step.
-        The rule of ``batch`` shards dim 0 of every array of ``batch``, its rows, also of an array that was not put (:func:`jaxpar.shard_array`), as one of
-        NumPy's. Scalars, and arrays of one row beside arrays of more, are replicated. On Explicit axes every array keeps its own sharding.
-      grad_accum_steps: cut the batch into so many microbatches, and sum their gradients in fp32. A microbatch counts as the others do,
-        or by the metric ``weight`` that ``loss_fn`` returns (as the number of tokens its mean is over). One of weight 0 adds nothing, also
-        where its loss is NaN.
-      weight_gather: ``per_use`` gathers sharded weights where they are used, ``per_step`` once before (see :class:`jaxpar.Zero`).
-      grad_reduction: ``per_step`` makes each device sum the gradients of its own rows, and reduces at the end: the loss is then the mean of
-        the devices' (weighted, as above), and a ``key`` differs from device to device. ``per_microbatch`` leaves the reduction to the
-        compiler, which reduces every microbatch (under a pipeline it is ``Pipeline(grad_reduction="per_microbatch")``). If not given, ``per_step`` where microbatches are asked for and the batch's axes
-        split no parameter.
-      precision: dtypes of compute, gathers and reductions; see :class:`jaxpar.Precision`.
-      fusion: what goes in one collective; see :class:`jaxpar.CollectiveFusion`.
-      pipeline: give the layers of a :class:`jaxpar.PipelineLoss` ``loss_fn`` to the stages of the axis ``pipeline``, by this schedule; see
-        :class:`jaxpar.Pipeline`.
-      clip_norm: scale gradients down to this global norm.
-      skip_nonfinite: leave parameters, optimizer state and carried variables as they are where the loss or a gradient is not
-        finite; ``metrics["skipped"]`` says so. The step still counts, so the next one has another key.
-      donate: give the old state's memory to the new one.
-      return_grads: also return the gradients (before clipping), as ``metrics["grads"]``. For verification.
+      layout: the layout of the state that the step takes and returns. The step is traced under it, inside or outside a
+        ``with`` block.
+      loss_fn: ``loss_fn(model, batch)``, where ``model`` is what ``make_model`` returned (an NNX module, Linen
+        variables or a pytree). The step carries assignments to an NNX module's variables to the next state; assignments
+        to its parameters hold for that call only. It returns the scalar loss, ``(loss, aux)`` with a dict of metrics,
+        or ``(loss, aux, updates)`` with the new values of mutable Linen collections. If it takes an argument named
+        ``key``, it receives this step's PRNG key. The rule for ``batch`` shards dim 0 (the rows) of every array in
+        ``batch``, including NumPy arrays and others that were not placed by :func:`jaxpar.shard_array`. Scalars are
+        replicated, and so are arrays with one row when another array has more. On Explicit mesh axes every array keeps
+        its own sharding.
+      grad_accum_steps: number of microbatches that the batch is split into. Their gradients are summed in fp32. All
+        microbatches have the same weight, unless ``loss_fn`` returns the metric ``weight`` (for example, the number of
+        tokens its mean is over). A microbatch of weight 0 contributes nothing, even if its loss is NaN.
+      weight_gather: ``per_use`` gathers sharded weights where they are used; ``per_step`` gathers them once, before the
+        step (see :class:`jaxpar.Zero`).
+      grad_reduction: ``per_step`` sums the gradients of each device's own rows locally and reduces them at the end of
+        the step. The loss is then the mean of the per-device losses (weighted as above), and ``key`` differs between
+        devices. ``per_microbatch`` leaves the reduction to the compiler, which reduces every microbatch (with a
+        pipeline, use ``Pipeline(grad_reduction="per_microbatch")``). By default it is ``per_step`` if
+        ``grad_accum_steps`` is above 1 and the batch's axes shard no parameter.
+      precision: dtypes of the compute, the gathers and the reductions; see :class:`jaxpar.Precision`.
+      fusion: which tensors share one collective; see :class:`jaxpar.CollectiveFusion`.
+      pipeline: runs the layers of a :class:`jaxpar.PipelineLoss` ``loss_fn`` on the stages of the axis ``pipeline``, by
+        this schedule; see :class:`jaxpar.Pipeline`.
+      clip_norm: global norm that the gradients are scaled down to.
+      skip_nonfinite: keep parameters, optimizer state and carried variables unchanged when the loss or a gradient is
+        not finite; ``metrics["skipped"]`` reports it. ``state.step`` still increments, so the next step has another
+        key.
+      donate: donate the old state's memory to the new one.
+      return_grads: also return the gradients (before clipping) as ``metrics["grads"]``, for verification.
 
     Returns:
-      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32; with :func:`jaxpar.one_bit_adam`
-      the root mean square of the norms of the devices' own gradients, which is not less than the norm of their mean), ``skipped`` (unless told not to),
-      ``loss_scale`` where there is one, and what ``loss_fn`` returned beside.
+      The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32), ``skipped`` (with
+      ``skip_nonfinite``), ``loss_scale`` (if there is one), and the metrics that ``loss_fn`` returned. With
+      :func:`jaxpar.one_bit_adam`, ``grad_norm`` is the root mean square of the norms of the per-device gradients,
+      which is at least the norm of their mean.
 
     Raises (when traced):
-      LayoutError: a tensor does not fit the rules, the batch's axes do not divide its rows (unless the rules say
+      LayoutError: a tensor does not fit the rules, the batch's axes do not divide its rows (unless the rules have
         ``indivisible={"batch": "replicate"}``), or another layout is ambient.
-      ModelError: ``loss_fn`` returned no scalar, or a metric under a name that is taken; or the step would change the
-        shape or dtype of a parameter or of a carried array.
+      ModelError: ``loss_fn`` returned no scalar, or a metric with a reserved name; or the step would change the shape
+        or dtype of a parameter or of a carried array.
+      ConfigError: an argument is incompatible with the state's :func:`jaxpar.one_bit_adam` optimizer.
 
-    Raises (at once):
-      ConfigError: ``grad_accum_steps``, ``weight_gather``, ``grad_reduction`` or ``precision`` is none of what is there, or ``fusion`` has a size that the
-        compiler for the layout's devices does not take. When traced with :func:`jaxpar.one_bit_adam`: an argument that does not go
-        with it.
+    Raises (immediately):
+      ConfigError: ``grad_accum_steps``, ``weight_gather``, ``grad_reduction`` or ``precision`` has no valid value, or
+        ``fusion`` has a size that the compiler for the layout's devices does not support.
     """
     how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
-            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: jp.PipedreamStep, or "
-            f"jp.schedule('1f1b')."
+            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: "
+            f"jp.PipedreamStep, or jp.schedule('1f1b')."
         )
     how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
     options = how.fusion.compiler_options(layout)
@@ -123,7 +133,7 @@ def train_step(
                     kept["loss_scale"] = state.loss_scale["scale"]
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
 
-    # Without devices there is nothing to compile for: who compiles it for a topology hands them over there.
+    # An abstract mesh has no compiler options; code that compiles for a topology passes its own.
     options = options if isinstance(layout.mesh, Mesh) else {}
     return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
 
@@ -131,7 +141,7 @@ def train_step(
 def measure(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig, clip_norm: float | None
 ) -> tuple[GradientResult, Any, jax.Array, jax.Array]:
-    """What a batch gave, its gradients after clipping, their norm before (L2, fp32), and whether it and the loss are finite."""
+    """Returns a batch's results, the clipped gradients, their norm before (L2, fp32), and whether all is finite."""
     found = gradients(layout, loss_fn, state, batch, how)
     grads, norm = clipped(found.grads, clip_norm, own=how.own)
     return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
@@ -140,10 +150,10 @@ def measure(
 def value_of(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
 ) -> Callable[[Any], jax.Array]:
-    """``params -> loss``, the same function as the step's own loss: its keys, microbatches, precision, ZeRO stage and pipeline.
+    """Returns ``params -> loss`` with the step's own keys, microbatches, precision, ZeRO stage and pipeline.
 
-    Its derivative is made of the gradients that :func:`jaxpar.training.gradients.gradients` returns, so jax differentiates through no pipeline and no
-    loss scale. Nothing is traced before the first call.
+    Its derivative comes from :func:`jaxpar.training.gradients.gradients`, so JAX differentiates through no pipeline and
+    no loss scale. Nothing is traced before the first call.
     """
 
     @jax.custom_jvp
@@ -153,7 +163,7 @@ def value_of(
     @value.defjvp
     def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
         found = gradients(layout, loss_fn, replace(state, params=primals[0]), batch, how)
-        # Not vdot: it flattens, which would gather what is sharded.
+        # Not vdot: it flattens, which would gather sharded arrays.
         slopes = jax.tree.map(lambda g, t: jnp.sum(wide(g) * wide(t)), found.grads, tangents[0])
         return found.loss, sum(jax.tree.leaves(slopes), jnp.zeros(())).astype(found.loss.dtype)
 
@@ -170,7 +180,7 @@ def updated(
     *,
     clip_norm: float | None = None,
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and optimizer state after a step whose gradients (before clipping) and loss are given.
+    """Returns parameters and optimizer state after a step with the given gradients (before clipping) and loss.
 
     For verification: :func:`train_step` computes the gradients itself.
     """
@@ -182,9 +192,12 @@ def updated(
 
 
 def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[Any, jax.Array]:
-    """Gradients, scaled down to a norm where one is given, and their norm before (L2, fp32)."""
+    """Returns the gradients, scaled down to ``clip_norm`` if given, and their norm before that (L2, fp32).
+
+    With ``own``, the gradients are per-device along dim 0, and the norm is the root mean square of the devices' norms.
+    """
     norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
-    if own:  # the root mean square of the norms of the devices' own
+    if own:  # root mean square of the per-device norms
         norm = norm / jnp.sqrt(jax.tree.leaves(grads)[0].shape[0]).astype(norm.dtype)
     if clip_norm is not None:
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -200,7 +213,11 @@ def how_of(
     skip_nonfinite: bool,
     fusion: CollectiveFusion | None,
 ) -> StepConfig:
-    """The ways that these arguments of :func:`train_step` ask for; raises what that raises at once."""
+    """Checks these arguments of :func:`train_step` and returns them as a ``StepConfig``.
+
+    Raises:
+      ConfigError: an argument has no valid value, or ``precision`` has a loss scale and ``skip_nonfinite`` is false.
+    """
     if not is_count(grad_accum_steps):
         raise ConfigError(
             f"grad_accum_steps is {grad_accum_steps!r}, but a number of microbatches, 1 or more, is wanted."
@@ -215,14 +232,14 @@ def how_of(
     found = Precision.of(precision)
     if found.scale is not None and not skip_nonfinite:
         raise ConfigError(
-            "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
-            "skip_nonfinite out."
+            "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. "
+            "Remedy: leave skip_nonfinite out."
         )
     return StepConfig(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
 
 def _refuse(how: StepConfig, clip_norm: float | None) -> None:
-    """What does not go with an optimizer that reduces gradients itself."""
+    """Raises if an argument is incompatible with an optimizer that reduces gradients itself."""
     fusion = ((f"fusion: {name}", value) for name, value in vars(how.fusion).items())
     groups = [(name, list(value), None) for name, value in fusion if isinstance(value, tuple)]
     one_bit_adam.refuse(
@@ -243,14 +260,18 @@ def eval_step(
     precision: PrecisionLike = None,
     pipeline: Pipeline | Schedule | None = None,
 ) -> jax.stages.Wrapped:
-    """A jitted ``evaluate(state, batch) -> metrics`` of the same ``loss_fn``, without gradients; nothing is donated.
+    """Returns a jitted ``evaluate(state, batch) -> metrics`` for ``loss_fn``, without gradients or donation.
 
     Args:
-      pipeline: as for :func:`train_step`, of which the forwards alone are done, as many microbatches; or a schedule of forwards (``circular``).
+      layout: the layout of the state, as for :func:`train_step`.
+      loss_fn: as for :func:`train_step`.
+      precision: as for :func:`train_step`.
+      pipeline: as for :func:`train_step`; only its forward passes run, with the same number of microbatches. May also
+        be a forward-only schedule (``circular``).
 
     Raises (when traced):
-      LayoutError: the batch's rows do not make that many microbatches; or, without ``pipeline``, the batch's axes do not divide its rows, and
-        the rules do not say ``indivisible={"batch": "replicate"}``.
+      LayoutError: the batch's rows cannot be split into that many microbatches; or, without ``pipeline``, the batch's
+        axes do not divide its rows and the rules do not have ``indivisible={"batch": "replicate"}``.
     """
     how, asked = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 
@@ -274,14 +295,15 @@ def _update(
     value_fn: Callable[[Any], jax.Array],
     finite: jax.Array,
 ) -> tuple[Any, optax.OptState]:
-    """The optimizer's step, with whatever optax's line searches, Polyak steps, SAM and Sophia ask for beside gradients.
+    """Applies the optimizer, offering the extra arguments of optax's line searches, Polyak steps, SAM and Sophia.
 
-    ``value_fn`` is the function whose value is ``loss`` (see :func:`value_of`); an optimizer that does not call it costs nothing.
-    With a state in the host's memory, all stays as it was where ``finite`` is false; otherwise that is for the caller to see to.
+    ``value_fn`` computes ``loss`` from parameters (see :func:`value_of`). It costs nothing if the optimizer does not
+    call it. With state in host memory, this function leaves everything unchanged where ``finite`` is false; otherwise
+    the caller does.
     """
 
     def again(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
-        # A line search hands on to it what it does not know itself, and refuses what this does not take.
+        # A line search passes on the arguments that it does not know, and rejects those missing from this signature.
         del obj_fn, grad_fn
         return value_fn(params)
 
@@ -310,8 +332,8 @@ def _update(
 
 
 def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
-    """``new``, but with what ``old`` has trained and carried where ``update`` is false."""
-    # With the optimizer's state on the host the update itself has seen to it; a second look at the old would be a copy of it.
+    """Returns ``new``, with the parameters, optimizer state and variables of ``old`` where ``update`` is false."""
+    # With state in host memory, the streaming update has already selected; selecting here would copy the old state.
     seen_to = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
     parts = {
         name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
@@ -321,7 +343,11 @@ def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
 
 
 def check_same(old: TrainState, new: TrainState) -> None:
-    """A step keeps the shape and dtype of all it trains and carries, or the next one would be another program."""
+    """Raises if the step changed a shape or dtype of the state, because the next call would then compile again.
+
+    Raises:
+      ModelError: the optimizer changed a parameter, or ``loss_fn`` a carried variable.
+    """
     for part, cause in (("params", "the optimizer"), ("variables", "loss_fn")):
         before, after = (
             {to_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part))}
@@ -331,8 +357,8 @@ def check_same(old: TrainState, new: TrainState) -> None:
             was, now = (_describe(leaves.get(path)) for leaves in (before, after))
             if was != now:
                 raise ModelError(
-                    f"{cause} turned {show((part, *path))} from {was} into {now}, but a step keeps the shape and dtype of "
-                    f"all it trains and carries."
+                    f"{cause} turned {show((part, *path))} from {was} into {now}, but a step keeps the shape and dtype "
+                    f"of all it trains and carries."
                 )
 
 
@@ -341,7 +367,11 @@ def _describe(leaf: Any) -> str:
 
 
 def place_state(layout: Layout, state: TrainState) -> TrainState:
-    """``state`` with every leaf constrained to its place."""
+    """Returns ``state`` with every device leaf constrained to its sharding.
+
+    Raises:
+      LayoutError: the rules cannot place a tensor.
+    """
     leaves, treedef = jax.tree.flatten(state)
     tensors = place(layout, state)
     if problems := problems_of(layout, tensors):

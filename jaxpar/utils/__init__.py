@@ -1,1 +1,4 @@
-"""Strict YAML, plotting, agreement between processes, simulated devices, and all jax contexts. Nothing here knows a mesh or a model."""
+"""Strict YAML, plotting, agreement between processes, simulated devices and jax contexts.
+
+No module here depends on a mesh or a model.
+"""

@@ -1,30 +1,32 @@
 """Every jax user context of jaxpar. No other module creates one.
 
-jit's cache key holds the value of each context that exists. A context that is created while jax traces a function changes the
-number of values, so the next call of that function misses the cache and compiles again. This module therefore creates all
-contexts together, and imports Pallas, which creates contexts of jax at import. :mod:`jaxpar.sharding.layout` imports this module, and
-``import jaxpar`` does so where jax is already loaded, so the contexts exist before anything is traced.
+jit's cache key holds the value of every context that exists. A context that is created while jax traces a function
+changes the key, so the next call of that function misses the cache and compiles again. This module therefore creates
+all contexts together, and imports Pallas, which creates contexts at import. :mod:`jaxpar.sharding.layout` imports this
+module, and ``import jaxpar`` does so if jax is already loaded, so the contexts exist before anything is traced.
 """
 
 from __future__ import annotations
 
 import jax
-import jax.experimental.pallas.fuser  # creates the three contexts of Pallas, which attention's kernels would create while jax traces
+
+# Creates the three contexts of Pallas, which attention kernels would otherwise create while jax traces.
+import jax.experimental.pallas.fuser
 
 ambient_layout = jax.make_user_context(None)
 """The :class:`jaxpar.Layout` of ``with layout:``."""
 
 hint_observer = jax.make_user_context(None)
-"""A callback that receives every ``constrain`` and ``hint``."""
+"""The callback that receives every ``constrain`` and ``hint``."""
 
 attention_observer = jax.make_user_context(None)
-"""A callback that receives every choice of ``attention(impl="auto")``."""
+"""The callback that receives every choice of ``attention(impl="auto")``."""
 
 step_precision = jax.make_user_context(None)
-"""The :class:`jaxpar.Precision` of the step that is traced."""
+"""The :class:`jaxpar.Precision` of the step that is being traced."""
 
 batch_rows = jax.make_user_context(None)
-"""The :class:`jaxpar.parallel.batch_rows.BatchRows` of the part of a batch that is traced."""
+"""The :class:`jaxpar.parallel.batch_rows.BatchRows` of the part of a batch that is being traced."""
 
 rows_wanted = jax.make_user_context(False)
-"""Whether the trace has the numbers of a batch's rows; see :func:`jaxpar.parallel.batch_rows.numbering`."""
+"""Whether the trace has row numbers; see :func:`jaxpar.parallel.batch_rows.numbering`."""

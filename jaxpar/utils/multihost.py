@@ -1,7 +1,8 @@
-"""What the processes of a run tell each other where none may go on alone: an error of one is raised by all, and what must be the same is compared.
+"""Agreement between the processes of a run: an error of one process is raised by all, and common settings are compared.
 
-A process that goes its own way leaves the others in a collective that never ends. So whatever may differ between processes (files, command
-lines, arguments) is settled here first. It goes over the devices, one of each process; a process alone asks nobody.
+A process that fails or goes on alone leaves the others in a collective that never ends. Values that may differ between
+processes (files, command lines, arguments) are therefore settled here first. The data are exchanged over one device of
+each process; with one process nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from jaxpar import errors
 from jaxpar.errors import ConfigError, JaxparError, LaunchError
 
 _ROW = 2048
-"""Bytes that go at once, a length of four before them; what is longer goes in a second round."""
+"""Bytes of the first exchange, after a length of four bytes; longer data take a second exchange."""
 
 
 def gather_rows(row: np.ndarray) -> np.ndarray:
-    """One row [n] of numbers of each process, on all of them [processes, n]; all call it, with the same ``n`` and dtype.
+    """Returns one row ``[n]`` of every process as ``[processes, n]``, on all of them.
+
+    All processes call it, with the same ``n`` and dtype.
 
     >>> gather_rows(np.arange(3)).tolist()
     [[0, 1, 2]]
@@ -36,7 +39,7 @@ def gather_rows(row: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """A row on the first device of each process, and what brings them all to each."""
+    """Returns the sharding with a row on one device per process, and a function that gathers all rows on each."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[rank] for rank in sorted(first)]), ("process",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -44,7 +47,7 @@ def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
 
 
 def gather(mine: bytes) -> list[bytes]:
-    """Some bytes of each process, on all of them; all call it.
+    """Returns the bytes of every process, on all of them. All processes call it, with bytes of any length.
 
     >>> gather(b"abc")
     [b'abc']
@@ -66,11 +69,12 @@ def _row(mine: bytes, room: int) -> np.ndarray:
 
 
 def settled[T](work: Callable[[], T]) -> T:
-    """Do ``work``, which may fail in one process alone; then every process raises what that one did, and names it. All call it.
+    """Returns ``work()``; if it fails in any process, every process raises that error. All processes call it.
 
     Raises:
-      JaxparError: that of the first process that has one, of its class, with the processes before it unless all have the same.
-      LaunchError: another process failed with what is no ``JaxparError``.
+      JaxparError: the error of the first process that failed, of the same class. The text names the processes with this
+        error, unless all of them have it.
+      LaunchError: another process failed with an error that is not a ``JaxparError``.
 
     >>> settled(lambda: 3)
     3
@@ -98,7 +102,7 @@ def _said(error: Exception | None) -> list[str] | None:
 
 
 def _told(told: Sequence[list[str] | None], failed: Sequence[int]) -> JaxparError:
-    """The same error on every process, whichever it came from."""
+    """Returns the error that every process raises, whichever processes failed."""
     kind, text = told[failed[0]] or ("", "")
     alike = [rank for rank in failed if told[rank] == told[failed[0]]]
     known = getattr(errors, kind, None)
@@ -109,15 +113,15 @@ def _told(told: Sequence[list[str] | None], failed: Sequence[int]) -> JaxparErro
 
 
 def check_same(where: str, facts: Mapping[str, Any], remedy: str) -> None:
-    """Whether all processes have the same ``facts``, each a name and what is said of it (JSON). All call it.
+    """Checks that ``facts`` are the same in all processes. All processes call it.
 
     Args:
-      where: what begins the error's text.
-      facts: by names; all that an error is to tell of a value.
-      remedy: what to do, with which the text ends.
+      where: the beginning of the error text.
+      facts: name → a JSON value. An error shows the values, so large ones should be summarized.
+      remedy: the end of the error text.
 
     Raises:
-      ConfigError: naming the first that differs, on every process.
+      ConfigError: a fact differs; every process raises it, with the first such name.
 
     >>> check_same("generate", {"seed": 1}, "the same command line everywhere.")
     """
@@ -127,8 +131,8 @@ def check_same(where: str, facts: Mapping[str, Any], remedy: str) -> None:
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise ConfigError(
-                f"{where}: {name} is not the same in all processes: {values[0]} in process 0, {values[other]} in process {other} of {len(every)}. "
-                f"Remedy: {remedy}"
+                f"{where}: {name} is not the same in all processes: {values[0]} in process 0, {values[other]} in "
+                f"process {other} of {len(every)}. Remedy: {remedy}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Figures that show themselves in a notebook and that pyplot does not keep; matplotlib is imported on first use."""
+"""Figures that a notebook displays and pyplot does not manage; matplotlib is imported on first use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from jaxpar.errors import need
 
 
 def new_figure(purpose: str, **options: Any) -> Any:
-    """A matplotlib figure that shows itself in a notebook, whether or not pyplot was imported there.
+    """Returns a matplotlib figure that a notebook displays, whether or not pyplot was imported there.
+
+    Args:
+      purpose: what needs matplotlib, for the error.
+      **options: the arguments of ``matplotlib.figure.Figure``.
 
     Raises:
-      MissingExtraError: matplotlib is not installed; ``purpose`` is what needs it.
+      MissingExtraError: matplotlib is not installed.
     """
     try:
         import matplotlib.figure

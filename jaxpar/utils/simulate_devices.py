@@ -1,4 +1,4 @@
-"""Simulated devices: the one place that asks XLA for several CPU devices."""
+"""Simulated CPU devices. No other module requests them from XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxpar.errors import MeshError
 
 
 def simulate_devices(count: int) -> None:
-    """Run jax on ``count`` simulated CPU devices in this process. Call it before jax runs anything.
+    """Makes jax run on ``count`` simulated CPU devices in this process. Call it before jax runs anything.
 
     Raises:
       MeshError: jax already runs on other devices.
@@ -23,21 +23,24 @@ def simulate_devices(count: int) -> None:
         return
     import jax
 
-    with contextlib.suppress(RuntimeError):  # jax already runs; whether it runs as asked is checked below
+    with contextlib.suppress(RuntimeError):  # jax runs already; the check below finds out whether on these devices
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     if jax.device_count() != count or jax.default_backend() != "cpu":
         raise MeshError(
-            f"jax already runs on {jax.device_count()} {jax.default_backend()} device(s), so {count} cannot be simulated. "
-            f"Remedy: call simulate_devices({count}) first, or set XLA_FLAGS={flag} before jax starts."
+            f"jax already runs on {jax.device_count()} {jax.default_backend()} device(s), so {count} cannot be "
+            f"simulated. Remedy: call simulate_devices({count}) first, or set XLA_FLAGS={flag} before jax starts."
         )
 
 
 def prefer_accelerators(count: int) -> None:
-    """Run on TPU or GPU where there is one, else on ``count`` simulated CPU devices. Call it before jax runs anything."""
+    """Makes jax run on TPU or GPU if there is one, else on ``count`` simulated CPU devices.
+
+    Call it before jax runs anything.
+    """
     import jax
 
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return  # somebody already decided, and jax refuses to be told twice
-    with contextlib.suppress(RuntimeError):  # jax already runs; it keeps the devices it has
+        return  # the environment has set a number already, and jax accepts only one
+    with contextlib.suppress(RuntimeError):  # jax runs already, and keeps its devices
         jax.config.update("jax_num_cpu_devices", count)

@@ -1,8 +1,8 @@
-"""Strict configuration: YAML read by ``yaml.safe_load``'s rules into frozen dataclasses, where nothing is ignored.
+"""Strict configuration: YAML, by the rules of ``yaml.safe_load``, read into frozen dataclasses. Nothing is ignored.
 
-An unknown key, a duplicate key, a wrong type or a tag that would build an object is a ``ConfigError`` that names the
-file, the key and what would be right. So is a text that would take long to read, or become large: bytes, depth, digits and values are
-bounded, with every alias counted as what it stands for.
+An unknown key, a duplicate key, a wrong type, or a tag that would build an object is a ``ConfigError`` that names the
+file, the key and the valid values. Texts that would take long to read or need much memory are errors too: bytes, depth,
+digits and values are bounded, and every alias counts with all values that it stands for.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import yaml
 from jaxpar.errors import ConfigError, did_you_mean
 
 _MOST_BYTES, _MOST_VALUES, _MOST_DEPTH, _MOST_DIGITS = 1 << 18, 20_000, 32, 100
-"""What a configuration may have at most: bytes in a file, values with all aliases written out, values in each other, characters of a number."""
+"""Limits of a configuration: bytes in a file, values with aliases expanded, nesting depth, characters of a number."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """``yaml.SafeLoader`` that refuses a key written twice, which YAML would resolve silently to the last one, and what is too much."""
+    """``yaml.SafeLoader`` with limits, and an error for a duplicate key, of which YAML silently uses the last."""
 
     def __init__(self, text: str | bytes):
         super().__init__(text)
         self._values = self._depth = self._deepest = 0
-        self._anchored: dict[
-            str, tuple[int, int]
-        ] = {}  # values and depth of what an anchor stands for, once it is whole
+        # The number of values and the depth of each anchored node, once it is complete.
+        self._anchored: dict[str, tuple[int, int]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
@@ -94,7 +93,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _StrictLoader.add_constructor(None, _StrictLoader.refuse_tag)
-# YAML 1.1 reads 1e-3 as a string; people who write learning rates mean a number.
+# YAML 1.1 reads 1e-3 as a string, but a learning rate written so is meant as a number.
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d+)[eE][-+]?\d+$"),
@@ -105,16 +104,16 @@ _StrictLoader.add_implicit_resolver(
 def load_yaml(
     path: str | os.PathLike[str], *, paths: Sequence[str] = (), _extending: tuple[Path, ...] = ()
 ) -> dict[str, Any]:
-    """The mapping in a YAML file. A key ``extends: other.yaml`` merges it over that file (see :func:`merge`).
+    """Returns the mapping in a YAML file. A key ``extends: other.yaml`` merges it over that file (see :func:`merge`).
 
     Args:
       path: the file.
-      paths: top-level keys whose values are paths relative to the file that holds them. What comes from another file by ``extends`` is
-        returned relative to ``path``.
+      paths: top-level keys whose values are paths relative to the file that holds them. A value that comes from another
+        file by ``extends`` is returned relative to ``path``.
 
     Raises:
-      ConfigError: the file is missing, is not valid YAML, holds a tag that would build an object, repeats a key, is
-        not a mapping, or is too large or too deep for a configuration.
+      ConfigError: the file is missing, is not valid YAML, has a tag that would build an object, repeats a key, is not a
+        mapping, or exceeds the limits on size and depth.
     """
     file = Path(path)
     try:
@@ -143,7 +142,7 @@ def load_yaml(
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes`` laid over it: mappings are merged key by key, anything else is replaced.
+    """Returns ``base`` updated by ``changes``: mappings are merged key by key, any other value is replaced.
 
     >>> merge({"mesh": {"data": -1}, "rules": {"mlp": None}}, {"rules": {"mlp": "model"}})
     {'mesh': {'data': -1}, 'rules': {'mlp': 'model'}}
@@ -156,7 +155,14 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def parse_yaml(text: str | bytes, name: str = "yaml") -> dict[str, Any]:
-    """The mapping in a YAML text; ``name`` stands for the file in errors. Raises as :func:`load_yaml` does.
+    """Returns the mapping in a YAML text; an empty text gives ``{}``.
+
+    Args:
+      text: the YAML.
+      name: the name of the text in errors.
+
+    Raises:
+      ConfigError: as :func:`load_yaml`.
 
     >>> parse_yaml("lr: 3e-4")
     {'lr': 0.0003}
@@ -178,14 +184,14 @@ def _parse(text: str | bytes, name: str) -> Any:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise ConfigError(f"{name}: line {line}: {problem}.") from error
-    # Bytes that are no text, a date such as 2024-13-45, or `!!int ""`, `!!bool x`.
+    # Bytes that are not text, a date such as 2024-13-45, `!!int ""` or `!!bool x`.
     except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{name}: {said}.") from error
 
 
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """``data`` with ``a.b=value`` settings applied; each value is read as YAML.
+    """Returns ``data`` with settings such as ``a.b=value`` applied; each value is read as YAML.
 
     >>> override({"train": {"steps": 1}}, ["train.steps=5", "mesh.data=-1"])
     {'train': {'steps': 5}, 'mesh': {'data': -1}}
@@ -211,15 +217,15 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]
 
 
 def build[T](cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """A (possibly nested) dataclass from plain data; every key must be a field and every value of its type.
+    """Returns a (possibly nested) dataclass built from plain data, of which every key and type is checked.
 
     Args:
       cls: the dataclass.
       data: the mapping.
-      where: what errors call it: the file, then the path of keys.
+      where: the beginning of error texts: the file, then the path of keys.
 
     Raises:
-      ConfigError: unknown key (with a did-you-mean), missing key, wrong type.
+      ConfigError: an unknown key (with a suggestion), a missing key, or a value of the wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -244,7 +250,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         options = [arg for arg in args if arg is not types.NoneType]
         if value is None and len(options) < len(args):
             return None
-        # What one option alone could accept is an error of that option: it names the key inside.
+        # If only one option can accept the value, its own error is raised, because that names the key inside.
         kinds = [option for option in options if dataclasses.is_dataclass(option) and isinstance(value, Mapping)]
         if len(options) == 1 or kinds:
             return _convert((kinds or options)[0], value, where)

@@ -160,7 +160,10 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         verify(job, steps=1, bound=1e-5, console=Console())
     for asked, text in (
-        ({"virtual_stages": 2}, "parallel.pipeline: virtual_stages is 2, but under 'pipedream' each stage has one piece of the model"),
+        (
+            {"virtual_stages": 2},
+            "parallel.pipeline: virtual_stages is 2, but under 'pipedream' each stage has one piece of the model",
+        ),
         ({"executor": "independent"}, "parallel.pipeline: executor is 'independent', but under 'pipedream' each stage"),
         (
             {"embedding": "per_microbatch"},

@@ -156,7 +156,7 @@ def test_every_cell_of_the_table(kind: str, mode: str) -> None:
 
 
 def test_the_page_names_tests_that_are_there() -> None:
-    named = re.findall(r"(tests/\w+\.py)::(\w+)", PAGE)
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGE)
     assert len(named) > 10
     for file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test

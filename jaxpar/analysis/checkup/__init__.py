@@ -1,1 +1,1 @@
-"""``check``: findings about a layout and its compiled program, as text and as a page."""
+"""``jaxpar check``: findings about a layout and its compiled step, as text and as an HTML page."""

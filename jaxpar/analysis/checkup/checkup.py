@@ -1,4 +1,4 @@
-"""``check_up``: one compiled step, taken apart: does it fit, what fills the memory, what it sends, how fast, what to change."""
+"""``check_up`` analyzes one compiled step: memory, collectives, step time, and what to change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel
 
 WORST = 3
-"""Findings that are printed; the JSON has all."""
+"""The number of findings that are printed. The JSON has all of them."""
 
 _LARGEST = 8
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -35,14 +35,14 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class About:
-    """What a checkup knows of the model, beside its program.
+    """Facts about the model that its program does not show; 0 or empty if unknown.
 
     Attributes:
-      tokens: of one step over all devices; 0 if not known, as for the others.
+      tokens: of one step over all devices.
       model_flops: FLOPs of one step over all devices that the model needs, without recomputation.
-      vocab, seq: sizes, to recognise logits and attention scores.
-      remat: the model's policy, as ``full``.
-      reshard_after_forward: as ``parallel.reshard_after_forward`` of the run.
+      vocab, seq: the sizes of the vocabulary and of the sequence, which identify logits and attention scores.
+      remat: the model's remat policy, such as ``full``.
+      reshard_after_forward: the run's ``parallel.reshard_after_forward``.
     """
 
     tokens: int = 0
@@ -55,17 +55,17 @@ class About:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What ``jaxpar check --topology`` tells of a run.
+    """The result of ``jaxpar check --topology``.
 
     Attributes:
-      topology: what it was compiled for.
+      topology: the topology that the step was compiled for.
       mesh: mesh axis → size.
-      program: the compiled step; ``None`` if the compiler refused it for its size.
-      audit, roofline, memory: of the program; of a refused one ``None``.
+      program: the compiled step; ``None`` if the compiler rejected it because it is too large.
+      audit, roofline, memory: of the program; ``None`` if it was rejected.
       findings: the worst first.
-      held: what the step is given.
-      refused: the compiler's words, if it refused.
-      reshard_after_forward: what asked for the weights that the program keeps, if it is known.
+      held: the arrays that the step receives.
+      refused: the compiler's message if it rejected the program; else empty.
+      reshard_after_forward: the run's ``parallel.reshard_after_forward``.
     """
 
     topology: str
@@ -81,11 +81,11 @@ class Checkup:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits a device's memory."""
+        """Whether the step fits into the memory of a device."""
         return self.memory is not None and self.memory.fits
 
     def headline(self) -> str:
-        """Fits or not, and by how much."""
+        """Return one line that says whether the step fits, and by how much."""
         if self.memory is None:
             return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
         m = self.memory
@@ -93,10 +93,13 @@ class Checkup:
             return f"{show_bytes(m.total)} at the peak; the memory of {self.topology} is not known"
         if not m.fits:
             return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
-        return f"fits {self.topology}: {show_bytes(m.total)} at the peak of {show_bytes(m.limit)}, {show_bytes(-m.over)} free"
+        return (
+            f"fits {self.topology}: {show_bytes(m.total)} at the peak of "
+            f"{show_bytes(m.limit)}, {show_bytes(-m.over)} free"
+        )
 
     def categories(self) -> list[tuple[str, int]]:
-        """Category → bytes on one device; of a refused program only what it is given."""
+        """Return (category, bytes on one device) pairs; for a rejected program, only those of its arguments."""
         if self.memory is None:
             sums = dict.fromkeys(CATEGORIES, 0)
             for h in self.held:
@@ -106,7 +109,7 @@ class Checkup:
         return [*((name, size) for name, size in rows if size), ("host", self.memory.host)]
 
     def largest(self) -> list[tuple[str, str, str, str]]:
-        """Bytes, shape, category and origin of the largest tensors at the peak."""
+        """Return the bytes, shape, category and origin of the largest tensors at the peak, as text."""
         if self.memory is None:
             return []
         rows = []
@@ -143,7 +146,7 @@ class Checkup:
         return f"{count} finding{'s' * (count > 1)}" + (f", the worst {WORST}:" if count > WORST else ":")
 
     def to_json(self) -> str:
-        """Everything; the keys are those of ``Audit.to_json`` and those of this report."""
+        """Return everything as JSON. The keys are those of ``Audit.to_json`` and those of this report."""
         facts: dict[str, Any] = dict.fromkeys(("matmul_flops", "kernel_flops", "wire_bytes", "compile_cpu_seconds"))
         facts |= {"topology": self.topology, "mesh": dict(self.mesh), "fits": self.fits, "collectives": None}
         if self.audit is not None:
@@ -177,16 +180,18 @@ def check_up(
     compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> Checkup:
-    """Compile a run's step for a topology and take it apart.
+    """Compile a run's step for a topology and analyze it.
 
     Args:
       topology, layout, make_model, tx, loss_fn, batch, compiler_options, options: as for
         :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`.
-      about: what is known of the model.
+      about: facts about the model.
+
+    Returns:
+      The checkup. If the compiler rejects the program because it exceeds a device's memory, the checkup says so.
 
     Raises:
-      What :func:`jaxpar.analysis.compile.ahead_of_time.compile_for` does; but a program that the compiler refuses because it is too large for a
-      device's memory gives a checkup that says so.
+      The errors of :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`, except for a program that is too large.
     """
     parsed = Topology.parse(str(topology))
     aimed = aim(layout, parsed)
@@ -205,17 +210,20 @@ def check_up(
 def examine(
     step: AheadOfTime, sizes: Mapping[str, int], held: Sequence[HeldTensor] = (), about: About | None = None
 ) -> Checkup:
-    """Take a compiled step apart.
+    """Analyze a compiled step.
 
     Args:
-      step: what was compiled.
+      step: the compiled step.
       sizes: mesh axis → size.
-      held: what it is given, in the order of its arguments.
-      about: what is known of the model.
+      held: the arrays that the step receives, in the order of its arguments.
+      about: facts about the model.
+
+    Returns:
+      The checkup.
 
     Raises:
-      AuditError: the program cannot be read.
-      PlanError: no figures for the accelerator.
+      AuditError: the program cannot be parsed.
+      PlanError: there are no figures for the accelerator.
     """
     about = about or About()
     module = parse(step.text)
@@ -250,9 +258,16 @@ def examine(
 
 
 def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Finding | None:
-    """The finding in a compiler's refusal of a program that exceeds the memory; ``None`` if it refused for another reason.
+    """Return a finding if a compiler's error message says that the program exceeds the memory; else ``None``.
 
-    >>> too_large("Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G.").text
+    Args:
+      text: the error message.
+      remat: the model's remat policy, for the remedy.
+      held: the arrays that the step receives.
+
+    >>> too_large(
+    ...     "Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G."
+    ... ).text
     '20.00 GiB wanted of the 15.75 GiB that a program may take, 4.25 GiB too much'
     """
     figure = r"([\d.]+)([KMGT]?)"
@@ -262,7 +277,10 @@ def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Fi
         return None
     used, limit = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
     part = " of temporaries" if "HLO temporaries" in text else ""
-    said = f"{show_bytes(used)}{part} wanted of the {show_bytes(limit)} that a program may take, {show_bytes(used - limit)} too much"
+    said = (
+        f"{show_bytes(used)}{part} wanted of the {show_bytes(limit)} "
+        f"that a program may take, {show_bytes(used - limit)} too much"
+    )
     state = sum(h.bytes for h in held)
     category = "temporaries"
     if held:
@@ -274,15 +292,15 @@ def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Fi
 
 
 def _named(report: Audit, held: Sequence[HeldTensor]) -> Audit:
-    """The audit with paths in the place of numbers: an exported program calls its arguments ``args[7]``."""
+    """Return the audit with tensor paths instead of the names of an exported program, such as ``args[7]``."""
 
     def name(text: str) -> str:
         found = re.fullmatch(r"\w+\[(\d+)\]", text)
         return held[int(found[1])].path if found and int(found[1]) < len(held) else text
 
     def source(text: str) -> str:
-        # Where only the compiling process is on the stack, no line of the model made it.
-        return "" if re.fullmatch(r"\w+ \((worker|aot)\.py:\d+\)", text) else text
+        # If only the compiling process is on the stack, no line of the model made the collective.
+        return "" if re.fullmatch(r"\w+ \((worker|ahead_of_time)\.py:\d+\)", text) else text
 
     collectives, arms = (
         tuple(dataclasses.replace(c, tensor=name(c.tensor), source=source(c.source)) for c in group)

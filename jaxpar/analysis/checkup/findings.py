@@ -1,7 +1,8 @@
-"""``find``: what is worth changing in a compiled step, the worst first, each with what to do.
+"""``find``: what to change in a compiled step, the worst first, with a remedy for each.
 
-Every finding costs time (by the roofline, a model) or memory, and is ranked by its share of the step or of the device's
-memory. Only what the program shows is said: a collective that nothing runs beside, not why the compiler placed it there.
+Every finding costs time (by the roofline, a model) or memory, and ranks by its share of the step or of the device's
+memory. A finding states only what the program shows: that a collective overlaps with nothing, not why the compiler
+placed it there.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from jaxpar.analysis.roofline import Roofline, Transfers, show_time
 from jaxpar.analysis.units import show_bytes
 
 LEAST = 0.005
-"""The share of the step or of the memory below which nothing is a finding; the compiler's own warnings always are."""
+"""Findings below this share of the step or of the memory are dropped, except for the compiler's own warnings."""
 
 _SPLIT_LOGITS = (
-    "split the vocabulary over a larger axis (vocab: model), take a smaller data.batch, or, if the loss takes all logits "
-    "at once, make it in pieces (jaxpar.models.losses.linear_cross_entropy)."
+    "split the vocabulary over a larger axis (vocab: model), take a smaller data.batch, or, if the loss takes all "
+    "logits at once, make it in pieces (jaxpar.models.losses.linear_cross_entropy)."
 )
 _BLOCKWISE = "attend blockwise, with a kernel that never holds the scores (splash)."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing worth changing.
+    """One thing to change.
 
     Attributes:
-      kind: ``does not fit``, ``exposed``, ``all-reduce for a scatter``, ``long ring``, ``involuntary rematerialisation``,
-        ``logits``, ``attention scores``, or ``replicated``.
+      kind: ``does not fit``, ``exposed``, ``all-reduce for a scatter``, ``long ring``,
+        ``involuntary rematerialisation``, ``logits``, ``attention scores``, or ``replicated``.
       where: source line, tensor or axes.
       text: what the program does, with sizes.
       remedy: what to change.
-      seconds: of the step, by the roofline; 0 where it is memory alone.
+      seconds: of the step, by the roofline; 0 if the finding is only about memory.
       bytes: on the wire or in memory.
-      share: of the step, or of the device's memory; 1 or more does not fit.
+      share: of the step, or of the device's memory, from 0. A share of 1 or more does not fit.
     """
 
     kind: str
@@ -57,17 +58,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that findings are made from.
+    """The input of all findings.
 
     Attributes:
       audit: of the step.
       roofline: of the audit.
-      times: what each collective takes, in the audit's order.
+      times: the time of each collective, in the audit's order.
       memory: the footprint at the peak.
-      held: what the step is given.
+      held: the arrays that the step receives.
       warnings: the compiler's.
-      vocab, seq, tokens: of the model and one step; 0 if not known.
-      remat: the model's policy, as ``full``; empty if not known.
+      vocab, seq, tokens: of the model and one step; 0 if unknown.
+      remat: the model's remat policy, such as ``full``; empty if unknown.
     """
 
     audit: Audit
@@ -87,23 +88,24 @@ class Evidence:
         return self.audit.mesh
 
     def of_step(self, seconds: float) -> float:
-        """A time as a share of the step."""
+        """Return a time in seconds as a share of the step."""
         return seconds / self.roofline.step if self.roofline.step else 0.0
 
     def of_memory(self, size: float) -> float:
-        """Bytes as a share of the device's memory, or of the peak where that is not known."""
+        """Return bytes as a share of the device's memory, or of the peak if that memory is unknown."""
         return size / (self.memory.limit or self.memory.total or 1)
 
 
 def find(evidence: Evidence) -> tuple[Finding, ...]:
-    """All findings, the worst first.
+    """Return all findings, the worst first.
 
     >>> from jaxpar.analysis.roofline import roofline
     >>> empty = Audit({"data": 4}, 0, 0, 0, (), (), (), (), {})
     >>> memory = Footprint({"parameters": 20 * 2**30}, 20 * 2**30, 0, 0, 16 * 2**30, ())
     >>> found = find(Evidence(empty, roofline(empty, "v5e:2x2"), (), memory, ()))
-    >>> [(f.kind, f.text) for f in found]
-    [('does not fit', '20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 20.00 GiB of it is parameters')]
+    >>> [(f.kind, f.text) for f in found]  # doctest: +NORMALIZE_WHITESPACE
+    [('does not fit',
+      '20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 20.00 GiB of it is parameters')]
     """
     found = [finding for finder in _FINDERS for finding in finder(evidence)]
     told = "involuntary rematerialisation"
@@ -124,20 +126,31 @@ def _does_not_fit(e: Evidence) -> Iterator[Finding]:
 
 
 def knob(category: str, remat: str = "") -> str:
-    """What makes a category of memory smaller.
+    """Return the remedy that makes a category of memory smaller.
 
-    >>> knob("optimizer")
-    'shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as parallel: {offload: {optimizer: host}}.'
+    Args:
+      category: one of ``jaxpar.analysis.checkup.footprint.CATEGORIES``.
+      remat: the model's remat policy; empty if unknown.
+
+    >>> knob("optimizer")  # doctest: +NORMALIZE_WHITESPACE
+    'shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host,
+    as parallel: {offload: {optimizer: host}}.'
     """
     again = "" if remat in ("", "full") else f"compute activations again (model.remat=full, now {remat}); "
     texts = {
-        "parameters": "shard them over another axis (rules: params: {embed: data}), or over more devices, or keep those of the layers on the "
-        "host, as parallel: {offload: {parameters: host, optimizer: host}}.",
-        "optimizer": "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host, as "
-        "parallel: {offload: {optimizer: host}}.",
+        "parameters": (
+            "shard them over another axis (rules: params: {embed: data}), or over more devices, or keep those of "
+            "the layers on the host, as parallel: {offload: {parameters: host, optimizer: host}}."
+        ),
+        "optimizer": (
+            "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep "
+            "it on the host, as parallel: {offload: {optimizer: host}}."
+        ),
         "gradients": "shard the parameters over another axis, and their gradients follow.",
-        KEPT: "gather the layers' weights again for the backward pass, as parallel: {reshard_after_forward: true}, or keep a part of them within groups, as "
-        "parallel: {reshard_after_forward: 4}.",
+        KEPT: (
+            "gather the layers' weights again for the backward pass, as parallel: {reshard_after_forward: true}, "
+            "or keep a part of them within groups, as parallel: {reshard_after_forward: 4}."
+        ),
         "activations": f"{again}split the sequence over an axis (residual_seq: model), or take a smaller data.batch.",
         "temporaries": f"{again}take a smaller data.batch, or split the largest tensors at the peak over another axis.",
     }
@@ -145,7 +158,7 @@ def knob(category: str, remat: str = "") -> str:
 
 
 def _exposed(e: Evidence) -> Iterator[Finding]:
-    """Collectives over the same axes that want the same remedy, of which some time is not hidden."""
+    """Group the collectives with time that is not hidden, by axes and remedy."""
     together: dict[tuple[tuple[str, ...], str], list[tuple[Collective, Transfers]]] = {}
     for c, t in zip(e.audit.collectives, e.times, strict=True):
         if t.exposed + t.stalled > 0:
@@ -160,37 +173,41 @@ def _exposed(e: Evidence) -> Iterator[Finding]:
             counts[c.kind] = counts.get(c.kind, 0) + c.count
         kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
         text = (
-            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) wait for transfers over {'+'.join(axes)}, mostly "
-            f"{'with nothing scheduled beside them' if alone else 'longer than the compute beside them'}: {kinds}, "
-            f"{show_bytes(round(sent))} on the wire"
+            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) wait for transfers over {'+'.join(axes)}, "
+            f"mostly {'with nothing scheduled beside them' if alone else 'longer than the compute beside them'}: "
+            f"{kinds}, {show_bytes(round(sent))} on the wire"
         )
         yield Finding("exposed", _places(c for c, _ in same), text, remedy, seconds, sent, e.of_step(seconds))
 
 
 def _places(collectives: Iterable[Collective]) -> str:
-    """The first three places, and how many more there are."""
+    """Return the first three places, and how many more there are."""
     places = list(dict.fromkeys(c.place for c in collectives))
     more = f", and {len(places) - 3} more" if len(places) > 3 else ""
     return ", ".join(places[:3]) + more
 
 
 def _for_exposed(c: Collective, e: Evidence) -> str:
-    """What to change so that a collective takes less, or hides."""
+    """Return the remedy that makes a collective shorter or hides it."""
     axes, backward = "+".join(c.axes), "transpose(" in c.op_name
     over_batch = _axes_of(e.held, "batch")
     tensor_parallel = bool(over_batch) and set(c.axes) <= _axes_of(e.held, "parameters") - over_batch
     if tensor_parallel and c.kind != "all-reduce":
         return (
-            f"{axes} splits matmuls and not the batch, so activations cross it in every layer, the more the more tokens a "
-            f"device has: make {axes} smaller (mesh.{axes}) and give its devices to {'+'.join(sorted(over_batch))}."
+            f"{axes} splits matmuls and not the batch, so activations cross it in "
+            f"every layer, the more the more tokens a device has: make {axes} smaller "
+            f"(mesh.{axes}) and give its devices to {'+'.join(sorted(over_batch))}."
         )
     if c.kind == "all-gather" and set(c.axes) <= over_batch & _axes_of(e.held, "parameters"):
         return (
-            f"{axes} shards parameters that are gathered to be used: give each device more tokens to compute beside them "
-            f"(data.batch), make {axes} smaller, or take it from the rules of params where the memory allows."
+            f"{axes} shards parameters that are gathered to be used: give each device more tokens to compute beside "
+            f"them (data.batch), make {axes} smaller, or take it from the rules of params where the memory allows."
         )
     if c.kind == "all-gather":
-        return f"the value is wanted whole over {axes} at this line: annotate it there as it is made, or make {axes} smaller."
+        return (
+            f"the value is wanted whole over {axes} at this line: "
+            f"annotate it there as it is made, or make {axes} smaller."
+        )
     if c.kind == "all-reduce" and backward and set(c.axes) <= over_batch:
         return (
             f"a gradient is summed whole on every device: shard its parameter over {axes} (rules: params), so that a "
@@ -198,8 +215,8 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
         )
     if c.kind == "all-reduce":
         return (
-            f"a matmul contracts a dim that lies over {axes}: split its result over {axes} too (as residual_seq: {axes} "
-            f"does), so that a reduce-scatter takes its place, or make {axes} smaller."
+            f"a matmul contracts a dim that lies over {axes}: split its result over {axes} too (as residual_seq: "
+            f"{axes} does), so that a reduce-scatter takes its place, or make {axes} smaller."
         )
     if c.kind == "reduce-scatter":
         return f"give each device more tokens to compute beside it (data.batch), or make {axes} smaller."
@@ -209,7 +226,7 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
 
 
 def _axes_of(held: Sequence[HeldTensor], category: str) -> set[str]:
-    """The mesh axes that shard what is of a category."""
+    """Return the mesh axes that shard the tensors of a category."""
     return {axis for h in held if h.category == category for axes in h.spec for axis in axes}
 
 
@@ -218,12 +235,12 @@ def _all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
         if c.form == "all-reduce + slice":
             waste, seconds = c.total_wire_bytes / 2, (t.exposed + t.stalled) / 2
             text = (
-                f"{c.count} × all-reduce over {'+'.join(c.axes)} of which each device keeps a slice: twice the bytes of a "
-                f"reduce-scatter, {show_bytes(round(waste))} for nothing ({show_time(seconds)} of the step)"
+                f"{c.count} × all-reduce over {'+'.join(c.axes)} of which each device keeps a slice: twice the bytes "
+                f"of a reduce-scatter, {show_bytes(round(waste))} for nothing ({show_time(seconds)} of the step)"
             )
             remedy = (
-                f"annotate the value over {'+'.join(c.axes)} right where it is summed; if it is, this compiler makes no "
-                f"reduce-scatter of it."
+                f"annotate the value over {'+'.join(c.axes)} right where it is "
+                "summed; if it is, this compiler makes no reduce-scatter of it."
             )
             yield Finding(
                 "all-reduce for a scatter", c.place, text, remedy, seconds, waste, e.of_step(seconds or t.seconds / 2)
@@ -231,7 +248,7 @@ def _all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
 
 
 def _long_rings(e: Evidence) -> Iterator[Finding]:
-    """Rings in which a device sends more than the other devices' shards, by kind and axes."""
+    """Find rings in which a device sends more than the other devices' shards, by kind and axes."""
     together: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, float, float]]] = {}
     for c, t in zip(e.audit.collectives, e.times, strict=True):
         if not c.form.startswith("ring of"):
@@ -246,13 +263,13 @@ def _long_rings(e: Evidence) -> Iterator[Finding]:
         longest = max((c for c, _, _ in same), key=lambda c: c.wire_bytes / c.result_bytes)
         text = (
             f"{sum(c.count for c, _, _ in same)} × {kind} over {'+'.join(axes)} as rings that send more than they need "
-            f"(a {longest.form} among {longest.group} devices): {show_bytes(round(waste))} too much, {show_time(seconds)} "
-            f"on the links"
+            f"(a {longest.form} among {longest.group} devices): "
+            f"{show_bytes(round(waste))} too much, {show_time(seconds)} on the links"
         )
         option = f"xla_tpu_enable_windowed_einsum_for_{kind.replace('-', '_')}: false"
         remedy = (
-            f"compare with the collective in one piece, on a TPU by the compiler's option {option} (compiler: {{tpu: …}} "
-            f"in the run's file): it sends less, but hides less."
+            f"compare with the collective in one piece, on a TPU by the compiler's option {option} (compiler: "
+            "{tpu: …} in the run's file): it sends less, but hides less."
         )
         yield Finding("long ring", _places(c for c, _, _ in same), text, remedy, seconds, waste, e.of_step(seconds))
 
@@ -269,8 +286,8 @@ def _rematerialised(e: Evidence) -> Iterator[Finding]:
             f"[{w.before}] to [{w.after}]"
         )
         remedy = (
-            "the two annotations order or split the axes of a dim differently: write both alike, or put a third between "
-            "them that shares a dim with each."
+            "the two annotations order or split the axes of a dim differently: write both alike, or put a third "
+            "between them that shares a dim with each."
         )
         share = max(e.of_step(seconds), e.of_memory(w.bytes))
         where = w.source or w.op_name or "the compiler"
@@ -278,7 +295,7 @@ def _rematerialised(e: Evidence) -> Iterator[Finding]:
 
 
 def _large_buffers(e: Evidence) -> Iterator[Finding]:
-    """Logits and attention scores among the ten largest tensors that the step itself makes."""
+    """Find logits and attention scores among the ten largest tensors that the step itself makes."""
     made = [buffer for _, buffer in e.memory.buffers if not buffer.argument][:10]
     for kind, is_one, remedy in (
         ("logits", partial(is_logits, vocab=e.vocab), _SPLIT_LOGITS),
@@ -294,7 +311,7 @@ def _large_buffers(e: Evidence) -> Iterator[Finding]:
 
 
 def _replicated(e: Evidence) -> Iterator[Finding]:
-    """Parameters and optimizer arrays whole on every device, by path."""
+    """Find parameters and optimizer arrays that are replicated on every device."""
     large = [axis for axis, size in e.sizes.items() if size > 1]
     for h in e.held:
         if h.category not in ("parameters", "optimizer") or any(h.spec) or not large:

@@ -1,17 +1,20 @@
-"""``footprint``: what one device's memory holds at the worst moment of a step, by category, and whether that fits.
+"""``footprint``: one device's memory at the peak of a step, by category, and whether it fits.
 
-What the step is given (parameters, optimizer state, batch) is known exactly, from the layout. What it makes on the way is
-told from the buffers that :func:`jaxpar.analysis.hlo.liveness.peak` finds alive at the peak, by rules of thumb:
+The sizes of the step's arguments (parameters, optimizer state, batch) follow from the layout and are exact. Everything
+else is classified from the buffers that :func:`jaxpar.analysis.hlo.liveness.peak` finds alive at the peak:
 
-- **gradients**: made in the backward pass (jax's name of the operation has ``transpose(``), not gathered, and of the shape of
-  a parameter: its shard, one layer of it, or either with fewer of its mesh axes applied (before it is scattered);
-- **kept weights**: what the loop over layers gathers and fills an array with, for the backward pass not to gather it again; told by
-  where it comes from (:mod:`jaxpar.analysis.hlo.kept_weights`), which is no rule of thumb;
-- **activations**: made in the forward pass (``jvp(``) outside of loops: all else that it saves for the backward pass, stacks of
-  residuals among it;
-- **temporaries**: all else. Activations that the backward pass computes again are there, and gathered weights.
+- **gradients**: made in the backward pass (jax's name of the operation has ``transpose(``), not gathered, and of the
+  shape of a parameter: its shard, one layer of it, or either with fewer of its mesh axes applied (before the
+  reduce-scatter);
+- **kept weights**: stacks that the loop over layers fills with gathered weights, so that the backward pass need not
+  gather them again. Their origin identifies them (:mod:`jaxpar.analysis.hlo.kept_weights`); the other rules are
+  heuristics;
+- **activations**: made in the forward pass (``jvp(``) outside of loops: everything else that it saves for the backward
+  pass, including stacks of residuals;
+- **temporaries**: everything else, including activations that the backward pass recomputes, and gathered weights.
 
-The sum is that walk's; where the compiler's own peak differs, the difference is *not attributed*: padding, fragments, code.
+The sum is that of the walk. If the compiler's own peak differs, the difference is *not attributed*: padding,
+fragmentation, code.
 """
 
 from __future__ import annotations
@@ -30,23 +33,23 @@ from jaxpar.training.state import TrainState, place
 
 KEPT = "kept weights"
 CATEGORIES = ("parameters", "optimizer", "other state", "batch", "gradients", KEPT, "activations", "temporaries")
-"""What memory is for, in the order in which it is shown."""
+"""The uses of memory, in the order in which they are shown."""
 
 _PARTS = {"params": "parameters", "opt_state": "optimizer"}
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """An array that a step is given.
+    """An array that a step receives as an argument.
 
     Attributes:
-      path: of the tensor, ``params/blocks/mlp/up``.
+      path: of the tensor, such as ``params/blocks/mlp/up``.
       category: one of ``CATEGORIES``.
-      dims: its logical dims; empty where it has none.
-      shape: of the whole.
+      dims: its logical dims; empty if it has none.
+      shape: the global shape.
       spec: the mesh axes of each dim.
-      bytes: on one device; none where it lies in the host's memory.
-      copies: how many devices hold each shard.
+      bytes: in the memory of one device; 0 if it is in host memory.
+      copies: the number of devices that hold each shard.
     """
 
     path: str
@@ -63,12 +66,13 @@ class Footprint:
     """One device's memory at the peak, in bytes.
 
     Attributes:
-      categories: name → bytes, as in ``CATEGORIES``.
-      total: the compiler's peak; the walk's sum where the compiler gives none.
-      unattributed: ``total`` less the sum of the categories; negative where the walk counts what the compiler packs.
-      host: in the host's memory.
-      limit: what the device has; ``None`` where it is not known.
-      buffers: those alive at the peak, largest first, each with its category.
+      categories: a name of ``CATEGORIES`` → bytes.
+      total: the compiler's peak, or the sum of the walk if the compiler reports none.
+      unattributed: ``total`` minus the sum of the categories; negative if the compiler packs buffers that the walk
+        counts.
+      host: bytes in host memory.
+      limit: the memory of the device; ``None`` if unknown.
+      buffers: (category, buffer) pairs of the buffers alive at the peak, largest first.
     """
 
     categories: Mapping[str, int]
@@ -80,21 +84,21 @@ class Footprint:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory; an unknown limit holds anything."""
+        """Whether the peak is within the device's memory; true if that memory is unknown."""
         return self.limit is None or self.total <= self.limit
 
     @property
     def over(self) -> int:
-        """Bytes beyond the limit; negative is what is free."""
+        """Bytes beyond the limit; if negative, the bytes that are free."""
         return self.total - (self.total if self.limit is None else self.limit)
 
 
 def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[HeldTensor, ...]:
-    """What a step is given, in the order of the compiled program's arguments.
+    """Return the arrays that a step receives, in the order of the compiled program's arguments.
 
     Args:
       layout: of the run.
-      state: as :func:`jaxpar.training.state.abstract_state` gives it.
+      state: the result of :func:`jaxpar.training.state.abstract_state`.
       batch: the placed shapes of the batch, a pytree of ``jax.ShapeDtypeStruct``.
 
     >>> import jax, optax, jaxpar as jp
@@ -124,7 +128,7 @@ def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layou
     local = math.prod(-(-size // way) for size, way in zip(leaf.shape, ways, strict=True))
     if leaf.sharding.memory_kind == KIND:
         local = 0
-    # A key's dtype is an extended one: two words of 32 bits, whatever it says of its items.
+    # The itemsize of a PRNG key dtype is that of the two 32-bit words of a key.
     size = leaf.dtype.itemsize
     copies = layout.mesh.size // math.prod(ways)
     return HeldTensor(path, category, tuple(dims), tuple(leaf.shape), spec, local * size, copies)
@@ -137,16 +141,17 @@ def footprint(
     sizes: Mapping[str, int],
     device: Accelerator | None,
 ) -> Footprint:
-    """The memory at a program's peak, by category.
+    """Return the memory at a program's peak, by category.
 
     Args:
       peak: the buffers alive at the peak.
-      held: what the program is given, as from :func:`held_by`.
-      memory: the compiler's own figures, as in ``AheadOfTime.memory``.
+      held: the arrays that the program receives, as from :func:`held_by`.
+      memory: the compiler's own figures in bytes, as in ``AheadOfTime.memory``.
       sizes: mesh axis → size.
-      device: whose memory is the limit.
+      device: the accelerator whose memory is the limit.
 
-    >>> found = footprint(Peak(96, (Buffer(96, "f32[24]", "", "jit(step)/jvp()/mul", "", False),)), (), {"peak": 128}, {}, None)
+    >>> alive = Peak(96, (Buffer(96, "f32[24]", "", "jit(step)/jvp()/mul", "", False),))
+    >>> found = footprint(alive, (), {"peak": 128}, {}, None)
     >>> found.categories["activations"], found.unattributed, found.fits
     (96, 32, True)
     """
@@ -179,8 +184,8 @@ def _category(buffer: Buffer, gradients: frozenset[tuple[int, ...]], held: tuple
 
 
 def _shapes(parameter: HeldTensor, sizes: Mapping[str, int]) -> set[tuple[int, ...]]:
-    """The shapes that a parameter's gradient passes through: under any subset of its axes, whole or one layer of it."""
-    if len(parameter.shape) < 2:  # a vector's shape says little
+    """Return the shapes of a parameter's gradient under any subset of its axes, of all layers or of one."""
+    if len(parameter.shape) < 2:  # a vector's shape is ambiguous
         return set()
     axes = [axis for entry in parameter.spec for axis in entry]
     found: set[tuple[int, ...]] = set()

@@ -1,7 +1,7 @@
-"""Golden files: what a run's compiled step costs, kept beside the code, so that a change of it is seen in a review.
+"""Golden files: the costs of a run's compiled step, stored next to the code, so that a review shows changes to them.
 
-Counts must be equal; bytes may differ by a thousandth. Collectives are grouped by kind, axes and the function and file that
-they come from: line numbers move.
+Counts must be equal; bytes may differ by 0.1%. Collectives are grouped by kind, axes, and the function and file that
+they come from, without line numbers, which change often.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import ConfigError
 
 FORM = 1
-"""Of the file; another one is refused."""
+"""The version of the file format; files of other versions are rejected."""
 
 TOLERANCE = 1e-3
-"""The relative difference of bytes that does not count."""
+"""The relative difference of bytes below which two figures count as equal."""
 
 _EXACT = ("matmul_flops", "kernel_flops")
 
 
 def facts_of(report: Audit, topology: str, versions: Mapping[str, str]) -> dict[str, Any]:
-    """What a golden file holds of a program.
+    """Return the contents of a program's golden file.
 
     Args:
-      report: its audit, with the compiler's memory figures.
-      topology: what it was compiled for.
+      report: the program's audit, with the compiler's memory figures.
+      topology: the topology that it was compiled for.
       versions: of jax and of the compiler.
 
     >>> facts_of(Audit({"data": 4}, 8, 0, 0, (), (), (), (), {"peak": 64}), "v5e:2x2", {"jax": "0.12"})["memory"]
@@ -63,10 +63,14 @@ def write(file: Path, facts: Mapping[str, Any]) -> None:
 
 
 def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
-    """How a program differs from a golden file, a line each; empty if it does not.
+    """Return the differences between a program and a golden file, one line each; empty if there are none.
+
+    Args:
+      file: the golden file.
+      facts: of the program, as from :func:`facts_of`.
 
     Raises:
-      ConfigError: the file is no golden file, or is of another topology, mesh, or version of jax or of the compiler.
+      ConfigError: the file is not a golden file, or has another topology, mesh, or version of jax or of the compiler.
     """
     kept = _load(file)
     remedy = f"Remedy: remove {file} and run again to write it anew, or name another file."
@@ -80,9 +84,10 @@ def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
 
 
 def differences(kept: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """The lines of :func:`against`.
+    """Return the lines of :func:`against`.
 
-    >>> row = {"kind": "all-gather", "axes": "model", "from": "Attention.__call__ (layers.py)", "count": 2, "wire_bytes": 2**30}
+    >>> row = {"kind": "all-gather", "axes": "model", "from": "Attention.__call__ (layers.py)"}
+    >>> row |= {"count": 2, "wire_bytes": 2**30}
     >>> same = {"matmul_flops": 1, "kernel_flops": 0, "certain": True, "memory": {}}
     >>> differences({**same, "collectives": []}, {**same, "collectives": [row]})
     ['+2 all-gathers over model, +1.00 GiB, from Attention.__call__ (layers.py)']

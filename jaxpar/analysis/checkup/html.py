@@ -1,4 +1,4 @@
-"""``page``: a checkup as one HTML file that needs nothing else, with pictures."""
+"""``page``: a checkup as one self-contained HTML file, with figures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from jaxpar.analysis.checkup.svg import memory_picture, overlap_picture, wire_pi
 _STYLE = """
 body { font: 14px/1.45 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
-table { border-collapse: collapse; font-size: 12px } td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
+table { border-collapse: collapse; font-size: 12px } \
+td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
 .fits { color: #060 } .not { color: #b00 } .note { color: #666 } li { margin-bottom: .8em } div { overflow-x: auto }
 .legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px }
 """
 
 
 def page(found: Checkup, title: str, layout: str = "") -> str:
-    """A checkup as HTML: fits or not, findings, pictures, tables; self-contained.
+    """Return a checkup as HTML: whether it fits, findings, figures, tables.
 
     Args:
       found: the checkup.
-      title: of the page, as the run's name.
-      layout: HTML to put at the end, as where every tensor lies.
+      title: of the page, such as the name of the run.
+      layout: HTML to append, such as the report of ``explain``.
 
     >>> from jaxpar.analysis.checkup.findings import Finding
     >>> large = Finding("does not fit", "activations", "4 GiB too much", "a smaller batch", 0.0, 4 * 2**30, 1.25)
@@ -33,7 +34,10 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
     """
     name = html.escape(title)
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style></head>',
+        (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+            f"<style>{_STYLE}</style></head>"
+        ),
         f'<body><h1>{name}</h1><p class="{"fits" if found.fits else "not"}"><b>{html.escape(found.headline())}</b></p>',
         _findings(found),
         *_pictures(found),

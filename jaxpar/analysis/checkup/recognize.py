@@ -1,4 +1,4 @@
-"""Telling by its shape what a buffer is: logits, or attention scores. A guess that stays silent where a shape is ambiguous."""
+"""Recognizes logits and attention scores by the shape of a buffer. An ambiguous shape is not recognized."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jaxpar.analysis.hlo.liveness import Buffer
 
 
 def is_logits(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, int], *, vocab: int) -> bool:
-    """Whether one dim is the vocabulary or its shard, and the others are not those of the tables that share it.
+    """Whether one dim is the vocabulary or its shard, and the other dims are not those of the tables that share it.
 
     Args:
       buffer: the tensor.
-      held: what the step is given; its parameters' widths are no vocabulary.
+      held: the arrays that the step receives. A width of its parameters does not count as the vocabulary.
       sizes: mesh axis → size.
-      vocab: the size of the vocabulary; 0 if not known.
+      vocab: the size of the vocabulary; 0 if unknown.
 
     >>> is_logits(Buffer(1, "f32[8,128,500]", "", "", "", False), (), {"model": 2}, vocab=1000)
     True
@@ -35,7 +35,16 @@ def is_logits(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, in
 
 
 def is_scores(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, int], *, seq: int) -> bool:
-    """Whether two dims are the whole sequence; where that is also a width of the model, jax's name must say so.
+    """Whether two dims are the full sequence.
+
+    If the sequence length is also a width of the model, three dims must have it, or jax's name of the operation must
+    contain ``BNTS``.
+
+    Args:
+      buffer: the tensor.
+      held: the arrays that the step receives.
+      sizes: mesh axis → size.
+      seq: the length of the sequence; 0 if unknown.
 
     >>> is_scores(Buffer(1, "f32[8,128,128]", "", "", "", False), (), {}, seq=128)
     True
@@ -47,7 +56,7 @@ def is_scores(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, in
 
 
 def _products(sizes: Mapping[str, int]) -> set[int]:
-    """Into how many pieces the mesh's axes can cut a dim."""
+    """Return the numbers of shards that the mesh's axes can make of a dim."""
     found = {1}
     for size in sizes.values():
         found |= {size * n for n in found}

@@ -1,4 +1,4 @@
-"""Pictures of a checkup as SVG text: memory by category, bytes on the wire by axes, what of a step runs beside what."""
+"""Figures of a checkup as SVG: memory by category, bytes on the wire by axes, overlap of compute and transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpar.analysis.roofline import Roofline, show_time
 from jaxpar.analysis.units import show_bytes
 
 WIDTH = 880
-"""Pixels of a picture."""
+"""The width of a figure in pixels."""
 
 _LEFT, _ROW, _BAR = 150, 30, 18
 _ROOM = WIDTH - _LEFT - 120
@@ -22,7 +22,7 @@ _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#cc79a7", "#d55e00", "#f0e442", "#
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a bar, in the bar's unit: where it begins, how long it is, its colour and what it is."""
+    """A segment of a bar: where it begins and its size, both in the bar's unit, its colour and its tooltip."""
 
     begin: float
     size: float
@@ -31,7 +31,12 @@ class Piece:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[Piece], str]], end: float, mark: tuple[float, str] | None = None) -> str:
-    """Horizontal bars of pieces, each with its name before and its value behind; ``mark`` is a line across all.
+    """Return horizontal bars as SVG text.
+
+    Args:
+      rows: for each bar, the label on its left, its segments, and the text on its right.
+      end: the value at the right edge, in the bars' unit.
+      mark: the value and the label of a vertical line across all bars.
 
     >>> bars([("data", [Piece(0, 1, "red", "one")], "1 B")], 2).count("<rect")
     1
@@ -61,7 +66,7 @@ def bars(rows: Sequence[tuple[str, Sequence[Piece], str]], end: float, mark: tup
 
 
 def memory_picture(memory: Footprint) -> str:
-    """One bar a category, and one for all of them against the device's memory."""
+    """Return one bar for each category, and one for their sum, compared with the device's memory."""
     rows: list[tuple[str, list[Piece], str]] = []
     whole: list[Piece] = []
     sizes = {**memory.categories, "not attributed": max(memory.unattributed, 0)}
@@ -72,14 +77,14 @@ def memory_picture(memory: Footprint) -> str:
             rows.append((name, [Piece(0, size, colour, f"{name}: {show_bytes(size)}")], show_bytes(size)))
             at += size
     of = f" of {show_bytes(memory.limit)}" if memory.limit is not None else ""
-    # A line far to the right would leave no room for the bars.
+    # A limit far beyond the bars would shrink them.
     near = memory.limit is not None and memory.limit < 4 * at
     mark = (float(memory.limit), f"{show_bytes(memory.limit)} of the device") if near and memory.limit else None
     return bars([("at the peak", whole, show_bytes(memory.total) + of), *rows], at, mark)
 
 
 def wire_picture(report: Audit) -> str:
-    """Bytes on the wire by mesh axes, a piece for each kind of collective."""
+    """Return the bytes on the wire by mesh axes, with a segment for each kind of collective."""
     kinds = sorted({c.kind for c in report.collectives})
     colours = dict(zip(kinds, _COLOURS, strict=False))
     by_axes: dict[str, dict[str, float]] = {}
@@ -98,10 +103,10 @@ def wire_picture(report: Audit) -> str:
 
 
 def overlap_picture(line: Roofline) -> str:
-    """What of a step runs beside what, by the roofline: not in the order of the program, but sorted.
+    """Return the overlap of compute and transfers in a step, by the roofline; sorted, not in program order.
 
-    First the device's work, with the transfers that hide under it; then, while it waits, what outlasts the work beside it;
-    then what has nothing beside it, one after the other.
+    First come the device's work and the transfers that it hides. The transfers that outlast their compute follow, while
+    the device is stalled. The exposed transfers come last, one after the other.
     """
     work = max(line.compute, line.hbm)
     resource = "compute" if line.compute >= line.hbm else "HBM"
@@ -122,7 +127,7 @@ def overlap_picture(line: Roofline) -> str:
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Names beside their colours.
+    """Return the names next to their colours, as HTML.
 
     >>> legend([("work", "red")])
     '<p class="legend"><span><i style="background:red"></i>work</span></p>'

@@ -1,1 +1,1 @@
-"""Compilation for a topology that is not here, ahead of time."""
+"""Ahead-of-time compilation for a topology that is not present."""

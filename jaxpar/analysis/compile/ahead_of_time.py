@@ -1,8 +1,8 @@
-"""``compile_for``: the real compiler on the real topology, on a machine that has neither.
+"""``compile_for`` runs the real compiler for a topology, on a machine without its accelerators.
 
-The program is lowered here, for abstract devices, and exported; a process with its own environment compiles it with libtpu,
-or with XLA's compiler for NVIDIA GPUs. So the model's code runs only here, and the compiler's environment disturbs nobody. Results are kept on disk by program,
-topology and versions.
+This process lowers the program for abstract devices and exports it. A second process, with its own environment,
+compiles it with libtpu or with XLA's compiler for NVIDIA GPUs. The model's code therefore runs only in this process,
+and the compiler's environment does not affect it. Results are cached on disk by program, topology and versions.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ CompilerOptions = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class AheadOfTime:
-    """A program compiled for a topology that is not here: it can be read, not run.
+    """A program compiled for a topology that is not present: it can be read, but not run.
 
     Attributes:
-      topology: as asked for.
-      text: the optimised HLO.
-      memory: bytes on one device: ``argument``, ``output``, ``temp``, ``alias``, ``peak``, ``host``; a figure that the
-        compiler does not give is not there.
-      compile_cpu_seconds: what the compiler took.
-      device_kind: what jax calls a device, as ``TPU v5 lite``.
-      versions: of jax, of the compiler, and of what else it compiles with.
-      cached: whether it was found on disk.
-      warnings: lines in which the compiler says that it moves a tensor in the worst of ways, as it wrote them.
+      topology: the name of the topology.
+      text: the optimized HLO.
+      memory: bytes on one device: ``argument``, ``output``, ``temp``, ``alias``, ``peak``, ``host``; ``peak`` excludes
+        ``host``. Figures that the compiler does not report are missing.
+      compile_cpu_seconds: CPU time of the compilation.
+      device_kind: jax's name of a device, such as ``TPU v5 lite``.
+      versions: of jax, of the compiler, and of the other packages that affect the result.
+      cached: whether the result comes from the disk cache.
+      warnings: the compiler's warnings of involuntary full rematerialization, verbatim.
     """
 
     topology: str
@@ -70,11 +70,14 @@ class AheadOfTime:
     warnings: tuple[str, ...] = ()
 
     def as_text(self) -> str:
-        """The optimised HLO, as ``jax.stages.Compiled.as_text``."""
+        """Return the optimized HLO, like ``jax.stages.Compiled.as_text``."""
         return self.text
 
     def memory_analysis(self) -> SimpleNamespace:
-        """The figures under the names of ``jax.stages.Compiled.memory_analysis``; ``None`` where the compiler gave none."""
+        """Return the figures under the names of ``jax.stages.Compiled.memory_analysis``.
+
+        A figure that the compiler does not report is ``None``.
+        """
         names = {"argument": "argument_size", "output": "output_size", "temp": "temp_size", "alias": "alias_size"}
         names |= {"peak": "peak_memory"}
         return SimpleNamespace(**{f"{long}_in_bytes": self.memory.get(short) for short, long in names.items()})
@@ -91,24 +94,32 @@ def compile_for(
     compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> AheadOfTime:
-    """Compile the train step of a run for a topology; with the optimizer's state on disk, the program that makes its gradients.
+    """Compile the train step of a run for a topology.
+
+    With the optimizer state on disk, only the program that computes the gradients is compiled.
 
     Args:
-      topology: as ``"v5e:4x4"``, in chips; ``"v5e:4x4*2"`` is two slices, ``"h100:4x8"`` four hosts of 8 GPUs.
-      layout: a layout on a mesh of as many devices, abstract or not. The step is traced under :func:`aim` of it, so the
-        model can tell which accelerator it is compiled for.
+      topology: chips of a slice, as ``"v5e:4x4"``. ``"v5e:4x4*2"`` is two slices, ``"h100:4x8"`` four hosts of 8 GPUs.
+      layout: a layout on a mesh with the topology's number of devices, abstract or not. The step is traced under
+        ``aim(layout, topology)``, so that the model can find out which accelerator it is compiled for.
       make_model, tx: as for :func:`jaxpar.init`.
-      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's, or of :class:`jaxpar.PipedreamStep` where ``pipeline`` says so.
-      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, global sizes.
-      compiler_options: XLA's, as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``; as in ``jax.stages.Lowered.compile``. No
-        flag of the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) reaches the compiler.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``, with global shapes.
+      compiler_options: XLA's options, such as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``, as in
+        ``jax.stages.Lowered.compile``. Flags in the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) do not reach the
+        compiler.
+      options: keyword arguments of :func:`jaxpar.train_step`, or of :class:`jaxpar.PipedreamStep` if ``pipeline`` is
+        asynchronous.
+
+    Returns:
+      The compiled program.
 
     Raises:
       MeshError: unknown topology, or a mesh of another size or for another accelerator.
       LayoutError: the layout does not fit the model or the batch.
-      MissingExtraError: no compiler for the topology's devices.
-      CompileError: the compiler is not the one for this jax, or it refused, with its words (for example that the program
-        does not fit a TPU's memory; the one for GPUs does not ask that).
+      MissingExtraError: there is no compiler for the topology's devices.
+      CompileError: the compiler does not match this jax, or it rejects the program. The message quotes the compiler,
+        for example that the program exceeds the memory of a TPU. The compiler for GPUs does not check memory.
     """
     parsed = Topology.parse(str(topology))
     layout = aim(layout, parsed)
@@ -127,7 +138,10 @@ def step_for(
     batch: Any,
     **options: Any,
 ) -> tuple[Callable[..., Any], TrainState, Any]:
-    """What :func:`compile_for` compiles, and the placed shapes of the state and the batch that it is called with. Arguments are that function's."""
+    """Return the step that :func:`compile_for` compiles, and the placed shapes of its state and batch.
+
+    Arguments are those of :func:`compile_for`.
+    """
     state = abstract_state(layout, make_model, tx, options.get("precision"))
     inputs = placed(layout, batch)
     if isinstance(options.get("pipeline"), Asynchronous):
@@ -137,10 +151,11 @@ def step_for(
 
 
 def aim(layout: Layout, topology: Topology) -> Layout:
-    """``layout`` on an abstract mesh that carries the topology's device.
+    """Return ``layout`` on an abstract mesh that carries the topology's device.
 
-    What is traced under it learns its target, from ``jax.sharding.get_abstract_mesh().abstract_device`` or
-    :func:`jaxpar.sharding.hardware.topology.platform_of`. It is unequal to ``layout``: make a step and its inputs with the same one.
+    Code that is traced under the result finds its target in ``jax.sharding.get_abstract_mesh().abstract_device``, or
+    with :func:`jaxpar.sharding.hardware.topology.platform_of`. The result does not compare equal to ``layout``: create
+    a step and its inputs with the same layout.
 
     Raises:
       MeshError: the mesh has another size, or carries another accelerator.
@@ -171,7 +186,7 @@ def aim(layout: Layout, topology: Topology) -> Layout:
 
 
 def placed(layout: Layout, batch: Any) -> Any:
-    """The batch's tagged shapes with their shardings."""
+    """Return the tagged shapes of the batch with their shardings."""
     return jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
 
 
@@ -190,10 +205,24 @@ def compile_program(
     donated: int = 0,
     compiler_options: CompilerOptions | None = None,
 ) -> AheadOfTime:
-    """Compile ``function(*inputs)`` for a topology; ``inputs`` are placed shapes, the first ``donated`` leaves donated.
+    """Compile ``function(*inputs)`` for a topology.
 
-    ``layout`` is what ``function`` and ``inputs`` were made with: one from :func:`aim`, if the code is to know its target.
-    ``compiler_options`` are as in :func:`compile_for`. Raises what that does.
+    Args:
+      topology: the target.
+      layout: the layout that ``function`` and ``inputs`` were created with. Use one from :func:`aim` if the code needs
+        to know its target.
+      function: traced once, in this process.
+      inputs: pytrees of ``jax.ShapeDtypeStruct`` with shardings.
+      donated: the number of leaves of ``inputs`` to donate, from the first.
+      compiler_options: as in :func:`compile_for`.
+
+    Returns:
+      The compiled program.
+
+    Raises:
+      MissingExtraError: there is no compiler for the topology's devices, or flatbuffers is not installed.
+      CompileError: as for :func:`compile_for`.
+      MeshError: the devices of the topology cannot form the mesh.
     """
     compiler = COMPILERS[topology.platform]
     leaves, treedef = jax.tree.flatten(tuple(inputs))
@@ -202,14 +231,15 @@ def compile_program(
         return jax.tree.leaves(function(*jax.tree.unflatten(treedef, arrays)))
 
     try:
-        import flatbuffers  # noqa: F401 (jax serialises with it)
+        import flatbuffers  # noqa: F401 (jax.export serializes with it)
     except ImportError as error:
         raise need("flatbuffers", compiler.extra, "compiling ahead of time") from error
     versions = versions_of(compiler)
-    # Kernels have no form that outlives a version of jax, but the same version compiles them a moment later.
+    # jax.export rejects kernels because their form may change between jax versions. Here the same version compiles them
+    # immediately.
     checks = [jax.export.DisabledSafetyCheck.custom_call(kernel) for kernel in compiler.kernels]
     with warnings.catch_warnings():
-        # What kernel a model takes for its accelerator is settled; that jax will drop one of its own is no news of this run.
+        # The model has already selected its kernel; the deprecation of jax's Triton backend is no news to the user.
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         program = jax.export.export(jax.jit(flat), platforms=[compiler.lowering], disabled_checks=checks)(*leaves)
     request = {
@@ -220,13 +250,16 @@ def compile_program(
         "specs": [_spec(leaf) for leaf in leaves],
         "donated": list(range(donated)),
         "compiler_options": dict(compiler_options or {}),
-        "kept": "text, memory, warnings",  # what was kept before without one of these is compiled again
+        "kept": "text, memory, warnings",  # recompiles cached results that lack one of these
     }
     kinds = [leaf.sharding.memory_kind for leaf in leaves]
     if KIND in kinds:
-        request["kinds"] = kinds  # only then: other programs are as they were
+        request["kinds"] = kinds  # only if present, so that the cache keys of other programs do not change
         if topology.platform == "gpu":
-            text = "offload: ahead of time the compiler for GPUs takes the host's memory for the device's, and counts it so."
+            text = (
+                "offload: ahead of time the compiler for GPUs takes the "
+                "host's memory for the device's, and counts it so."
+            )
             warnings.warn(text, stacklevel=2)
     return _run(compiler, program, request)
 
@@ -238,7 +271,7 @@ def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
 
 
 def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
-    # With its source locations, which an audit reports: a moved line is compiled again rather than misattributed.
+    # The key includes source locations, because audits report them: a program with moved lines is compiled again.
     asked = json.dumps([program.mlir_module(), request], sort_keys=True)
     key = hashlib.sha256(asked.encode()).hexdigest()[:24]
     kept = cache_folder() / key
@@ -260,11 +293,11 @@ def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, An
 
 
 def _memory(given: dict[str, int]) -> dict[str, int]:
-    """What the compiler gave, under our names; nothing is made up for what it did not give."""
+    """Return the figures that the compiler reports, under jaxpar's names."""
     names: dict[str, tuple[str, ...]] = {name: (f"{name}_size",) for name in ("argument", "output", "temp", "alias")}
     names |= {"peak": ("peak_memory",), "host": ("host_argument_size", "host_temp_size")}
     found = {name: sum(given[part] for part in parts) for name, parts in names.items() if given.keys() >= set(parts)}
-    if "host" in found:  # what a step is given there and writes back in place stands there once
+    if "host" in found:  # a donated array in host memory is updated in place and counts once
         found["host"] += max(0, given.get("host_output_size", 0) - given.get("host_alias_size", 0))
     if "peak" in found:
         found["peak"] -= min(found.get("host", 0), found["peak"])  # the compiler counts both memories as one
@@ -272,7 +305,7 @@ def _memory(given: dict[str, int]) -> dict[str, int]:
 
 
 def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: Path) -> None:
-    """Compile in a folder of its own, moved to its place only when it is whole."""
+    """Compile in a temporary folder, and copy it to ``kept`` only when it is complete."""
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         here = Path(folder)
         (here / "program.export").write_bytes(program)
@@ -282,9 +315,9 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: 
         if not (here / "result.json").is_file():
             raise CompileError(f"the compiler died with status {run.returncode}: {run.stderr[-2000:]}")
         result = json.loads((here / "result.json").read_text())
-        if result.get("kind") == MeshError.__name__:  # the devices do not make up this mesh
+        if result.get("kind") == MeshError.__name__:  # the devices cannot form this mesh
             raise MeshError(result["error"])
-        if "error" in result:  # not kept: another process may have held the library
+        if "error" in result:  # not cached: the compiler also fails while another process holds the library
             raise CompileError(f"the compiler refused the program for {request['name']}: {result['error']}")
         result["warnings"] = warnings_in(run.stderr)
         (here / "result.json").write_text(json.dumps(result))
@@ -293,30 +326,36 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: 
 
 
 def warnings_in(log: str) -> list[str]:
-    """The lines of a compiler's log that tell of an involuntary rematerialisation, each once.
+    """Return the warnings of involuntary rematerialization in a compiler's log, without duplicates.
 
-    >>> warnings_in("W1121 17:27:36.4 2173 spmd_partitioner.cc:666] [SPMD] Involuntary full rematerialization. The …\\n\\nmore")
+    >>> warnings_in(
+    ...     "W1121 17:27:36.4 2173 spmd_partitioner.cc:666] "
+    ...     "[SPMD] Involuntary full rematerialization. The …\\n\\nmore"
+    ... )
     ['[SPMD] Involuntary full rematerialization. The …']
     """
-    # Some versions write "[spmd]", with other words behind it; the log's own time and thread would make equal ones differ.
+    # Some versions print "[spmd]" and other words after it. Equal warnings differ in the log's time and thread id.
     found = re.findall(r"(?im)^.*?(\[spmd\] involuntary full rematerialization.*)$", log)
     return list(dict.fromkeys(found))
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept, for this user alone: ``$JAXPAR_CACHE``, else ``~/.cache/jaxpar``."""
+    """Return the folder of compiled programs, which only this user can read.
+
+    It is ``$JAXPAR_CACHE/compiled``, or ``~/.cache/jaxpar/compiled`` if the variable is unset.
+    """
     folder = Path(os.environ.get("JAXPAR_CACHE", Path.home() / ".cache" / "jaxpar")) / "compiled"
-    for one in (folder.parent, folder):  # `parents` would be made with the usual mode
+    for one in (folder.parent, folder):  # `parents=True` creates parents with the default mode
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_mode & 0o077 and found.st_uid == os.getuid():
-        folder.chmod(0o700)  # made by an older jaxpar, or by hand
+        folder.chmod(0o700)  # created by an older jaxpar, or by hand
     return folder
 
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """A lock over all processes of this machine: one such compile takes a core and a gigabyte."""
+    """Lock out other processes of this machine: a compilation takes a core and a gigabyte of memory."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""The compilers that :mod:`jaxpar.analysis.compile.ahead_of_time` calls: where each is found, whether it fits this jax, how it is asked.
+"""The compilers that :mod:`jaxpar.analysis.compile.ahead_of_time` uses: their interpreters, versions and arguments.
 
-Each may live in another interpreter than the one that runs, named by an environment variable; it must hold the same jax and
-the platform's plugin.
+A compiler may be installed in another Python interpreter, which an environment variable names. That interpreter must
+have the same jax and the plugin of the platform.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class Compiler:
     """The compiler for one platform.
 
     Attributes:
-      variable: environment variable that names its interpreter; the one that runs if unset.
+      variable: the environment variable that names its interpreter. If unset, the running interpreter is used.
       device: what it compiles for, in words.
-      plugin: the package that holds it.
-      jax_extra: the extra of jax that brings it; jaxpar's is ``extra``.
-      others: packages whose versions also decide what it makes of a program.
-      lowering: what ``jax.export`` calls the platform.
-      kernels: custom calls that ``jax.export`` lets pass only when told so.
-      environment: of its process.
+      plugin: the package that contains it.
+      jax_extra: the extra of jax that installs it.
+      extra: the extra of jaxpar that installs it.
+      others: further packages whose versions affect the compiled program.
+      lowering: the name of the platform in ``jax.export``.
+      kernels: custom calls for which ``jax.export`` must disable its safety check.
+      environment: variables that are set in its process.
     """
 
     variable: str
@@ -52,12 +53,12 @@ class Compiler:
 
     @property
     def python(self) -> str:
-        """Its interpreter."""
+        """The path of its interpreter."""
         return os.environ.get(self.variable, sys.executable)
 
     @property
     def install(self) -> str:
-        """What an interpreter needs to be it."""
+        """The requirement that installs it into an interpreter."""
         return f"'jax[{self.jax_extra}]=={jax.__version__}'"
 
 
@@ -71,7 +72,7 @@ COMPILERS = {
         others=(),
         lowering="tpu",
         kernels=(),
-        # A plain import of jax beside libtpu looks for a TPU, and asks the cloud's metadata server for its kind.
+        # With libtpu installed, importing jax looks for a TPU and queries the cloud's metadata server for its kind.
         environment=(("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")),
     ),
     "gpu": Compiler(
@@ -83,7 +84,7 @@ COMPILERS = {
         others=("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"),
         lowering="cuda",
         kernels=("__gpu$xla.gpu.triton",),
-        # Where there is a GPU all the same, the program is to be the one that a machine without compiles.
+        # A machine with a GPU must compile the same program as a machine without one.
         environment=(("CUDA_VISIBLE_DEVICES", ""),),
     ),
 }
@@ -91,11 +92,11 @@ COMPILERS = {
 
 
 def versions_of(compiler: Compiler) -> dict[str, str]:
-    """Versions in the compiler's interpreter, of jax and of all that decides what it makes of a program.
+    """Return the versions of jax and of all packages that affect the compiled program, in the compiler's interpreter.
 
     Raises:
-      MissingExtraError: no compiler there.
-      CompileError: another jax there, a compiler for another jax, or no interpreter.
+      MissingExtraError: that interpreter has no compiler.
+      CompileError: it has another jax or a compiler for another jax, or the interpreter does not run.
     """
     python, names = compiler.python, ("jax", compiler.plugin, *compiler.others)
     code = (
@@ -112,51 +113,60 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
     plugin = versions[compiler.plugin]
     if plugin is None:
         raise MissingExtraError(
-            f"compiling for {compiler.device} needs {compiler.plugin}, which {python} does not have. Remedy: pip install "
-            f"'jaxpar[{compiler.extra}]', or point {compiler.variable} to an interpreter with {compiler.install}."
+            f"compiling for {compiler.device} needs {compiler.plugin}, which {python} "
+            f"does not have. Remedy: pip install 'jaxpar[{compiler.extra}]', or point "
+            f"{compiler.variable} to an interpreter with {compiler.install}."
         )
     if versions["jax"] != jax.__version__:
         raise CompileError(
-            f"{python} has jax {versions['jax']}, but this is jax {jax.__version__}: a program is compiled by the version that "
-            f"lowered it. Remedy: pip install {compiler.install} there."
+            f"{python} has jax {versions['jax']}, but this is jax {jax.__version__}: a program is compiled by the "
+            f"version that lowered it. Remedy: pip install {compiler.install} there."
         )
     wanted = _wanted(compiler, requires("jax") or [])
     if not SpecifierSet(wanted).contains(plugin, prereleases=True):
         raise CompileError(
-            f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} wants {compiler.plugin}{wanted}. Remedy: pip "
-            f"install {compiler.install} there."
+            f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} wants {compiler.plugin}{wanted}. "
+            f"Remedy: pip install {compiler.install} there."
         )
     return {name: version for name, version in versions.items() if version is not None}
 
 
 def _wanted(compiler: Compiler, requirements: list[str]) -> str:
-    """The versions of its compiler that jax asks for in its own metadata, as ``==0.0.50.*``; empty if it names none."""
+    """Return the compiler versions that jax's metadata requires, as ``==0.0.50.*``; empty if it requires none."""
     pattern = rf"{re.escape(compiler.plugin)}(?:\[[^]]*\])?\s*([^;\s]*)\s*;\s*extra == ['\"]{compiler.jax_extra}['\"]"
     return next((found[1] for found in map(re.compile(pattern).fullmatch, requirements) if found), "")
 
 
 def description_of(topology: Topology, versions: dict[str, str]) -> dict[str, Any]:
-    """A topology as ``jax.experimental.topologies.get_topology_desc`` wants it: its keyword arguments."""
+    """Return the keyword arguments of ``jax.experimental.topologies.get_topology_desc`` for a topology.
+
+    Args:
+      topology: the target.
+      versions: as from :func:`versions_of`, for the version of cuDNN.
+    """
     if topology.platform == "gpu":
         cudnn = Version(versions.get("nvidia-cudnn-cu13", "9")).release
         named = zip(("major", "minor", "patch"), cudnn, strict=False)
         library = f"dnn_version_info {{ {' '.join(f'{name}: {number}' for name, number in named)} }}\n"
         target = Path(__file__).with_name(f"{topology.kind}.textproto").read_text(encoding="utf-8")
-        # The three numbers are groups joined by NVLink, hosts in a group, and GPUs of a host. Hosts of H100s are groups of
-        # their own; as hosts of one group, kernels that only NVLink can run would be chosen between them.
+        # The numbers are groups joined by NVLink, hosts in a group, and GPUs of a host. Each H100 host is its own
+        # group: in one group, XLA would choose kernels between hosts that only NVLink can run.
         shape = f"{topology.slices}x1x{topology.shape[0]}"
         return {"platform": "cuda", "topology_name": "", "target_config": target + library, "topology": shape}
     options: dict[str, Any] = {"num_slices": topology.slices} if topology.slices > 1 else {}
     if topology.kind == "v4":
-        options["chip_config_name"] = "megacore"  # else libtpu takes the two cores of a chip for two devices
+        options["chip_config_name"] = "megacore"  # otherwise libtpu reports the two cores of a chip as two devices
     return {"platform": "tpu", "topology_name": topology.slice_name, **options}
 
 
 def environment_of(compiler: Compiler) -> dict[str, str]:
-    """The environment of a compiling process: this one's, without flags that would change the program unseen."""
+    """Return the environment of a compiling process.
+
+    It is that of this process, without the flags that would silently change the program.
+    """
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_NUM_CPU_DEVICES")
     own = {name: value for name, value in os.environ.items() if name not in flags}
     root = str(Path(jaxpar.__file__).parents[1])
-    # Warnings go to stderr, where the caller reads them: XLA's, and those that libtpu would keep in a file.
+    # The caller reads warnings from stderr: XLA's, and those that libtpu would otherwise write to a file.
     log = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
     return {**own, **log, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root, **dict(compiler.environment)}

@@ -1,8 +1,9 @@
-"""The compiler's own warnings, read: a tensor that it could bring from one layout to another only by making it whole.
+"""The compiler's warnings of *involuntary full rematerialization*: a tensor that it replicates to change its sharding.
 
-XLA writes ``[SPMD] Involuntary full rematerialization``: no sequence of slices, gathers and exchanges that it knows leads from
-the layout in which an operation leaves a tensor to the one in which the next wants it, so each device builds all of it and
-keeps its part. The cause is a pair of annotations that disagree on the order or the number of axes of one dim.
+XLA writes ``[SPMD] Involuntary full rematerialization`` if it knows no sequence of slices, gathers and exchanges from
+the sharding in which one operation produces a tensor to the sharding in which the next one reads it. Each device then
+builds the full tensor and keeps its shard. The cause is a pair of annotations that disagree on the order or the number
+of axes of one dim.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from jaxpar.analysis.hlo.liveness import own_line
 from jaxpar.analysis.hlo.parser import Instruction, Module, types_of
 
 _WORDS = re.compile(
-    r"Involuntary full rematerialization.*?from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) (?:efficiently|without).*?"
+    r"Involuntary full rematerialization.*?from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) "
+    r"(?:efficiently|without).*?"
     r"HLO operation:? (?P<operation>%.*)",
     re.IGNORECASE,
 )
@@ -23,14 +25,14 @@ _WORDS = re.compile(
 
 @dataclass(frozen=True)
 class Rematerialised:
-    """One tensor that is made whole on every device to get from one layout to another.
+    """One tensor that is replicated on every device on the way from one sharding to another.
 
     Attributes:
-      tensor: its dtype and whole shape, ``f32[64,64]``; its shard's where the layout is not understood.
-      bytes: of the whole tensor.
-      before, after: its layouts, a dim each: ``data, ·``. The compiler's own words where they are not understood.
+      tensor: its dtype and full shape, ``f32[64,64]``; the shape of a shard if the sharding cannot be parsed.
+      bytes: of the full tensor, or of a shard if the sharding cannot be parsed.
+      before, after: its shardings, one entry per dim, as ``data, ·``; the compiler's text if it cannot be parsed.
       op_name: jax's path of the operation.
-      source: the line of model code, where the program tells.
+      source: the line of model code, if the program has it.
     """
 
     tensor: str
@@ -42,15 +44,16 @@ class Rematerialised:
 
 
 def rematerialised(warning: str, module: Module | None = None) -> Rematerialised | None:
-    """What a warning tells; ``None`` if it is another one.
+    """Parse a warning of involuntary full rematerialization; return ``None`` for any other warning.
 
     Args:
       warning: one line of the compiler's log.
-      module: the program that came of it, whose tables hold the source lines.
+      module: the compiled program, whose tables have the source lines.
 
     >>> found = rematerialised(
-    ...     "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {mesh['a'=2,'b'=2], [{'a'}, {}]} "
-    ...     "to {mesh['a'=2,'b'=2], [{}, {'b', 'a'}]} efficiently for HLO operation %copy.1 = f32[32,64]{1,0} copy(%sin.0), "
+    ...     "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
+    ...     "{mesh['a'=2,'b'=2], [{'a'}, {}]} to {mesh['a'=2,'b'=2], [{}, {'b', 'a'}]} efficiently "
+    ...     "for HLO operation %copy.1 = f32[32,64]{1,0} copy(%sin.0), "
     ...     'metadata={op_name="jit(f)/sharding_constraint" stack_frame_id=3}. As the last resort'
     ... )
     >>> found.tensor, found.bytes, found.before, found.after, found.op_name
@@ -76,9 +79,9 @@ def rematerialised(warning: str, module: Module | None = None) -> Rematerialised
 
 
 def _dims(sharding: str) -> list[list[tuple[str, int]]] | None:
-    """The axes of each dim with their sizes, of ``{mesh['a'=2,'b'=2], [{'a'}, {}]}``; ``None`` for another spelling.
+    """Parse ``{mesh['a'=2,'b'=2], [{'a'}, {}]}`` into the axes of each dim with their sizes.
 
-    ``'a':(1)2`` is a part of an axis: 2 of it, after an outer 1.
+    Return ``None`` for other notations. ``'a':(1)2`` is part of an axis: 2 of it, inside an outer 1.
     """
     found = re.fullmatch(r"\{mesh\[(.*?)\].*?, \[(.*?)\].*\}", sharding)
     if found is None:
@@ -91,7 +94,7 @@ def _dims(sharding: str) -> list[list[tuple[str, int]]] | None:
 
 
 def _ways(sharding: str) -> list[int] | None:
-    """Into how many pieces each dim is cut."""
+    """Return the number of shards of each dim."""
     dims = _dims(sharding)
     if dims is not None:
         return [math.prod(size for _, size in axes) for axes in dims]

@@ -1,7 +1,8 @@
-"""The compiling half of :mod:`jaxpar.analysis.compile.ahead_of_time`: ``python -m jaxpar.analysis.compile.worker FOLDER`` in a process of its own.
+"""The compiling process of ``compile_for``: ``python -m jaxpar.analysis.compile.worker FOLDER``.
 
-It reads ``program.export`` and ``request.json`` in FOLDER, compiles for the topology asked for, and writes ``program.hlo`` and
-``result.json``. A process of its own, because the compiler wants an environment that would disturb the caller's jax.
+It reads ``program.export`` and ``request.json`` in FOLDER, compiles for the requested topology, and writes
+``program.hlo`` and ``result.json``. It is a separate process because the compiler needs an environment that would
+disturb the jax of the caller. The caller is :mod:`jaxpar.analysis.compile.ahead_of_time`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ MEMORY = (
     "host_output_size",
     "host_alias_size",
 )
-"""What is asked of the compiler's memory analysis; each is a number of bytes on one device."""
+"""The attributes to read from the compiler's memory analysis, in bytes on one device."""
 
 
 def main(folder: str) -> None:
-    """Compile what lies in ``folder``; a failure of the compiler is written as a result, not raised."""
+    """Compile the program in ``folder``. A failure is written as a result, not raised."""
     here = Path(folder)
     request = json.loads((here / "request.json").read_text())
     result: dict[str, Any]
     try:
         result = _compile(here, request)
-    except Exception as error:  # noqa: BLE001 (whatever the compiler says goes back to the caller, in its own words)
+    except Exception as error:  # noqa: BLE001 (the caller gets every error of the compiler, verbatim)
         result = {"error": str(error), "kind": type(error).__name__}
     (here / "result.json").write_text(json.dumps(result))
 
@@ -75,9 +76,10 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
-    """The devices as an array of the mesh's shape, slow links outermost.
+    """Return the devices as an array of the mesh's shape, with the slow links outermost.
 
-    Ahead of time every GPU says that it is of slice 0, though NVLink joins only those of one host; here each host is a slice.
+    Ahead of time, all GPUs report slice 0, although NVLink joins only those of one host. Each host is therefore treated
+    as a slice.
     """
     from jaxpar.sharding.device_order import arrange
 

@@ -1,1 +1,1 @@
-"""``audit``: what a compiled program sends, computes and holds."""
+"""``audit``: the FLOPs, memory traffic and collectives of a compiled program, from its HLO text."""

@@ -1,7 +1,8 @@
-"""``audit``: what a compiled program computes and sends, weighted by how often its loops run.
+"""``audit``: the FLOPs and collectives of a compiled program, weighted by how often its loops run.
 
-``compiled.cost_analysis()`` counts a loop's body once and knows no network. This reads the optimised HLO instead: every
-matmul and every collective, through fusions, calls, branches and loops, with the trip counts the program itself shows.
+``compiled.cost_analysis()`` counts the body of a loop once and ignores the network. The audit reads the optimized HLO
+instead. It finds every matmul and every collective, in fusions, calls, branches and loops, and takes the trip counts
+from the program.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ _COLUMNS = ("collective", "axes", "count", "dtype", "results", "on the wire", "n
 
 @dataclass(frozen=True)
 class Audit:
-    """What one device does in one run of a program.
+    """The computation and the traffic of one device in one run of a program.
 
     Attributes:
-      mesh: mesh axis → size, as the collectives' axes are named.
-      matmul_flops: of every dot and convolution; of a conditional's arms, those of the one with most.
-      kernel_flops: of custom kernels that state them.
-      hbm_bytes: an upper bound on the traffic of main memory: the operands and results of every unfused operation, of
-        slices and updates in place only what they touch. What caches keep is counted each time.
-      collectives: each collective of the program; of a conditional's arms, those of the one that sends most.
+      mesh: mesh axis → size; the collectives' ``axes`` are names from it.
+      matmul_flops: of every dot and convolution. A conditional counts its most expensive arm.
+      kernel_flops: of custom kernels that state their FLOPs.
+      hbm_bytes: an upper bound on the traffic of main memory: the operands and results of every unfused operation.
+        Slices and in-place updates count only what they touch. Data that stays in a cache is counted at each access.
+      collectives: the collectives of the program. A conditional counts the arm that sends most.
       other_arms: the collectives of the other arms, which no total counts.
-      unknown_loops: loops whose trip count the program does not show. They count as one run: totals are lower bounds.
-      silent_kernels: custom kernels that state no FLOPs, so that ``kernel_flops`` lacks them.
-      memory: argument, output, temp, alias, peak and host bytes, where the program is an executable that tells.
+      unknown_loops: loops whose trip count the program does not show. Each counts as one run, so totals are lower
+        bounds.
+      silent_kernels: custom kernels that state no FLOPs and are missing from ``kernel_flops``.
+      memory: argument, output, temp, alias, peak and host bytes, if the executable reports them.
     """
 
     mesh: Mapping[str, int]
@@ -52,10 +54,14 @@ class Audit:
     memory: Mapping[str, int]
 
     def select(self, kind: str | None = None, axis: str | None = None) -> list[Collective]:
-        """The collectives of this kind, and over this axis (alone or with others).
+        """Return the collectives of a kind and over an axis.
+
+        Args:
+          kind: one of ``jaxpar.analysis.hlo.collectives.KINDS``; ``None`` selects all kinds.
+          axis: a mesh axis that the collective runs over, alone or with others; ``None`` selects all axes.
 
         Raises:
-          AuditError: no such kind, or no such axis in the mesh.
+          AuditError: unknown ``kind``, or the mesh has no such ``axis``.
         """
         if kind is not None and kind not in KINDS:
             raise AuditError(
@@ -68,21 +74,22 @@ class Audit:
         return [c for c in self.collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
 
     def wire_bytes(self, kind: str | None = None, axis: str | None = None) -> float:
-        """Bytes that one device sends in one run."""
+        """Return the bytes that one device sends in one run. ``kind`` and ``axis`` are as for :meth:`select`."""
         return sum(c.total_wire_bytes for c in self.select(kind, axis))
 
     def count(self, kind: str | None = None, axis: str | None = None) -> int:
-        """Executions of collectives in one run."""
+        """Return how many times collectives execute in one run. ``kind`` and ``axis`` are as for :meth:`select`."""
         return sum(c.count for c in self.select(kind, axis))
 
     def exposed(self, kind: str | None = None, axis: str | None = None) -> float:
-        """Bytes on the wire that no compute is scheduled beside."""
+        """Return the bytes sent that overlap with no compute. ``kind`` and ``axis`` are as for :meth:`select`."""
         return sum(c.exposed_bytes * c.count for c in self.select(kind, axis))
 
     def through_other_arms(self) -> Audit:
-        """The same run, but with what the other arms of conditionals send counted in the place of those that send most.
+        """Return the audit with the other arms of conditionals counted.
 
-        FLOPs and memory traffic stay as they are. Right for conditionals of two arms.
+        They replace the arms that send most. FLOPs and memory traffic stay the same. The result is correct for
+        conditionals with two arms.
         """
         always = tuple(c for c in self.collectives if not c.conditional)
         instead = tuple(c for c in self.collectives if c.conditional)
@@ -90,11 +97,11 @@ class Audit:
 
     @property
     def certain(self) -> bool:
-        """Whether every loop's trip count was found."""
+        """Whether the trip count of every loop is known."""
         return not self.unknown_loops
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The collectives as text, largest first; equal ones from one source together."""
+        """Return the collectives as table cells, largest first; equal ones from one source share a row."""
         together: dict[tuple[Any, ...], list[Collective]] = {}
         for c in self.collectives:
             key = (c.kind, c.form, c.axes, c.dtype, c.place, _notes(c))
@@ -110,7 +117,7 @@ class Audit:
         return rows
 
     def table(self) -> str:
-        """:meth:`rows` as a text table with a head."""
+        """Return :meth:`rows` as a text table with a header."""
         rows = [_COLUMNS, *self.rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -120,7 +127,7 @@ class Audit:
         return f"{self.headline()}\n{self.table()}"
 
     def headline(self) -> str:
-        """Totals in one line, marked when they are lower bounds."""
+        """Return the totals in one line, which says so if they are lower bounds."""
         text = (
             f"matmul {self.matmul_flops:.4g} FLOPs, kernels {self.kernel_flops:.4g} FLOPs, wire "
             f"{show_bytes(round(self.wire_bytes()))} ({show_bytes(round(self.exposed()))} exposed) in {self.count()} "
@@ -147,7 +154,10 @@ class Audit:
         return f"<div><b>{html.escape(self.headline())}</b><table>{rows}</table></div>"
 
     def to_json(self) -> str:
-        """Everything, with the bytes on the wire by kind and by axes (``data+model`` for a collective over both)."""
+        """Return all fields as JSON, plus the bytes on the wire by kind and by axes.
+
+        The key of a collective over several axes joins their names, as ``data+model``.
+        """
         by_kind: dict[str, float] = {}
         by_axis: dict[str, float] = {}
         for c in self.collectives:
@@ -185,15 +195,18 @@ def _notes(c: Collective) -> str:
 
 
 def audit(program: Any, *, mesh: Any = None) -> Audit:
-    """Read a compiled program.
+    """Count the FLOPs, memory traffic and collectives of a compiled program.
 
     Args:
-      program: what ``jitted.lower(...).compile()`` gave, or its optimised HLO text.
-      mesh: the mesh (concrete or abstract, or a mapping axis → size) whose axes name the collectives' groups. Without one
-        there is a single axis ``devices``.
+      program: the result of ``jitted.lower(...).compile()``, or its optimized HLO text.
+      mesh: the mesh that the program was compiled for: concrete, abstract, or a mapping axis → size. The audit names
+        the mesh axes of each collective. Without a mesh there is one axis, ``devices``.
+
+    Returns:
+      The :class:`Audit`. Its figures are for one device and one run.
 
     Raises:
-      AuditError: no HLO text, text cut short, or a mesh of another size than the program's.
+      AuditError: the program has no HLO text, the text is cut short, or the mesh has another size than the program.
 
     >>> import jax, jax.numpy as jnp, jaxpar as jp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -221,7 +234,7 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
 
 
 def _mesh(module: Module, mesh: Any) -> tuple[dict[str, int], Slices | None]:
-    """The mesh as axis → size, and how it lies on slices where the program is for several."""
+    """Return the mesh as axis → size, and its split over slices if the program is for several slices."""
     named = slices_named(module)
     given = {"devices": module.partitions * max(named, 1)} if mesh is None else getattr(mesh, "shape", mesh)
     sizes = {str(axis): int(size) for axis, size in given.items()}
@@ -239,7 +252,7 @@ def _mesh(module: Module, mesh: Any) -> tuple[dict[str, int], Slices | None]:
 
 
 def _text(program: Any) -> str:
-    """The HLO text of an executable, or the text itself."""
+    """Return the HLO text of an executable, or the text itself."""
     if isinstance(program, str):
         return program
     if not hasattr(program, "as_text"):
@@ -262,13 +275,15 @@ def _text(program: Any) -> str:
 
 
 def _memory(program: Any) -> dict[str, int]:
-    """Bytes by use, as far as the executable tells; ``host`` is what it keeps in the host's memory."""
+    """Return bytes by use, as far as the executable reports them; ``host`` is what it keeps in host memory."""
     stats = program.memory_analysis() if hasattr(program, "memory_analysis") else None
     if stats is None:
         return {}
 
     def size(name: str) -> int:
-        return int(getattr(stats, f"{name}_in_bytes", 0) or 0)  # an ahead-of-time one may hold None
+        return int(
+            getattr(stats, f"{name}_in_bytes", 0) or 0
+        )  # the analysis of an ahead-of-time compilation may hold None
 
     found = {name: size(f"{name}_size") for name in ("argument", "output", "temp", "alias")}
     host = sum(size(f"host_{name}_size") for name in ("argument", "output", "temp")) - size("host_alias_size")

@@ -1,7 +1,7 @@
-"""Collectives in disguise: an all-reduce that is really a reduce-scatter, a ring of permutes that is really a gather.
+"""Collectives in another form: all-reduces that act as reduce-scatters, rings of permutes that act as gathers.
 
-XLA splits a large matmul and the gather of its operand (or the scatter of its result) into a *windowed einsum*: a ring of
-permutes, in a loop or unrolled, that multiplies one shard while the next one travels.
+XLA splits a large matmul and the gather of its operand (or the scatter of its result) into a *windowed einsum*: a ring
+of permutes, in a loop or unrolled, that multiplies one shard while it sends the next one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,23 @@ class Part:
 def parts_of(
     kind: str, instruction: Instruction, where: Computation, flow: Flow, group: int, *, fused: bool
 ) -> list[Part]:
-    """What a collective over groups of ``group`` devices moves.
+    """Return the arrays that a collective moves, as one part for each kind.
 
-    One part, unless an all-reduce bundles arrays that are used whole with arrays of which each device keeps its own slice.
+    An all-reduce has two parts if some of its arrays are used in full, while each device keeps only its own slice of
+    the others. Every other collective has one.
+
+    Args:
+      kind: of the instruction.
+      instruction, where: the collective, and the computation that contains it.
+      flow: of the module.
+      group: the devices in each group.
+      fused: whether the collective is inside a fusion.
     """
     arrays = tuple(array for source in where.inputs(instruction) for array in source.types)
     if kind != "all-reduce":
         return [_plain(kind, arrays, group)]
     kept = [_kept(k, instruction, where, flow) for k in range(len(arrays))]
-    # A slice that is larger than a device's share is some other slice.
+    # A slice larger than a device's share is another slice.
     scattered = [n is not None and n * group <= array.size for n, array in zip(kept, arrays, strict=True)]
     sliced = [(array, n or 0) for array, n, own in zip(arrays, kept, scattered, strict=True) if own]
     reduced = tuple(array for array, own in zip(arrays, scattered, strict=True) if not own)
@@ -56,7 +64,7 @@ def parts_of(
 
 
 def part_between(kind: str, send: Instruction, where: Computation, group: int) -> Part:
-    """What a transfer between slices moves, among groups of ``group`` devices."""
+    """Return the arrays that a transfer between slices moves, among groups of ``group`` devices."""
     arrays = where[send.operands[0]].types
     if kind == "collective-permute":
         given = sum(array.bytes for array in arrays)
@@ -65,7 +73,7 @@ def part_between(kind: str, send: Instruction, where: Computation, group: int) -
 
 
 def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
-    """A collective that is what it says, given these arrays on each device."""
+    """Return a collective of the kind that the program states, for these operands on each device."""
     given = sum(array.bytes for array in arrays)
     whole = given * group if kind == "all-gather" else given
     result = whole // group if kind == "reduce-scatter" else whole
@@ -73,7 +81,7 @@ def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
 
 
 def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool) -> Part:
-    """An all-reduce whose result is sliced. In one fusion with the slice the compiler sends only what a scatter sends."""
+    """Return an all-reduce whose result is sliced; in one fusion, both send only the bytes of a reduce-scatter."""
     arrays = tuple(array for array, _ in sliced)
     given = sum(array.bytes for array in arrays)
     result = sum(array.bytes * kept // array.size for array, kept in sliced)
@@ -83,7 +91,7 @@ def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool
 
 
 def _kept(k: int, instruction: Instruction, where: Computation, flow: Flow) -> int | None:
-    """Elements that each device keeps of result ``k`` of an all-reduce, if it keeps only its own slice."""
+    """Return the elements that each device keeps of result ``k`` of an all-reduce, if it keeps only its own slice."""
     done = [user for user in flow.users(instruction.name, where) if user.opcode == "all-reduce-done"]
     whole = done[0] if done else instruction
     if len(whole.types) == 1:
@@ -98,7 +106,7 @@ def _kept(k: int, instruction: Instruction, where: Computation, flow: Flow) -> i
 
 
 def loop_role(body: str) -> str | None:
-    """What a windowed einsum's loop implements, by the name that the compiler gave its body."""
+    """Return the collective that a windowed einsum's loop implements, by the compiler's name of the loop's body."""
     found = _WINDOW.search(body)
     return _ROLES[found[1]] if found else None
 
@@ -106,13 +114,17 @@ def loop_role(body: str) -> str | None:
 def ring_role(
     instruction: Instruction, pairs: Sequence[tuple[int, int]], where: Computation, flow: Flow, window: str | None
 ) -> str | None:
-    """What a permute implements: the gather or the scatter of a windowed einsum; ``None`` for any other permute.
+    """Return the collective that a permute of a windowed einsum implements; ``None`` for any other permute.
+
+    A permute of a windowed einsum was made by the partitioner, has the name of a matmul, and moves data around complete
+    rings. A gather passes the same shard on. A reduce-scatter starts with zeros and adds a partial product to what it
+    passes on.
 
     Args:
-      window: what the enclosing windowed einsum's loop implements, if there is one.
-
-    A permute of a windowed einsum was made by the partitioner, bears the name of a matmul and turns whole rings. A gather
-    hands the same shard on; a scatter adds a partial product to what it hands on, beginning with zeros.
+      instruction, where: the permute, and the computation that contains it.
+      pairs: its (source, target) devices.
+      flow: of the module.
+      window: the collective that the enclosing windowed einsum's loop implements; ``None`` outside of such loops.
     """
     made = "is_spmd_generated" in (instruction.attribute("frontend_attributes") or "")
     matmul = any(name in instruction.op_name.rpartition("/")[2] for name in _MATMULS)
@@ -133,7 +145,7 @@ def ring_role(
 
 
 def _rings(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether the pairs turn rings of one length: every device sends to one and receives from one."""
+    """Whether the pairs form rings of equal length: every device sends to one device and receives from one."""
     after = dict(pairs)
     if len(after) != len(pairs) or set(after) != set(after.values()):
         return False
@@ -148,7 +160,7 @@ def _rings(pairs: Sequence[tuple[int, int]]) -> bool:
 
 
 def _accumulates(inner: Computation, permute: Instruction) -> bool:
-    """Whether a fusion adds to, or multiplies, what the permute hands on, as part of the permute's own matmul."""
+    """Whether a fusion adds to the permuted array, or multiplies, as part of the permute's own matmul."""
     size = permute.types[0].size
     return any(
         i.opcode in ("add", "dot", "convolution") and i.op_name == permute.op_name and i.types[0].size == size

@@ -1,4 +1,4 @@
-"""HLO collectives as what they are: kind, device groups, mesh axes, bytes on the wire."""
+"""The collectives of an HLO program: kind, device groups, mesh axes, bytes on the wire."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ _OPCODES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective at one place of a program, all its executions in one run together.
+    """A collective at one place of a program, with all its executions in one run.
 
     Attributes:
-      kind: one of ``KINDS``, normalised.
-      form: how the program spells it, where that is not the kind itself.
-      axes: the mesh axes it runs over.
+      kind: one of ``KINDS``.
+      form: how the program implements it, if differently, such as ``ring of 3 permutes``; else empty.
+      axes: the mesh axes that it runs over.
       group: devices in each group.
-      dtype: element type, ``+``-joined where a bundle mixes them.
-      arrays: how many arrays it moves at once; ``source``, ``tensor`` and ``op_name`` tell of the first.
-      result_bytes: bytes of the result on one device, once.
-      wire_bytes: bytes that one device (the busiest, if they differ) sends in one execution, by a ring algorithm.
-      exposed_bytes: those of ``wire_bytes`` that no compute is scheduled beside.
-      beside_flops: FLOPs scheduled between its start and its end, in one execution; other collectives may share them.
-      count: executions in one run, the product of the trip counts of the loops around it.
-      conditional: whether it stands in a branch that may not run.
-      certain: whether ``count`` is exact (every enclosing loop's trip count was found).
-      source: function, file and line of the model code that made it.
-      module: the modules around that line, outermost first, where their ``__call__`` methods show.
-      tensor: the program's argument that it moves, when it moves one whole or in slices.
+      dtype: the element type; several types are joined by ``+``.
+      arrays: the number of arrays that it moves. ``source``, ``tensor`` and ``op_name`` describe the first.
+      result_bytes: bytes of the result on one device, in one execution.
+      wire_bytes: bytes that one device sends in one execution, by a ring algorithm; of the busiest device if they
+        differ.
+      exposed_bytes: the part of ``wire_bytes`` that overlaps with no compute.
+      beside_flops: FLOPs scheduled between its start and its end, in one execution. Other collectives may overlap with
+        the same FLOPs.
+      count: executions in one run, the product of the trip counts of the enclosing loops.
+      conditional: whether it is in a branch that may not run.
+      certain: whether ``count`` is exact, because the trip count of every enclosing loop is known.
+      source: function, file and line of the model code that it comes from.
+      module: the modules around that line, outermost first, as far as their ``__call__`` methods are on the stack.
+      tensor: the name of the program's argument that it moves, in full or in slices; else empty.
       op_name: jax's path of the operation.
-      between_slices: in a program for several TPU slices, whether it runs between slices, through their hosts, or inside of
-        each; ``None`` in all other programs.
-      pairs: of a permute, who sends to whom: (from, to), counted along its axes.
-      flight: of an exposed permute, a number that it shares with those that are on their way at the same time.
+      between_slices: in a program for several TPU slices, whether it runs between slices, through their hosts, or
+        inside each slice; ``None`` in all other programs.
+      pairs: the (source, target) pairs of a permute, as positions along its axes.
+      flight: a number that exposed permutes share if they are in flight at the same time; ``None`` for other
+        collectives.
     """
 
     kind: str
@@ -76,12 +79,12 @@ class Collective:
 
     @property
     def overlapped(self) -> bool:
-        """Whether the schedule runs compute beside all of it."""
+        """Whether all of it overlaps with compute."""
         return self.exposed_bytes == 0
 
     @property
     def place(self) -> str:
-        """Where it comes from, for a reader: the line of the model code, and the program's argument that it moves."""
+        """Where it comes from: the line of model code, and the program's argument that it moves."""
         tensor = self.tensor if self.source else self.tensor or self.op_name
         return ": ".join(text for text in (self.source, tensor) if text) or "the compiler"
 
@@ -91,15 +94,19 @@ class Collective:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The collective that an instruction starts, or ``None``."""
+    """Return the kind of the collective that an instruction starts, or ``None``."""
     return _OPCODES.get(instruction.opcode)
 
 
 def groups_of(instruction: Instruction, devices: int) -> np.ndarray:
-    """The device groups [groups, size] of a collective, from any of the spellings of ``replica_groups``.
+    """Return the device groups of a collective, an array ``[groups, size]``, from any notation of ``replica_groups``.
+
+    Args:
+      instruction: the collective.
+      devices: the number of devices of the program. They form one group if the instruction names no groups.
 
     Raises:
-      AuditError: a spelling this reader does not know.
+      AuditError: unknown notation.
     """
     text = instruction.attribute("replica_groups")
     if text is None or text.strip() == "{}":
@@ -107,7 +114,7 @@ def groups_of(instruction: Instruction, devices: int) -> np.ndarray:
     if text.startswith("{"):
         rows = [[int(n) for n in re.findall(r"\d+", row)] for row in re.findall(r"\{([\d,\s]+)\}", text)]
         width = max(map(len, rows), default=1)
-        # Groups of unequal size are legal: the widest decides what a device sends, a short one repeats its first member.
+        # Groups may differ in size. The widest decides the bytes sent; a short group repeats its first member.
         return np.array([row + row[:1] * (width - len(row)) for row in rows])
     if text.startswith("mesh["):
         return _mesh_groups(text, instruction.attribute("device_ids"))
@@ -118,7 +125,7 @@ def groups_of(instruction: Instruction, devices: int) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray | None:
-    """``[2,4]<=[4,2]T(1,0)``: the numbers from 0 in the shape [4,2], transposed, in the shape [2,4]."""
+    """Parse ``[2,4]<=[4,2]T(1,0)``: the numbers from 0, reshaped to [4,2], transposed, then reshaped to [2,4]."""
     found = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
         return None
@@ -128,10 +135,10 @@ def _iota(text: str) -> np.ndarray | None:
 
 
 def _mesh_groups(text: str, ids: str | None) -> np.ndarray:
-    """``mesh['a'=4,'b'=2] {'b'}``: a group for each line of the mesh along the axes in braces.
+    """Parse ``mesh['a'=4,'b'=2] {'b'}``: one group for each line of the mesh along the axes in braces.
 
-    Such an axis may be a part of a mesh axis: ``'a':(2)2`` is the 2 inside an outer 2. A mesh whose devices are not in
-    order says so: ``mesh[…], device_ids=([4,2]<=[2,4]T(1,0)) {'b'}``.
+    An axis in braces may be part of a mesh axis: ``'a':(2)2`` is the 2 inside an outer 2. If the devices of the mesh
+    are not in order, the text lists them: ``mesh[…], device_ids=([4,2]<=[2,4]T(1,0)) {'b'}``.
     """
     mesh_text, _, chosen_text = text.partition("]")
     chosen_text = chosen_text if ids is None else ids[ids.rindex(")") + 1 :]
@@ -163,14 +170,18 @@ def _device_ids(text: str) -> np.ndarray:
 
 
 def pairs_of(instruction: Instruction) -> list[tuple[int, int]]:
-    """The (source, target) pairs of a permute, without those that stay on a device."""
+    """Return the (source, target) pairs of a permute, without pairs of a device with itself."""
     text = instruction.attribute("source_target_pairs") or ""
     pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
     return [(a, b) for a, b in pairs if a != b]
 
 
 def axes_of(groups: np.ndarray | Sequence[Sequence[int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ; none for groups of one device.
+    """Return the mesh axes along which the members of a group differ; none for groups of one device.
+
+    Args:
+      groups: device numbers ``[groups, size]``.
+      sizes: mesh axis → size.
 
     >>> axes_of([[0, 2], [1, 3]], {"data": 2, "model": 2})
     ('data',)
@@ -183,7 +194,12 @@ def axes_of(groups: np.ndarray | Sequence[Sequence[int]], sizes: Mapping[str, in
 def along(
     pairs: Sequence[tuple[int, int]], axes: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs of devices as places along some axes, each pair of places once.
+    """Return pairs of devices as positions along ``axes``, each pair of positions once.
+
+    Args:
+      pairs: (source, target) device numbers.
+      axes: the mesh axes to count positions along.
+      sizes: mesh axis → size.
 
     >>> along([(0, 2), (1, 3), (2, 0), (3, 1)], ("data",), {"data": 2, "model": 2})
     ((0, 1), (1, 0))
@@ -194,10 +210,16 @@ def along(
 
 
 def wire_bytes(kind: str, size: int, group: int) -> float:
-    """Bytes that one device sends, with ``size`` bytes of the whole (unscattered, gathered) array in each group.
+    """Return the bytes that one device sends in a collective, by a ring algorithm.
 
-    Ring algorithms: all-gather and reduce-scatter send (n − 1)/n of the whole, all-reduce twice that, all-to-all
-    (n − 1)/n of what a device holds (Thakur et al. 2005); a broadcast passes the array on, but for the last device.
+    With n devices in a group, all-gather and reduce-scatter send (n − 1)/n of the full array and all-reduce sends twice
+    that. All-to-all sends (n − 1)/n of the device's data (Thakur et al. 2005). In a broadcast every device except the
+    last passes the array on.
+
+    Args:
+      kind: one of ``KINDS``.
+      size: bytes of the full array of one group, before a reduce-scatter or after an all-gather.
+      group: n, the devices in a group.
 
     >>> wire_bytes("all-reduce", 1024, 4)
     1536.0

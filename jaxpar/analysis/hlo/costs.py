@@ -1,4 +1,4 @@
-"""What the instructions of a program cost one device, apart from its network: FLOPs and bytes of main memory."""
+"""The costs of a program's instructions on one device, without the network: FLOPs and bytes of main memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxpar.analysis.hlo.flops import kernel_flops, matmul_flops, target
 from jaxpar.analysis.hlo.parser import CALLS, FUSIONS, ArrayType, Computation, Instruction
 from jaxpar.analysis.hlo.trip_counts import trip_count
 
-# Instructions that name or group values, and those whose work is counted inside what they call.
+# Instructions that only name or group values, or whose work is counted in the computations that they call.
 _FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "partition-id", "replica-id")
     + ("after-all", "add-dependency", "while", "conditional", "call", "call-start", "async-start")
@@ -18,7 +18,7 @@ _FREE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """FLOPs of matmuls, FLOPs that kernels state, bytes moved to and from main memory."""
+    """FLOPs of matmuls, FLOPs that kernels state, and bytes moved to and from main memory."""
 
     matmul_flops: int = 0
     kernel_flops: int = 0
@@ -36,7 +36,7 @@ class Work:
         return Work(*(round(figure * times) for figure in figures))
 
     def worst(self, other: Work) -> Work:
-        """The larger of each figure."""
+        """Return the larger of each figure."""
         return Work(
             max(self.matmul_flops, other.matmul_flops),
             max(self.kernel_flops, other.kernel_flops),
@@ -45,21 +45,24 @@ class Work:
 
 
 class Costs:
-    """Trip-weighted work of instructions and computations; each computation is looked at once."""
+    """The work of instructions and computations, weighted by trip counts; each computation is analyzed once."""
 
     def __init__(self, flow: Flow):
         self.flow, self.module = flow, flow.module
         self._done: dict[str, Work] = {}
 
     def computation(self, name: str) -> Work:
-        """The work of one run of a computation."""
+        """Return the work of one run of a computation."""
         if name not in self._done:
             where = self.module[name]
             self._done[name] = sum((self.of(i, where) for i in where), Work())
         return self._done[name]
 
     def of(self, instruction: Instruction, where: Computation) -> Work:
-        """The work of one instruction, with all it calls. A loop of unknown length counts as one run."""
+        """Return the work of one instruction, including what it calls.
+
+        A loop with an unknown trip count counts as one run.
+        """
         opcode = instruction.opcode
         inner = [self.computation(name) for name in self._calls(instruction)]
         if opcode == "while":
@@ -71,7 +74,7 @@ class Costs:
                 worst = worst.worst(arm)
             return worst
         if opcode in FUSIONS:
-            # What happens inside a fusion stays in registers; only its operands and results are in memory.
+            # Values inside a fusion stay in registers; only its operands and results are in memory.
             work = sum(inner, Work())
             return Work(work.matmul_flops, work.kernel_flops, self._fusion_bytes(instruction, where))
         own = Work(matmul_flops(instruction, where), kernel_flops(instruction) or 0, self._bytes(instruction, where))
@@ -79,7 +82,7 @@ class Costs:
 
     @staticmethod
     def _calls(instruction: Instruction) -> list[str]:
-        """The computations whose work is the instruction's own; not the tiny ones of a reduce or a sort."""
+        """Return the computations whose work is the instruction's own, without the tiny ones of a reduce or a sort."""
         if instruction.opcode == "while":
             return instruction.called("body")
         if instruction.opcode == "conditional":
@@ -87,7 +90,10 @@ class Costs:
         return instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
 
     def _bytes(self, instruction: Instruction, where: Computation) -> int:
-        """Bytes that an unfused instruction reads and writes. A slice touches what it takes, an update what it changes."""
+        """Return the bytes that an unfused instruction reads and writes.
+
+        A slice touches only what it takes, an update only what it changes.
+        """
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done") or target(instruction) in ("AllocateBuffer", "ConcatBitcast"):
             return 0
@@ -117,7 +123,7 @@ class Costs:
         return read + written
 
     def _read(self, value: Instruction, inner: Computation) -> int:
-        """Bytes that a fusion reads of one of its parameters, or of what is only another view of it."""
+        """Return the bytes that a fusion reads of one of its parameters, or of a view of it."""
         return min(value.bytes, sum(self._read_by(user, value, inner) for user in self.flow.users(value.name, inner)))
 
     def _read_by(self, user: Instruction, value: Instruction, inner: Computation) -> int:
@@ -128,7 +134,7 @@ class Costs:
             return 0  # updated in place
         if user.opcode == "bitcast":
             return self._read(user, inner)
-        if user.opcode in FUSIONS:  # one within the other: a tile is cut out there
+        if user.opcode in FUSIONS:  # a nested fusion may read only a tile
             within = self.module[user.called("calls")[0]]
             taken = zip(user.operands, within.parameters, strict=False)
             return sum(self._read(parameter, within) for name, parameter in taken if name == value.name)
@@ -136,12 +142,12 @@ class Costs:
 
 
 def _main(types: tuple[ArrayType, ...]) -> int:
-    """Bytes of the arrays that lie in main memory; TPU programs keep others in on-chip memory."""
+    """Return the bytes of the arrays in main memory; TPU programs keep others in on-chip memory."""
     return sum(array.bytes for array in types if array.space == 0)
 
 
 def _written(result: Instruction, inner: Computation) -> int:
-    """Bytes that a fusion writes for one result."""
+    """Return the bytes that a fusion writes for one result."""
     while result.opcode in ("bitcast", "copy"):
         result = inner[result.operands[0]]
     if result.opcode == "dynamic-update-slice":

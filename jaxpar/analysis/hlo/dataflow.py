@@ -1,4 +1,4 @@
-"""Following values through an HLO program: forward to their uses, back to where they come from, across loops and fusions."""
+"""Dataflow of an HLO program: the uses and the origins of values, across loops and fusions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ELEMENTWISE = frozenset(
     ("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "select", "sqrt", "rsqrt", "power")
 )
 _TABLE = 4096
-"""Elements of the largest array that can still be a device number or a table of offsets."""
+"""The most elements of an array that can be a device number or a table of offsets."""
 
 
 class Flow:
-    """The uses and callers of one module, found once."""
+    """The uses and callers in one module, each found once."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -32,7 +32,7 @@ class Flow:
                     self.callers.setdefault(name, []).append((instruction, where))
 
     def users(self, name: str, where: Computation) -> list[Instruction]:
-        """The instructions of ``where`` that take this value."""
+        """Return the instructions of ``where`` that read this value."""
         if where.name not in self._users:
             found: dict[str, list[Instruction]] = {}
             for instruction in where:
@@ -42,7 +42,7 @@ class Flow:
         return self._users[where.name].get(name, [])
 
     def readers(self, instruction: Instruction, where: Computation) -> Iterator[Instruction]:
-        """What takes a value in the end, through moves and tuples, inside of one computation."""
+        """Yield the instructions of one computation that finally read a value, through moves and tuples."""
         taken = self.received(instruction, where) if instruction.opcode == "send" else instruction
         for user in self.users(taken.name, where) if taken else ():
             if user.opcode in _MOVES or user.opcode in ("get-tuple-element", "all-gather-done"):
@@ -51,14 +51,15 @@ class Flow:
                 yield user
 
     def inner(self, instruction: Instruction) -> Computation | None:
-        """What a fusion or a call runs."""
+        """Return the computation that a fusion or a call runs, or ``None``."""
         names = instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
         return self.module[names[0]] if names else None
 
     def origin(self, name: str, where: Computation) -> tuple[Instruction, Computation]:
-        """Where a value comes from, looking back through copies, slices, tuples, fusions that only move data, and loops.
+        """Return the origin of a value, through copies, slices, tuples, loops and fusions that only move data.
 
-        It stops at an instruction that computes, at an argument of the program, or at what a loop changes.
+        The search ends at an instruction that computes, at an argument of the program, or at a value that a loop
+        changes.
         """
         while True:
             source = self._back(where[name], where)
@@ -67,7 +68,7 @@ class Flow:
             name, where = source
 
     def _back(self, instruction: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """One step of :meth:`origin`."""
+        """Take one step of :meth:`origin`."""
         if instruction.opcode in _MOVES or instruction.opcode in _SLICES:
             return instruction.operands[0], where
         if instruction.opcode in ("collective-permute", "collective-permute-start"):
@@ -83,13 +84,13 @@ class Flow:
         return self._through(inner.root, inner, instruction, where) if inner else None
 
     def _sent(self, done: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """What other slices of a TPU program receive here: they all send the same."""
+        """Return the value that the other slices of a TPU program send: all slices run the same program."""
         name = rendezvous(where[done.operands[0]])
         sends = (i for i in where if i.opcode == "send" and rendezvous(i) == name)
         return next(((i.operands[0], where) for i in sends), None) if name else None
 
     def received(self, send: Instruction, where: Computation) -> Instruction | None:
-        """The array that a program gets from other slices for what it sends them."""
+        """Return the array that a program receives from other slices in exchange for the array that it sends."""
         name = rendezvous(send)
         for done in where:
             if done.opcode == "recv-done" and rendezvous(where[done.operands[0]]) == name:
@@ -99,13 +100,13 @@ class Flow:
     def _through(
         self, value: Instruction, inner: Computation, fusion: Instruction, where: Computation
     ) -> tuple[str, Computation] | None:
-        """The operand of a fusion that one of its results is a mere copy or slice of."""
+        """Return the operand of a fusion that one of its results only copies or slices."""
         while value.opcode in _MOVES or value.opcode in _SLICES:
             value = inner[value.operands[0]]
         return (fusion.operands[int(value.arguments)], where) if value.opcode == "parameter" else None
 
     def _element(self, index: int, source: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """Where element ``index`` of a tuple-valued instruction comes from."""
+        """Return the origin of element ``index`` of a tuple-valued instruction."""
         if source.opcode in ("tuple", "opt-barrier") and index < len(source.operands):
             return source.operands[index], where
         if source.opcode == "while":
@@ -121,23 +122,23 @@ class Flow:
         return None
 
     def _argument(self, number: int, where: Computation) -> tuple[str, Computation] | None:
-        """The operand that a fusion's or a call's parameter stands for."""
+        """Return the operand that a parameter of a fusion or a call stands for."""
         callers = self.callers.get(where.name, [])
         if len(callers) != 1 or callers[0][0].opcode not in CALLS:
             return None
         instruction, outside = callers[0]
-        # What a TPU's SparseCore runs beside the program is called without operands: they are where both know.
+        # Computations that a TPU's SparseCore runs are called without operands: the arrays have fixed places.
         return (instruction.operands[number], outside) if number < len(instruction.operands) else None
 
     def _carried(self, index: int, loop: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """What a loop starts with as element ``index`` of its carry."""
+        """Return the initial value of element ``index`` of a loop's carry."""
         carry = where[loop.operands[0]]
         while carry.opcode in ("copy", "opt-barrier") and len(carry.operands) == 1:
             carry = where[carry.operands[0]]
         return (carry.operands[index], where) if carry.opcode == "tuple" else None
 
     def invariant(self, index: int, body: Computation) -> bool:
-        """Whether a loop's body hands on element ``index`` of its carry as it came."""
+        """Whether a loop's body returns element ``index`` of its carry unchanged."""
         root = body.root
         if root.opcode != "tuple" or index >= len(root.operands):
             return False
@@ -149,7 +150,7 @@ class Flow:
         return body[value.operands[0]].opcode == "parameter"
 
     def by_device(self, name: str, where: Computation, seen: set[tuple[str, str]] | None = None) -> bool:
-        """Whether a scalar, such as a slice's offset, is computed from the device's number."""
+        """Whether a scalar, such as the offset of a slice, is computed from the device's number."""
         seen = set() if seen is None else seen
         instruction = where[name]
         if instruction.opcode in ("partition-id", "replica-id"):
@@ -158,7 +159,7 @@ class Flow:
         if (where.name, name) in seen or not small or instruction.opcode in ("while", "conditional"):
             return False
         seen.add((where.name, name))
-        # What a slice takes depends on its offsets too, so those are looked at like any operand.
+        # The result of a slice depends on its offsets too, so the search follows all its operands.
         source = None if instruction.opcode in _SLICES else self._back(instruction, where)
         source = source or self._computed(instruction, where)
         if source is not None:
@@ -166,7 +167,7 @@ class Flow:
         return any(self.by_device(operand, where, seen) for operand in instruction.operands)
 
     def _computed(self, instruction: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """The instruction inside a fusion that computes this result of it."""
+        """Return the instruction inside a fusion that computes this result."""
         element = instruction.opcode == "get-tuple-element"
         inner = self.inner(where[instruction.operands[0]] if element else instruction)
         if inner is None:
@@ -174,9 +175,10 @@ class Flow:
         return (inner.root.operands[instruction.index] if element else inner.root.name), inner
 
     def kept(self, name: str, where: Computation) -> int | None:
-        """Elements of the largest slice taken of a value of which every use is a slice at the device's own offset.
+        """Return the size of the largest slice taken of a value, if every use is a slice at the device's own offset.
 
-        Copies and elementwise arithmetic before the slice do not count as uses. ``None`` if something uses the whole.
+        The size is a number of elements. Copies and elementwise arithmetic before the slice do not count as uses.
+        Return ``None`` if an instruction uses the full value.
         """
         sizes = [self._kept_by(user, name, where) for user in self.users(name, where)]
         if where[name].root:

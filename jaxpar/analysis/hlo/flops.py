@@ -1,4 +1,4 @@
-"""FLOPs of single HLO instructions: dots, convolutions, library calls, and kernels that state their own."""
+"""FLOPs of single HLO instructions: dots, convolutions, library calls, and kernels that state their FLOPs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from jaxpar.analysis.hlo.parser import ArrayType, Computation, Instruction
 from jaxpar.errors import AuditError
 
 _LIBRARY_MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
-# Custom calls of the compilers themselves that compute nothing worth counting.
+# Custom calls of the compilers that compute nothing worth counting.
 _BOOKKEEPING = (
-    "AllocateBuffer|AssumeGatherIndicesInBound|AsyncCollective|ConcatBitcast|TopK|MoveTo|PinTo|annotate_device_placement|"
-    "xla_ffi_python|xla_python|cu_threefry|SliceId|ZeroCrop"
+    "AllocateBuffer|AssumeGatherIndicesInBound|AsyncCollective|ConcatBitcast|TopK|MoveTo|PinTo|"
+    "annotate_device_placement|xla_ffi_python|xla_python|cu_threefry|SliceId|ZeroCrop"
 )
 
-# Matmuls of attention kernels, by what stands first in their names.
+# Matmuls of attention kernels, by the first of these words in the kernel's name.
 _MATMULS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "preprocess": 0, "backward": 7}
 
 
 def matmul_flops(instruction: Instruction, where: Computation) -> int:
-    """Multiply-adds × 2 of a ``dot``, a ``convolution`` or a library's matmul call; 0 for anything else.
+    """Return the FLOPs (2 × multiply-adds) of a ``dot``, a ``convolution`` or a library's matmul call; 0 for others.
 
-    A convolution counts the window positions that fall on data: TPU compilers print batched matmuls as convolutions whose
-    windows lie mostly in the padding.
+    A convolution counts only the window positions that fall on data: TPU compilers print batched matmuls as
+    convolutions whose windows are mostly in the padding.
+
+    Args:
+      instruction: any instruction.
+      where: the computation that contains it.
 
     Raises:
-      AuditError: a convolution or a library call that does not say which dims it multiplies.
+      AuditError: a convolution or a library call does not state which dims it multiplies.
     """
     out = instruction.types[0] if instruction.types else None
     if out is not None and instruction.opcode in ("dot", "scaled-dot"):
@@ -49,14 +53,14 @@ def matmul_flops(instruction: Instruction, where: Computation) -> int:
 
 
 def target(instruction: Instruction) -> str:
-    """What a custom call calls; empty for other instructions."""
+    """Return the target of a custom call; empty for other instructions."""
     return (instruction.attribute("custom_call_target") or "").strip('"')
 
 
 def kernel_flops(instruction: Instruction) -> int | None:
-    """FLOPs of a custom kernel; ``None`` where it does not state them.
+    """Return the FLOPs of a custom kernel; ``None`` if the kernel does not state them.
 
-    0 for instructions that are no kernel, and for calls that :func:`matmul_flops` counts.
+    The result is 0 for instructions that are not kernels, and for calls that :func:`matmul_flops` counts.
     """
     name = target(instruction)
     if not name or name.startswith(_LIBRARY_MATMULS) or re.match(_BOOKKEEPING, name):
@@ -67,10 +71,11 @@ def kernel_flops(instruction: Instruction) -> int | None:
 
 
 def _stated_by_scope(instruction: Instruction) -> int | None:
-    """FLOPs of an attention kernel whose caller says in a scope's name what one of its matmuls costs.
+    """Return the FLOPs of an attention kernel whose caller states the cost of one of its matmuls in a scope's name.
 
-    The forward kernel does two of them (scores, output), the gradient kernels also repeat the scores: of queries three, of
-    keys and values four, one that makes both, seven. A second number is the cost in the gradient kernels.
+    The forward kernel has two matmuls (scores, output). The gradient kernels also recompute the scores: the kernel for
+    queries has three matmuls, for keys and values four, for both seven. A second number in the name is the cost in
+    gradient kernels.
     """
     scope = re.search(r"attention_matmul_flops_(\d+)(?:_(\d+))?", instruction.op_name)
     name = instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2]
@@ -104,7 +109,7 @@ def _window(text: str) -> dict[str, list[str]]:
 
 
 def _taps(size: int, out: int, kernel: int, window: Mapping[str, str]) -> int:
-    """How many (output position, kernel position) pairs of one spatial dim meet an input element."""
+    """Count the (output position, kernel position) pairs of one spatial dim that meet an input element."""
     low = int(window.get("pad", "0_0").split("_")[0])
     stride, lhs_dilate, rhs_dilate = (int(window.get(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     last = (size - 1) * lhs_dilate
@@ -113,7 +118,8 @@ def _taps(size: int, out: int, kernel: int, window: Mapping[str, str]) -> int:
     for k in range(kernel):
         offset = k * rhs_dilate - low
         if lhs_dilate == 1:
-            # Output positions o with 0 <= o * stride + offset <= last, in closed form: `out` and `kernel` can be long.
+            # A closed form, as `out` and `kernel` can be long: output positions o with 0 <= o * stride + offset <=
+            # last.
             first, final = max(0, -(offset // stride)), min(out - 1, (last - offset) // stride)
             count += max(0, final - first + 1)
         else:

@@ -1,6 +1,7 @@
-"""Which arrays a loop of a compiled program fills, one slice a round, with weights that it gathers: kept for the backward pass.
+"""Finds the arrays that a compiled loop fills with gathered weights, one slice per iteration, for the backward pass.
 
-Told by where the slices come from, not by their shapes: a stack of gathered weights may have the shape of one of activations.
+The origin of the slices identifies them, not their shapes: a stack of gathered weights may have the shape of a stack of
+activations.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _Place = tuple[Instruction, Computation]
 
 
 def gathered_stacks(loop: Instruction, flow: Flow) -> frozenset[int]:
-    """The elements of a ``while``'s carry that its body fills with what it gathers of arrays that it leaves as they are.
+    """Return the elements of a ``while``'s carry that its body fills by gathering arrays that it does not change.
 
-    What is gathered of anything that changes from round to round, as activations do, does not count.
+    A gather of anything that changes between iterations, such as activations, does not count.
     """
     body = flow.module[loop.called("body")[0]]
     if body.root.opcode != "tuple":
@@ -40,7 +41,7 @@ def gathered_stacks(loop: Instruction, flow: Flow) -> frozenset[int]:
 
 
 def _slice(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    """What an update in place writes."""
+    """Return the value that an in-place update writes."""
     while value.opcode in ("bitcast", "copy"):
         value = where[value.operands[0]]
     if value.opcode == "dynamic-update-slice":
@@ -50,7 +51,7 @@ def _slice(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
 
 
 def _gather(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    """The gather that a value is a copy of, in this round of a loop or in the one before."""
+    """Return the all-gather that a value is a copy of, in this iteration of a loop or in the previous one."""
     seen: set[tuple[str, str]] = set()
     while (where.name, value.name) not in seen:
         seen.add((where.name, value.name))
@@ -73,7 +74,7 @@ def _back(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
         caller, outside = callers[0]
         number = int(value.arguments)
         return (outside[caller.operands[number]], outside) if number < len(caller.operands) else None
-    if value.opcode == "custom-call":  # a TPU ends a gather, that it has begun beside other work, inside of a fusion
+    if value.opcode == "custom-call":  # inside a fusion, this ends an all-gather that a TPU overlaps with other work
         gather = next((i for i in where.inputs(value) if kind_of(i) == "all-gather"), None)
         return None if gather is None else (gather, where)
     if value.opcode == "get-tuple-element":
@@ -83,7 +84,7 @@ def _back(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
 
 
 def _element(index: int, source: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    """Element ``index`` of a tuple; of a loop's carry what the round before has left there."""
+    """Return element ``index`` of a tuple; of a loop's carry, the value from the previous iteration."""
     if source.opcode.endswith("-done") and source.operands:
         source = where[source.operands[0]]
     if kind_of(source) == "all-gather":
@@ -97,7 +98,7 @@ def _element(index: int, source: Instruction, where: Computation, flow: Flow) ->
 
 
 def _unchanging(value: Instruction, where: Computation, body: Computation, flow: Flow) -> bool:
-    """Whether what an instruction takes depends on nothing, scalars apart, that the loop changes."""
+    """Whether an instruction's operands depend on nothing that the loop changes, except for scalars."""
     todo = [(where[name], where) for name in value.operands]
     seen: set[tuple[str, str]] = set()
     while todo:

@@ -1,7 +1,8 @@
-"""Which tensors fill the memory at a program's peak: a walk through the schedule that compiled programs print.
+"""The tensors that fill the memory at a program's peak, by a walk through the schedule of the compiled program.
 
-A model of the compiler's buffer assignment, not a copy of it: tiling pads more, and what the compiler packs into the hole of
-a dead buffer counts here too. It tells *what* is there; how much there is in all, the executable says itself.
+It models the compiler's buffer assignment but does not reproduce it: tiling adds padding, and a buffer that the
+compiler packs into freed memory counts here too. Use it to find *which* tensors fill the memory; the executable reports
+the exact total.
 """
 
 from __future__ import annotations
@@ -15,31 +16,32 @@ from jaxpar.analysis.hlo.flops import target
 from jaxpar.analysis.hlo.kept_weights import gathered_stacks
 from jaxpar.analysis.hlo.parser import FUSIONS, Computation, Instruction, Location, Module
 
-# Their result lies where their operands do.
+# Their results share the memory of their operands.
 _VIEWS = frozenset(("bitcast", "tuple", "opt-barrier", "add-dependency", "while", "domain"))
 _FREE = frozenset(("constant", "partition-id", "replica-id", "after-all"))
-# Frames of libraries, and of jaxpar outside of its models and kernels: they run every line, and explain none.
+# Frames of libraries, and of jaxpar except its models and kernels: they are on every stack and explain nothing.
 _OTHERS = re.compile(
-    r"(?:^|[/\\])(?:(?:site|dist)-packages[/\\](?!jaxpar[/\\])|jaxpar[/\\](?:(?:analysis|app|checkpoint|data|sharding|training|utils)[/\\]"
+    r"(?:^|[/\\])(?:(?:site|dist)-packages[/\\](?!jaxpar[/\\])"
+    r"|jaxpar[/\\](?:(?:analysis|app|checkpoint|data|sharding|training|utils)[/\\]"
     r"|parallel[/\\](?!attention[/\\]|pipeline[/\\])|\w+\.py))"
 )
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One tensor alive at the peak.
+    """One tensor that is alive at the peak.
 
     Attributes:
-      bytes: unpadded, on one device.
-      shape: as HLO prints it, ``bf16[2,2048,32000]``.
-      source: the innermost line of model code that makes it; empty for an argument of the program, and where only
+      bytes: without padding, on one device.
+      shape: in HLO's notation, ``bf16[2,2048,32000]``.
+      source: the innermost line of model code that makes it; empty for an argument of the program, and if only
         libraries or jaxpar itself are on the stack.
-      op_name: jax's path of the operation; of an argument its name.
-      scope: the loop in which it lives; empty outside of loops.
+      op_name: jax's path of the operation; the name of an argument.
+      scope: the loop that it is in; empty outside of loops.
       argument: whether it is an argument of the program.
-      number: of an argument, its place among them; else -1.
+      number: the index of an argument; else -1.
       opcode: of the instruction that makes it.
-      gathered: whether a loop fills it with weights that it gathers.
+      gathered: whether a loop fills it with gathered weights.
     """
 
     bytes: int
@@ -54,7 +56,7 @@ class Buffer:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Its shape in numbers.
+        """Its shape as integers.
 
         >>> Buffer(64, "bf16[4,8]", "", "", "", False).dims
         (4, 8)
@@ -64,21 +66,21 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most is alive: its buffers, largest first, and their sum in bytes."""
+    """The moment at which most bytes are alive: the buffers, largest first, and their sum in bytes."""
 
     bytes: int
     buffers: tuple[Buffer, ...]
 
 
 def peak(module: Module) -> Peak:
-    """The buffers alive when most bytes are, in the schedule of the program's entry computation."""
+    """Return the buffers that are alive when most bytes are, in the schedule of the program's entry computation."""
     buffers = tuple(sorted(_Scan(module).run(module.entry, ""), key=lambda b: -b.bytes))
     return Peak(sum(b.bytes for b in buffers), buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """An array in main memory: the instruction that makes it, and which of its arrays it is."""
+    """An array in main memory: the instruction that makes it, and the index of the array in its result."""
 
     maker: str
     leaf: int
@@ -86,7 +88,7 @@ class _Made:
 
 
 _Held = tuple[tuple[_Made, ...], ...]
-"""For each array of a result (a tuple flattened), what it holds in main memory: mostly one, or nothing."""
+"""For each array of a flattened result, the arrays in main memory that it consists of: mostly one or none."""
 
 
 class _Scan:
@@ -97,7 +99,7 @@ class _Scan:
         self._done: dict[str, tuple[Buffer, ...]] = {}
 
     def run(self, name: str, scope: str) -> tuple[Buffer, ...]:
-        """What a computation has alive at its worst moment; of one that is called, its own buffers alone."""
+        """Return the buffers of a computation at its peak; a called computation counts only its own buffers."""
         if name in self._done:
             return self._done[name]
         where, entry = self.module[name], name == self.module.entry
@@ -105,7 +107,7 @@ class _Scan:
         if entry:
             held = _in_place(held, where, self.module.aliased)
         last = _last_uses(where, held, entry)
-        # The program's arguments lie there from the start, wherever the schedule names them.
+        # The program's arguments are in memory from the start, whatever the schedule says.
         alive = {made for p in where.parameters for group in held[p.name] for made in group} if entry else set()
         best: tuple[frozenset[_Made], tuple[Buffer, ...]] = (frozenset(), ())
         most = -1
@@ -120,7 +122,7 @@ class _Scan:
         return self._done[name]
 
     def _inner(self, instruction: Instruction, scope: str) -> tuple[Buffer, ...]:
-        """What the computations that an instruction runs add, at their worst."""
+        """Return the buffers that the computations run by an instruction add, at their peak."""
         if instruction.opcode == "while":
             return self.run(instruction.called("body")[0], instruction.name)
         if instruction.opcode == "call":
@@ -150,7 +152,7 @@ class _Scan:
         return held
 
     def _new(self, instruction: Instruction, where: Computation, held: dict[str, _Held]) -> _Held:
-        """The arrays of a result: in place of an operand where it is updated, else new in main memory."""
+        """Return the arrays of a result: an operand if it is updated in place, else new arrays in main memory."""
         target = _updated(instruction, self.module)
         if target is not None and len(instruction.types) == 1:
             return held[instruction.operands[target]]
@@ -158,7 +160,7 @@ class _Scan:
         starts = instruction.opcode.endswith("-start") and len(instruction.types) > len(given)
         made: list[tuple[_Made, ...]] = []
         for leaf, array in enumerate(instruction.types):
-            # A start's tuple names its operands again, which lie where they lay.
+            # The tuple of a start repeats its operands, which stay where they are.
             again = starts and array in given and (instruction.opcode != "copy-start" or leaf > 0)
             made.append(() if array.space or again else (_Made(instruction.name, leaf, array.bytes),))
         return tuple(made)
@@ -171,7 +173,8 @@ class _Scan:
         near = list(self._near(maker, where))
         lines = (own_line(self.module.frames(i)) for i in near)
         source = next((line for line in lines if line), "")
-        # A name without a path is the compiler's own, and tells nothing; so is that of memory which only a loop will fill.
+        # A name without a path is the compiler's own and explains nothing. Neither does the name of memory that a loop
+        # fills later.
         telling = sorted((i for i in near if "/" in i.op_name), key=lambda i: target(i) == "AllocateBuffer")
         op_name = next((i.op_name for i in telling), "")
         return Buffer(
@@ -179,7 +182,7 @@ class _Scan:
         )
 
     def _near(self, maker: Instruction, where: Computation) -> Iterator[Instruction]:
-        """What can say where a value comes from: its maker, what that runs, what it is made of, and who reads it."""
+        """Yield instructions that may have the source of a value: its maker, its operands and its readers."""
         yield maker
         for name in maker.called("calls", "to_apply") if maker.opcode in FUSIONS else ():
             inner = self.module[name]
@@ -188,21 +191,24 @@ class _Scan:
         yield from (i for i in where.inputs(maker) if i.opcode != "parameter")
         readers = [i for i in where if maker.name in i.operands]
         yield from readers
-        carried = {i.name for i in readers if i.opcode == "tuple"}  # into a loop, mostly
+        carried = {i.name for i in readers if i.opcode == "tuple"}  # mostly the initial values of a loop
         yield from (i for i in where if not carried.isdisjoint(i.operands))
 
 
 def own_line(frames: Sequence[Location]) -> str:
-    """The innermost line that is neither a library's nor jaxpar's own, models and kernels apart; empty if there is none.
+    """Return the innermost line of model or kernel code as text; empty if there is none.
 
-    >>> own_line([Location("scan", "/site-packages/jax/loops.py", 7), Location("Block.__call__", "/home/me/model.py", 9)])
+    Lines of libraries and of other code of jaxpar do not count.
+
+    >>> library = Location("scan", "/site-packages/jax/loops.py", 7)
+    >>> own_line([library, Location("Block.__call__", "/home/me/model.py", 9)])
     'Block.__call__ (model.py:9)'
     """
     return next((str(f) for f in frames if f.file and f.file[0] != "<" and not _OTHERS.search(f.file)), "")
 
 
 def _in_place(held: dict[str, _Held], where: Computation, aliased: frozenset[int]) -> dict[str, _Held]:
-    """Results that take a donated argument's place need none of their own."""
+    """Return ``held`` without the results that take the memory of a donated argument."""
     replaced = {made for i, group in enumerate(held[where.root.name]) if i in aliased for made in group}
     replaced -= {made for p in where.parameters for group in held[p.name] for made in group}
     return {
@@ -212,11 +218,11 @@ def _in_place(held: dict[str, _Held], where: Computation, aliased: frozenset[int
 
 
 def _last_uses(where: Computation, held: dict[str, _Held], entry: bool) -> dict[_Made, int]:
-    """The last instruction that reads each array; what is returned, and the program's arguments, stay to the end."""
+    """Return the last instruction that reads each array; results and the program's arguments stay to the end."""
     last: dict[_Made, int] = {}
     for i, instruction in enumerate(where):
         stays = instruction.root or (entry and instruction.opcode == "parameter")
-        # Taking one element of a tuple reads that element alone.
+        # Taking one element of a tuple reads only that element.
         read = () if instruction.opcode == "get-tuple-element" else instruction.operands
         for name in (instruction.name, *read):
             for group in held.get(name, ()):
@@ -228,7 +234,7 @@ def _last_uses(where: Computation, held: dict[str, _Held], entry: bool) -> dict[
 
 
 def _element(given: Sequence[tuple[_Made, ...]], source: Instruction, instruction: Instruction) -> _Held:
-    """One element of a tuple; where tuples are nested and it cannot be told apart, all of it."""
+    """Return one element of a tuple, or all of the tuple if it is nested and the element cannot be identified."""
     flat = len(given) == len(source.types) and instruction.index < len(given)
     if flat and (source.types[instruction.index],) == instruction.types:
         return (given[instruction.index],)
@@ -236,7 +242,7 @@ def _element(given: Sequence[tuple[_Made, ...]], source: Instruction, instructio
 
 
 def _finished(given: Sequence[tuple[_Made, ...]], start: Instruction, instruction: Instruction) -> _Held:
-    """What an asynchronous operation leaves when it is done: the arrays of its start that have its result's types."""
+    """Return the arrays of a finished asynchronous operation: those of its start that have the types of its result."""
     wanted = list(instruction.types)
     if len(given) != len(start.types):
         return tuple(given)
@@ -248,7 +254,7 @@ def _finished(given: Sequence[tuple[_Made, ...]], start: Instruction, instructio
 
 
 def _updated(instruction: Instruction, module: Module) -> int | None:
-    """Which operand an update in place overwrites, or ``None``."""
+    """Return the index of the operand that an in-place update overwrites, or ``None``."""
     if instruction.opcode == "dynamic-update-slice":
         return 0
     if instruction.opcode not in FUSIONS:

@@ -1,4 +1,4 @@
-"""What the schedule runs beside an asynchronous collective, between its start and its end."""
+"""The compute that the schedule overlaps with an asynchronous collective, between its start and its end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _Mark = tuple[str, str | None, str | None]
 
 
 class HloOrder:
-    """Order and overlap in one module.
+    """The schedule of one module, and the overlap in it.
 
-    TPU compilers fuse an asynchronous collective with the compute that it overlaps: a fusion that holds the custom call
-    ``AsyncCollectiveStart`` starts it, others reprint it, one that holds ``AsyncCollectiveDone`` ends it. All of them bear
-    the same mark: the channel alone is not enough, because unrelated collectives can share one.
+    TPU compilers fuse an asynchronous collective with the compute that overlaps with it. A fusion with the custom call
+    ``AsyncCollectiveStart`` starts it, other fusions print it again, and one with ``AsyncCollectiveDone`` ends it. All
+    of them have the same mark (:func:`_mark`). The channel alone is ambiguous, because unrelated collectives can share
+    one.
     """
 
     def __init__(self, costs: Costs):
@@ -43,9 +44,9 @@ class HloOrder:
         return fused and not any(target(i) == "AsyncCollectiveStart" and instruction.name in i.operands for i in where)
 
     def beside(self, start: Instruction, where: Computation) -> Work:
-        """The compute that runs between the start of a collective and its end; none for a collective that is one step.
+        """Return the compute between the start of a collective and its end; none for a synchronous collective.
 
-        A collective that ends in the loop's next run is in flight to the end of this one.
+        A collective that ends in the loop's next iteration is in flight until the end of this one.
         """
         mark = self._fused_mark(start)
         if mark is None and not start.opcode.endswith("-start") and not crosses(start):
@@ -59,7 +60,7 @@ class HloOrder:
         return work
 
     def span(self, start: Instruction, where: Computation) -> tuple[int, int]:
-        """The places in the schedule of a computation between which an asynchronous collective is on its way."""
+        """Return the places in a computation's schedule between which an asynchronous collective is in flight."""
         rest = list(self._after(start, where))
         steps = next((n for n, i in enumerate(rest, 1) if self._ends_it(i, start, None, where)), len(rest))
         begin = self._places[where.name][start.name]
@@ -73,7 +74,7 @@ class HloOrder:
         return (order[n] for n in range(self._places[where.name][start.name] + 1, len(order)))
 
     def _fused_mark(self, start: Instruction) -> _Mark | None:
-        """The mark of the collective that a fusion starts asynchronously."""
+        """Return the mark of the collective that a fusion starts asynchronously."""
         if start.opcode != "fusion":
             return None
         inner = self._module[start.called("calls")[0]]
@@ -91,13 +92,13 @@ class HloOrder:
         return any(_mark(i) == mark for i in inner)
 
     def _only_sends(self, instruction: Instruction) -> bool:
-        """Whether a fusion holds a collective and no matmul: another transfer, not compute."""
+        """Whether a fusion has a collective and no matmul: another transfer, not compute."""
         inner = [i for name in instruction.called("calls") for i in self._module[name]]
         return any(kind_of(i) for i in inner) and not any(i.opcode in ("dot", "convolution", "fusion") for i in inner)
 
 
 def _mark(instruction: Instruction) -> _Mark:
-    """What the reprints of one asynchronous collective have in common."""
+    """Return the attributes that all copies of one asynchronous collective have in common."""
     return (
         instruction.opcode,
         instruction.attribute("channel_id"),

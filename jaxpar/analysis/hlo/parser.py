@@ -1,7 +1,7 @@
-"""Reading XLA's HLO text into plain values: computations, instructions, types, attributes, source locations.
+"""Parses XLA's HLO text: computations, instructions, types, attributes, source locations.
 
-Only what an audit needs is understood; everything else is kept as text. The grammar is XLA's printed form after
-optimisation, as its compilers for CPU, TPU and GPU give it.
+The parser interprets only what an audit needs, and keeps everything else as text. The grammar is that of optimized HLO,
+as the compilers for CPU, TPU and GPU print it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxpar.errors import AuditError
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
 FUSIONS = ("fusion", "fusion-start")
 CALLS = (*FUSIONS, "call", "call-start", "async-start")
-"""Opcodes of what runs another computation once; an asynchronous one is printed as its start and its end."""
+"""Opcodes that run another computation once. HLO prints asynchronous calls as a start and an end."""
 
 _CALLING = (
     "calls",
@@ -33,7 +33,7 @@ _CALLING = (
 
 @dataclass(frozen=True)
 class ArrayType:
-    """One array: element type as HLO spells it, shape, and memory space (0 is the device's main memory).
+    """One array: element type in HLO's notation, shape, and memory space (0 is the device's main memory).
 
     >>> ArrayType("bf16", (8, 128)).bytes
     2048
@@ -45,7 +45,7 @@ class ArrayType:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -61,7 +61,17 @@ class ArrayType:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation. ``types`` are the arrays of its result, a tuple flattened; ``attributes`` is text."""
+    """One line of a computation.
+
+    Attributes:
+      name: unique in its computation.
+      opcode: such as ``dot``.
+      types: the arrays of its result, with tuples flattened.
+      operands: the names of its operands.
+      attributes: the text after the operands.
+      arguments: the text of the operands.
+      root: whether the computation returns its value.
+    """
 
     name: str
     opcode: str
@@ -73,7 +83,7 @@ class Instruction:
 
     @cached_property
     def _values(self) -> dict[str, str]:
-        """Attributes by name. Only commas outside all brackets and strings separate them."""
+        """Attributes by name. Only commas outside of brackets and strings separate them."""
         parts, depth, start = [], 0, 0
         for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]|, ', self.attributes):
             if token[0] == ", " and depth == 0:
@@ -84,34 +94,34 @@ class Instruction:
         return {name.strip(): value for name, _, value in pairs}
 
     def attribute(self, name: str) -> str | None:
-        """The text of one attribute, brackets and all, or ``None``."""
+        """Return the text of one attribute, including brackets, or ``None``."""
         return self._values.get(name)
 
     def called(self, *names: str) -> list[str]:
-        """The computations that these attributes name, in order; without names, every computation it names."""
+        """Return the computations that these attributes name, in order; by default, those of all attributes."""
         texts = [text for name in names or _CALLING if (text := self.attribute(name)) is not None]
         return [called for text in texts for called in re.findall(r"%?([\w.\-]+)", text)]
 
     @property
     def bytes(self) -> int:
-        """Bytes of its result, all arrays of a tuple together."""
+        """Bytes of its result, the sum over all arrays of a tuple."""
         return sum(array.bytes for array in self.types)
 
     @property
     def index(self) -> int:
-        """Which element a ``get-tuple-element`` takes."""
+        """The element that a ``get-tuple-element`` takes."""
         return int(self.attribute("index") or 0)
 
     @cached_property
     def op_name(self) -> str:
-        """jax's name of the operation: the path of transformations and module scopes that made it."""
+        """jax's name of the operation: the path of the transformations and module scopes that made it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata") or "")
         return found[1].replace("\\", "") if found else ""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A named sequence of instructions, in schedule order where the module is scheduled."""
+    """A named sequence of instructions, in schedule order if the module is scheduled."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -126,7 +136,7 @@ class Computation:
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """Its parameters, in order of their numbers."""
+        """Its parameters, ordered by number."""
         return tuple(sorted((i for i in self if i.opcode == "parameter"), key=lambda i: int(i.arguments)))
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -140,13 +150,13 @@ class Computation:
         return self.instructions[name]
 
     def inputs(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results this one takes, in order."""
+        """Return the instructions whose results this one reads, in order."""
         return [self[name] for name in instruction.operands]
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where in the user's program: function, file and line."""
+    """A place in the user's program: function, file and line."""
 
     function: str
     file: str
@@ -159,9 +169,14 @@ class Location:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed program. ``partitions`` is the number of devices it runs on.
+    """A parsed program.
 
-    ``aliased`` numbers the results that take the place of a donated argument.
+    Attributes:
+      name: of the program.
+      computations: by name.
+      entry: the name of the entry computation.
+      partitions: the number of devices that the program runs on.
+      aliased: the indices of the results that take the memory of a donated argument.
     """
 
     name: str
@@ -177,7 +192,7 @@ class Module:
         return self.computations[name]
 
     def frames(self, instruction: Instruction) -> list[Location]:
-        """The Python stack that made an instruction, innermost first; empty when the program does not say."""
+        """Return the Python stack that made an instruction, innermost first; empty if the program does not have it."""
         metadata = instruction.attribute("metadata") or ""
         frame = re.search(r"stack_frame_id=(\d+)", metadata)
         if frame is None:
@@ -200,6 +215,9 @@ class Module:
 
 def parse(text: str) -> Module:
     """Parse the HLO text of one module.
+
+    Args:
+      text: optimized HLO, complete.
 
     Raises:
       AuditError: the text is not HLO, or is cut short.
@@ -236,7 +254,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(body: str) -> Iterator[str]:
-    """The lines of a module, with attributes that a kernel's metadata spreads over several lines put together."""
+    """Yield the lines of a module; an attribute that a kernel's metadata spreads over several lines is one line."""
     lines = iter(body.splitlines())
     for line in lines:
         while line.startswith(" ") and line.endswith("={"):
@@ -244,14 +262,14 @@ def _whole_lines(body: str) -> Iterator[str]:
             while tail and not tail.startswith("}"):
                 line += tail
                 tail = next(lines, None)
-            if tail is None:  # cut short, as whoever reads the line says
+            if tail is None:  # cut short; the parser of the line reports it
                 break
             line += tail
         yield line
 
 
 def types_of(text: str) -> tuple[ArrayType, ...]:
-    """The arrays in a printed type, tuples flattened.
+    """Return the arrays in a printed type, with tuples flattened.
 
     >>> types_of("(f32[2,3]{1,0}, bf16[8]{0:T(256)S(1)})")
     (ArrayType(dtype='f32', shape=(2, 3), space=0), ArrayType(dtype='bf16', shape=(8,), space=1))
@@ -282,7 +300,7 @@ def _instruction(line: str, where: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """The index of the bracket that closes the one at ``start``; -1 when there is none. Strings are skipped."""
+    """Return the index of the bracket that closes the one at ``start``, or -1. Strings are skipped."""
     depth = 0
     for token in _TOKENS.finditer(text, start):
         depth += (token[0] in "([{") - (token[0] in ")]}")

@@ -1,8 +1,9 @@
-"""What a program of several TPU slices sends between them.
+"""Transfers between the slices of a program for several TPU slices.
 
-The compiler makes one program for all slices. Inside a slice it has the usual collectives, over that slice's devices alone;
-between slices it hands arrays to the hosts, a ``send`` and a ``recv`` for each transfer, marked with what the hosts make of
-them. A sum over all slices becomes a scatter inside, a sum between, and a gather inside: each is counted as what it is.
+The compiler makes one program for all slices. Inside a slice it uses the usual collectives, over the devices of that
+slice only. Between slices, each transfer is a ``send`` and a ``recv`` to and from the hosts, with the collective in
+their attributes. A sum over all slices becomes a scatter inside the slices, a sum between them, and a gather inside.
+The audit counts these three separately.
 """
 
 from __future__ import annotations
@@ -29,24 +30,31 @@ _KINDS = {
 }
 _TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{(?:\{[^}]*\},?)*\})')
 _NUMBERING = 100_000
-"""A device's number is (slice from 1) · 100,000 + its number in the slice."""
+"""A device's number is (slice, counted from 1) · 100,000 + its number in the slice."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """A mesh on several slices: the factor of each axis that lies across them, and the one inside of each."""
+    """A mesh on several slices.
+
+    Attributes:
+      across: mesh axis → the factor of its size that crosses slices.
+      inside: mesh axis → the factor inside each slice.
+    """
 
     across: Mapping[str, int]
     inside: Mapping[str, int]
 
     @property
     def count(self) -> int:
-        """How many slices."""
+        """The number of slices."""
         return math.prod(self.across.values())
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], devices: int) -> Slices:
-        """The mesh over slices of so many devices each: the outermost axes cross, as ``MeshSpec.build`` lays them.
+        """Split a mesh over slices of ``devices`` devices each.
+
+        The outermost axes cross slices, as in ``MeshSpec.build``.
 
         >>> Slices.of({"data": 8, "model": 2}, 4)
         Slices(across={'data': 4, 'model': 1}, inside={'data': 2, 'model': 2})
@@ -55,10 +63,14 @@ class Slices:
         return cls(across, {axis: size // across[axis] for axis, size in sizes.items()})
 
     def axes(self, groups: np.ndarray) -> tuple[str, ...]:
-        """The mesh axes of transfers among ``groups`` [groups, members] of slice numbers from 0, one for each device.
+        """Return the mesh axes of transfers between slices.
 
-        The program numbers devices as the hardware does, not as the mesh does. Which axes a group covers inside of a slice
-        is told from how many of its members lie there: the part of its own axes that is inside, if they are as many.
+        The program numbers devices in hardware order, not in mesh order. The axes that a group covers inside a slice
+        therefore follow from its number of members there. If that is neither 1 nor the inside part of the axes that
+        cross slices, the one other axis with that inside size is added.
+
+        Args:
+          groups: slice numbers from 0, one for each device, ``[groups, members]``.
         """
         found = axes_of(groups, self.across)
         members = max(int(np.bincount(row).max()) for row in groups)
@@ -70,27 +82,27 @@ class Slices:
 
 
 def crosses(instruction: Instruction) -> bool:
-    """Whether an instruction hands an array to the hosts, for other slices."""
+    """Whether an instruction sends an array to the hosts, for other slices."""
     return instruction.opcode == "send" and _HOSTS in (instruction.attribute("frontend_attributes") or "")
 
 
 def rendezvous(instruction: Instruction) -> str | None:
-    """The name that a ``send`` and its ``recv`` have in common."""
+    """Return the name that a ``send`` and its ``recv`` have in common."""
     found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attribute("frontend_attributes") or "")
     return found[1] if found else None
 
 
 def slices_named(module: Module) -> int:
-    """The highest number of a slice that takes part in a transfer; 0 in a program of one slice."""
+    """Return the highest slice number in any transfer, counted from 1; 0 in a program for one slice."""
     groups = (groups_between(i)[1] for where in module.computations.values() for i in where if crosses(i))
     return max((int(found.max()) + 1 for found in groups), default=0)
 
 
 def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
-    """The kind of a transfer, and its groups [groups, members] as the number, from 0, of the slice of each device.
+    """Return the kind of a transfer, and its groups ``[groups, members]`` as slice numbers from 0, one for each device.
 
     Raises:
-      AuditError: a kind of transfer, or a spelling of its groups, that this reader does not know.
+      AuditError: unknown kind of transfer, or unknown notation of its groups.
     """
     text = send.attribute("frontend_attributes") or ""
     named, target = re.search(r'_xla_megascale_transfer_type="(\w+)"', text), _TARGET.search(text)
@@ -98,7 +110,7 @@ def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
     if kind is None or target is None:
         what = f"a transfer between slices of type {named[1] if named else 'unknown'}"
         raise AuditError(f"{send.name}: {what} is nothing the auditor knows. Remedy: audit the program for one slice.")
-    if target[1].startswith('"'):  # {1,2}x{0:3}: of each device in the range, those in the slices
+    if target[1].startswith('"'):  # {1,2}x{0:3}: the devices 0 to 3 of the slices 1 and 2
         rows = [[int(n) - 1 for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}x", target[1])]
     else:
         lists = re.findall(r"\{([\d,\->\s]+)\}", target[1])

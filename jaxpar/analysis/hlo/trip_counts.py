@@ -1,4 +1,4 @@
-"""How often an HLO loop runs: from the compiler's own note, or from the counter's start, bound and step."""
+"""The trip count of an HLO loop: from the compiler's annotation, or from the counter's start, bound and step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.parser import Computation, Instruction
 
 _Scalar = tuple[int | None, int]
-"""A scalar inside a loop: (element of the carry, what was added to it), or (None, constant)."""
+"""A scalar inside a loop: (element of the carry, the sum of what was added to it), or (None, constant)."""
 
 _MIRROR = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 _SAME = frozenset(("copy", "bitcast", "convert", "reshape", "opt-barrier"))
 
 
 def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | Fraction | None:
-    """How often a ``while`` runs its body, or ``None`` when the program does not show it.
+    """Return how often a ``while`` runs its body, or ``None`` if the program does not show it.
 
-    The compiler's ``known_trip_count`` is taken where it is printed. Otherwise the loop must end on a comparison of a
-    counter that each run of the body moves by the same step (a body unrolled by two moves it by two) with a bound that the
-    body leaves alone; both the counter's start and the bound must be constants, here or outside enclosing loops. Of a loop whose
-    length depends on the device, what its scope's name states counts: ``visits_12`` (see :mod:`jaxpar.parallel.attention.tiled.blockwise`),
-    or in the mean of an enclosing loop's rounds: ``visits_44of14`` (see :mod:`jaxpar.parallel.pipeline.executor.program`).
+    The compiler's ``known_trip_count`` is used if it is printed. Otherwise the loop's condition must compare a counter
+    with a bound. Each run of the body must change the counter by the same step and leave the bound unchanged; a body
+    unrolled by two changes the counter by two. The counter's start and the bound must be constants, here or outside of
+    enclosing loops.
+
+    If the length of a loop depends on the device, the name of its scope may state it: ``visits_12`` (see
+    :mod:`jaxpar.parallel.attention.tiled.blockwise`). It may also state a mean over the iterations of an enclosing
+    loop: ``visits_44of14`` is 44 runs in 14 iterations (see :mod:`jaxpar.parallel.pipeline.executor.tick`).
+
+    Args:
+      loop: the ``while``.
+      where: the computation that contains it.
+      flow: of the module.
     """
     counted = _counted(loop, where, flow)
     stated = re.findall(r"\bvisits_(\d+)(?:of(\d+))?/", loop.op_name)
     if counted is not None or not stated:
         return counted
-    times, rounds = stated[-1]  # of the loop itself: those of enclosing loops come before
+    times, rounds = stated[-1]  # the last match is the loop's own; earlier ones are of enclosing loops
     mean = Fraction(int(times), int(rounds or 1))
     return int(mean) if mean.denominator == 1 else mean
 
@@ -53,7 +61,7 @@ def _counted(loop: Instruction, where: Computation, flow: Flow) -> int | None:
 
 
 def _runs(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Runs of a loop whose counter goes start, start + step, … while ``counter direction bound`` holds."""
+    """Return the runs of a loop with counter start, start + step, … while ``counter direction bound`` holds."""
     if direction in ("GT", "GE"):
         direction, start, bound, step = _MIRROR[direction], -start, -bound, -step
     if direction == "NE":
@@ -67,7 +75,7 @@ def _runs(direction: str, start: int, bound: int, step: int) -> int | None:
 
 
 def _comparison(condition: Computation, flow: Flow) -> tuple[str, _Scalar, _Scalar] | None:
-    """The direction and the two sides of the comparison that a loop ends on."""
+    """Return the direction and the two sides of the comparison in a loop's condition."""
     root, where = condition.root, condition
     given: Mapping[str, _Scalar | None] = {}
     while root.opcode in _SAME or flow.inner(root) is not None:
@@ -85,7 +93,7 @@ def _comparison(condition: Computation, flow: Flow) -> tuple[str, _Scalar, _Scal
 
 
 def _step(value: _Scalar, body: Computation, flow: Flow) -> int | None:
-    """By how much one run of the body moves this value; ``None`` if it does something else to it."""
+    """Return by how much one run of the body changes this value; ``None`` if the change is not a constant."""
     element, _ = value
     if element is None:
         return 0
@@ -97,7 +105,7 @@ def _step(value: _Scalar, body: Computation, flow: Flow) -> int | None:
 
 
 def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) -> int | None:
-    """The value before the first run, when it is a constant."""
+    """Return the value before the first run, if it is a constant."""
     element, added = value
     if element is None:
         return added
@@ -111,7 +119,7 @@ def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) ->
         return None
     if before[0] is None:
         return before[1] + added
-    # The loop stands in another one's body: what that one leaves alone is as constant as its own start.
+    # Inside another loop's body, a value that the body leaves unchanged is as constant as its initial value.
     outer = [(c, w) for c, w in flow.callers.get(where.name, []) if c.opcode == "while"]
     if len(outer) != 1 or not flow.invariant(before[0], where):
         return None
@@ -120,7 +128,7 @@ def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) ->
 
 
 def _scalar(name: str, where: Computation, flow: Flow, given: Mapping[str, _Scalar | None]) -> _Scalar | None:
-    """A scalar as a constant or as an element of the enclosing loop's carry plus a constant.
+    """Return a scalar as a constant, or as an element of the enclosing loop's carry plus a constant.
 
     ``given`` has the values of a fusion's parameters.
     """
@@ -147,7 +155,7 @@ def _scalar(name: str, where: Computation, flow: Flow, given: Mapping[str, _Scal
 def _element(
     index: int, source: Instruction, where: Computation, flow: Flow, given: Mapping[str, _Scalar | None]
 ) -> _Scalar | None:
-    """Element ``index`` of a tuple-valued instruction."""
+    """Return element ``index`` of a tuple-valued instruction."""
     if source.opcode == "opt-barrier":
         source = where[source.operands[0]]
     if source.opcode == "parameter":
@@ -165,7 +173,7 @@ def _element(
 def _arguments(
     fusion: Instruction, inner: Computation, where: Computation, flow: Flow, given: Mapping[str, _Scalar | None]
 ) -> dict[str, _Scalar | None]:
-    """The values of a fusion's parameters."""
+    """Return the values of a fusion's parameters."""
     outer = [_scalar(operand, where, flow, given) for operand in fusion.operands]
     return {parameter.name: outer[i] for i, parameter in enumerate(inner.parameters)}
 

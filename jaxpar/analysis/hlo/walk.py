@@ -1,4 +1,4 @@
-"""One pass over a compiled program that finds its collectives, each weighted by the loops around it."""
+"""Walks a compiled program and finds its collectives, each weighted by the trip counts of its loops."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _PLUMBING = (
     "jaxpar/parallel/zero/sharded_matmul.py",
     "jaxpar/sharding/layout.py",
 )
-"""Files of jaxpar whose functions a model calls to say how a tensor goes: what they make is the model's."""
+"""Files of jaxpar whose functions move tensors for a model: their collectives are attributed to the model."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Where the walk stands.
+    """The position of the walk.
 
     Attributes:
       times: how often this place runs.
-      conditional, certain: as of a collective.
-      beside: the compute beside the asynchronous instruction that this place is inside of.
-      callers: the instructions that lead here, innermost first; they say where from, if an instruction itself does not.
-      window: inside the loop of a windowed einsum: what it implements, and the computation and its times outside.
+      conditional, certain: as for a collective.
+      beside: the compute that overlaps with the asynchronous instruction around this place.
+      callers: the instructions that lead here, innermost first. They give the source of an instruction without one.
+      window: inside the loop of a windowed einsum: the collective that it implements, the computation around the loop,
+        and how often that runs.
     """
 
     times: int = 1
@@ -53,9 +54,16 @@ class Scope:
 
 @dataclass
 class HloWalk:
-    """What a walk found: ``collectives`` that count, those of the ``other_arms`` of conditionals, and what is unknown.
+    """A walk through a program, and its results.
 
-    ``sizes`` is the mesh of the program's own devices; of a program for several ``slices``, the part inside of one.
+    Attributes:
+      module: the program.
+      sizes: mesh axis → size, of the program's own devices. For a program with several slices, the part inside of one.
+      slices: how the mesh is split over slices; ``None`` for one slice.
+      collectives: the collectives that count.
+      other_arms: the collectives of the other arms of conditionals.
+      unknown_loops: loops with an unknown trip count.
+      silent_kernels: custom kernels that state no FLOPs.
     """
 
     module: Module
@@ -70,14 +78,14 @@ class HloWalk:
         self.flow = Flow(self.module)
         self.costs = Costs(self.flow)
         self._schedule = HloOrder(self.costs)
-        # Of each ring: its place in ``collectives``, and how many permutes it has.
+        # Ring → its index in ``collectives``, and its number of permutes.
         self._rings: dict[tuple[Any, ...], tuple[int, int]] = {}
-        # Of each computation where exposed permutes are on their way till, and their number.
+        # Computation → the last place in its schedule at which exposed permutes are in flight, and their number.
         self._flights: dict[str, tuple[int, int]] = {}
         self._flown = 0
 
     def run(self) -> Work:
-        """Walk the whole program; returns its work."""
+        """Walk the program; return its work."""
         self._computation(self.module[self.module.entry], Scope())
         return self.costs.computation(self.module.entry)
 
@@ -107,7 +115,9 @@ class HloWalk:
             frames = self.module.frames(loop)
             self.unknown_loops.append(f"{loop.name} from {model_line(frames)}" if frames else loop.name)
         body = loop.called("body")[0]
-        times = round(scope.times * (1 if trips is None else trips))  # a mean of rounds makes whole numbers in all
+        times = round(
+            scope.times * (1 if trips is None else trips)
+        )  # the mean over an enclosing loop's iterations is an integer in total
         role = loop_role(body)
         window = (role, where.name, scope.times) if role else scope.window
         inside = dataclasses.replace(scope, times=times, certain=scope.certain and trips is not None, window=window)
@@ -117,7 +127,7 @@ class HloWalk:
         self._computation(self.module[loop.called("condition")[0]], inside)
 
     def _arms(self, conditional: Instruction, scope: Scope) -> None:
-        """Keep the arm that sends most; what the others would send is noted apart."""
+        """Keep the collectives of the arm that sends most; those of the other arms go to ``other_arms``."""
         kept, rings, found = self.collectives, self._rings, []
         for name in conditional.called("branch_computations", "true_computation", "false_computation"):
             self.collectives, self._rings = [], {}
@@ -134,7 +144,7 @@ class HloWalk:
         groups = groups_of(instruction, self.module.partitions)
         axes, size = axes_of(groups, self.sizes), groups.shape[1]
         fused = bool(scope.callers) and scope.callers[0].opcode in FUSIONS
-        # Among groups of one device nothing moves.
+        # A group of one device moves no data.
         for part in parts_of(kind, instruction, where, self.flow, size, fused=fused) if axes else ():
             self.collectives.append(self._describe(part, axes, size, instruction, where, scope))
 
@@ -168,7 +178,7 @@ class HloWalk:
         self._turn((owner, instruction.attribute("metadata"), role, axes, part.dtype), step, times)
 
     def _flight(self, start: Instruction, where: Computation) -> int:
-        """The number of those that are on their way together: each begins before the last of the others has come."""
+        """Return the number of the permutes in flight together: each starts before the last of the others ends."""
         begin, end = self._schedule.span(start, where)
         until, number = self._flights.get(where.name, (-1, 0))
         if begin > until:
@@ -208,9 +218,9 @@ class HloWalk:
     ) -> Collective:
         beside = scope.beside or self._schedule.beside(instruction, where)
         flops = beside.matmul_flops + beside.kernel_flops
-        # A matmul hides a transfer, and so does elementwise work on at least as many bytes; a stray scalar does not.
+        # A matmul hides a transfer, and so does elementwise work on as many bytes; an operation on scalars does not.
         hidden = flops > 0 or beside.hbm_bytes >= part.wire_bytes > 0
-        # What the compiler printed without a source comes from where its caller, or what it takes, or what takes it, does.
+        # Without a source of its own, an instruction takes that of its caller, its operands or its readers.
         sources = (instruction, *scope.callers[:1], *where.inputs(instruction), *scope.callers[1:])
         frames = next((f for i in sources if (f := self.module.frames(i))), [])
         frames = frames or next((f for i in self.flow.readers(instruction, where) if (f := self.module.frames(i))), [])
@@ -239,7 +249,7 @@ class HloWalk:
 
 
 def model_line(frames: Sequence[Location]) -> str:
-    """The innermost line that is the model's own: not a library's, nor one of jaxpar's verbs that place tensors."""
+    """Return the innermost line outside of libraries and of jaxpar's functions that move tensors."""
     own = (f for f in frames if not _LIBRARIES.search(f.file) and not _is_plumbing(f))
     return str(next(own, frames[0]))
 
@@ -249,7 +259,7 @@ def _is_plumbing(frame: Location) -> bool:
 
 
 def module_path(frames: Sequence[Location]) -> str:
-    """``Llama/Block/Attention``: the classes whose ``__call__`` methods are on the stack, outermost first.
+    """Return the classes whose ``__call__`` methods are on the stack, outermost first: ``Llama/Block/Attention``.
 
     >>> module_path([Location("Block.__call__", "model.py", 7), Location("Llama.__call__", "model.py", 9)])
     'Llama/Block'

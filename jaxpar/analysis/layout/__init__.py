@@ -1,1 +1,1 @@
-"""``explain``: why each tensor is sharded as it is."""
+"""``explain``: how each tensor is sharded, and why."""

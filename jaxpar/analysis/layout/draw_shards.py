@@ -1,6 +1,6 @@
-"""``draw`` pictures where the shards of one tensor lie; ``shards`` says it in numbers. Neither needs devices.
+"""``draw`` plots the devices that hold each shard of a tensor; ``shards`` returns them. Neither needs devices.
 
-Both read only the mesh and ``layout.spec``, and work out the owners from the mesh coordinates.
+Both use only the mesh and ``layout.spec``, and compute the owners from mesh coordinates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 Block = tuple[int, ...]
 
 _HEAD, _TAIL = 4, 2
-"""How many blocks are drawn before and after the gap, when a dim has too many to draw all."""
+"""The number of blocks drawn before and after the gap, if a dim has too many blocks to draw all."""
 
 _LISTED = 8
-"""Up to this many devices are listed in a block."""
+"""The largest number of devices that a block lists by number."""
 
 
 def shards(
@@ -40,19 +40,19 @@ def shards(
     dtype: Any = np.float32,
     path: str = "tensor",
 ) -> dict[Block, list[int]]:
-    """Which devices hold which block of a tensor.
+    """Return the devices that hold each block of a tensor.
 
     Args:
-      layout: the layout; an abstract mesh will do.
+      layout: the layout, on a concrete or an abstract mesh.
       dims: the logical dims, one for each dim of the tensor.
-      shape: its global sizes.
-      role: which overlay of the rules applies.
-      dtype: its dtype, which ``over(min_bytes=...)`` looks at.
-      path: its name in errors.
+      shape: the global shape.
+      role: the overlay of the rules to apply.
+      dtype: of the tensor, for rules with ``over(min_bytes=...)``.
+      path: the tensor's name in error messages.
 
     Returns:
-      Block (its number along each dim) → the devices that hold it, in the order of the mesh. A device is its id, or on
-      an abstract mesh its position. Every device is in exactly one block.
+      Block (its index along each dim) → the devices that hold it, in mesh order. A device is its id, or its position on
+      an abstract mesh. Every device is in exactly one block.
 
     Raises:
       LayoutError: the tensor does not fit the rules.
@@ -66,7 +66,7 @@ def shards(
 
 
 def owners(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> dict[Block, list[int]]:
-    """Block → devices, for a spec with one entry for each dim; see :func:`shards`.
+    """Return block → devices, for a spec with one entry for each dim; see :func:`shards`.
 
     >>> import jax, jaxpar as jp
     >>> owners(jp.MeshSpec(data=4).abstract(), jax.sharding.PartitionSpec("data"))
@@ -94,18 +94,19 @@ def draw(
     path: str = "tensor",
     ax: Axes | None = None,
 ) -> Figure:
-    """A picture of where the shards of one tensor lie: a grid of its blocks, each with the devices that hold it.
+    """Return a figure of a tensor's blocks, each labelled with the devices that hold it.
 
-    Up to two dims are drawn: the sharded ones first, of these the largest. Where more are sharded, the picture is of the
-    first block along the others, and says so. Of a dim with many blocks the first and last few are drawn.
+    The figure shows at most two dims: the sharded ones first, and the largest of these. If more dims are sharded, it
+    shows the first block along the others, and its subtitle says so. If a dim has many blocks, it shows the first and
+    the last few.
 
     Args:
-      layout: the layout; an abstract mesh will do, and its devices are numbered by their position.
+      layout: the layout. Devices of an abstract mesh are numbered by their position.
       dims, shape, role, dtype, path: the tensor, as for :func:`shards`.
-      ax: matplotlib axes to draw on; by default a new figure is made, which pyplot does not keep.
+      ax: matplotlib axes to draw on; by default a new figure, which is not registered with pyplot.
 
     Returns:
-      The figure. It shows itself in a notebook.
+      The figure. A notebook displays it.
 
     Raises:
       LayoutError: the tensor does not fit the rules.
@@ -134,7 +135,7 @@ def draw(
 
 @dataclass(frozen=True)
 class _Side:
-    """One dim of the tensor: its size, its mesh axes and the number of blocks they cut it into."""
+    """One dim of the tensor: its size, its mesh axes and the number of blocks that they make."""
 
     name: str
     size: int
@@ -146,7 +147,7 @@ class _Side:
         return f"{self.name} {self.size} → {there}"
 
     def blocks(self) -> list[int | None]:
-        """The blocks to draw; ``None`` is the gap."""
+        """Return the blocks to draw; ``None`` is the gap."""
         if self.ways <= _HEAD + _TAIL + 2:
             return list(range(self.ways))
         return [*range(_HEAD), None, *range(self.ways - _TAIL, self.ways)]
@@ -157,7 +158,7 @@ _NONE = _Side("", 1, (), 1)
 
 @dataclass(frozen=True)
 class _Picture:
-    """What is drawn: the tensor's sides, which of them are the rows and columns, and who holds its blocks."""
+    """The contents of a figure: the tensor's dims, those drawn as rows and columns, and the owners of its blocks."""
 
     layout: Layout
     spec: PartitionSpec
@@ -175,7 +176,7 @@ class _Picture:
         return self.sides[self.kept[-1]] if self.kept else _NONE
 
     def at(self, row: int, column: int) -> list[int]:
-        """The devices of one block; along the sides that are not drawn it is the first."""
+        """Return the devices of one block, which is the first along the dims that are not drawn."""
         place = dict(zip(self.kept, (row, column)[-len(self.kept) :], strict=True)) if self.kept else {}
         return self.owners[tuple(place.get(i, 0) for i in range(len(self.sides)))]
 
@@ -196,12 +197,12 @@ class _Picture:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """One entry of a ``PartitionSpec`` as a tuple of axes."""
+    """Return one entry of a ``PartitionSpec`` as a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _drawn(sides: Sequence[_Side]) -> tuple[int, ...]:
-    """The dims to draw, at most two, in the order of the tensor: sharded before whole, large before small."""
+    """Return the dims to draw, at most two, in the tensor's order: sharded before replicated, large before small."""
     ranked = sorted(range(len(sides)), key=lambda i: (not sides[i].axes, -sides[i].size, i))
     return tuple(sorted(ranked[:2]))
 
@@ -213,19 +214,19 @@ def _new_axes(picture: _Picture) -> Any:
 
 
 def _edges(blocks: Sequence[int | None]) -> list[float]:
-    """Where the blocks begin and end on the picture: one unit each, the gap somewhat less."""
+    """Return where the blocks begin and end in the figure: each is one unit wide, the gap less."""
     return [0.0, *np.cumsum([0.7 if block is None else 1.0 for block in blocks]).tolist()]
 
 
 def _cell(ax: Any, picture: _Picture) -> tuple[float, float]:
-    """About how wide and high one block is, in points. The layout that leaves room for the labels comes later."""
+    """Estimate the width and height of a block in points, before matplotlib makes room for the labels."""
     inches, box = ax.get_figure(root=True).get_size_inches(), ax.get_position()
     columns, rows = _edges(picture.columns.blocks())[-1], _edges(picture.rows.blocks())[-1]
     return 72 * 0.9 * inches[0] * box.width / columns, 72 * 0.8 * inches[1] * box.height / rows
 
 
 def _fill(ax: Any, picture: _Picture) -> None:
-    """The blocks, coloured by shard and labelled with their devices."""
+    """Draw the blocks, coloured by shard and labelled with their devices."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
@@ -250,7 +251,7 @@ def _fill(ax: Any, picture: _Picture) -> None:
 
 
 def _fit(cells: Sequence[Sequence[int]], width: float, height: float) -> tuple[list[str], float]:
-    """The devices of each block as text, all in one style, and the font size in points at which they fit.
+    """Return the devices of each block as text, all in one style, and the font size in points at which they fit.
 
     >>> _fit([[0, 8], [1, 9]], 60, 30)
     (['0, 8', '1, 9'], 11.0)
@@ -270,13 +271,13 @@ def _fit(cells: Sequence[Sequence[int]], width: float, height: float) -> tuple[l
 
 
 def _font(text: str, width: float, height: float) -> float:
-    """The font size at which a text fits a box; a letter is some 0.58 of it wide."""
+    """Return the font size at which a text fits a box, for letters of 0.58 times that width."""
     lines = text.splitlines()
     return min(width / (0.58 * max(map(len, lines)) + 0.4), height / (1.4 * len(lines)), 11.0)
 
 
 def _label(ax: Any, picture: _Picture) -> None:
-    """Titles, axis labels, and the index of the element at which each block begins."""
+    """Set the titles, the axis labels, and the index of the first element of each block."""
     width, height = _cell(ax, picture)
     for side, axis, room in ((picture.rows, ax.yaxis, height / 10), (picture.columns, ax.xaxis, width / 30)):
         if side is _NONE:
@@ -297,7 +298,7 @@ def _label(ax: Any, picture: _Picture) -> None:
 
 
 def _ticks(side: _Side) -> list[str]:
-    """The element at which each drawn block begins, and where the last one ends.
+    """Return the index of the first element of each drawn block, and the end of the last block.
 
     >>> _ticks(_Side("embed", 64, ("data",), 4))
     ['0', '16', '32', '48', '64']

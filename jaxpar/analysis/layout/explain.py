@@ -1,6 +1,6 @@
-"""``explain`` says where every tensor lies and why; ``check`` raises when that is not as it should be.
+"""``explain`` reports how every tensor is sharded and why; ``check`` raises if the report lists problems.
 
-Neither needs devices: both work from shapes, on a concrete or an abstract mesh.
+Neither needs devices: both work on shapes, with a concrete or an abstract mesh.
 """
 
 from __future__ import annotations
@@ -42,20 +42,26 @@ def explain(
     loss_fn: Callable[..., Any] | None = None,
     step: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Where every parameter, optimizer array, batch array and activation lies, with the rule and the reason.
+    """Report how every parameter, optimizer array, batch array and activation is sharded, by which rule and why.
 
     Args:
-      layout: the layout; an abstract mesh will do.
+      layout: the layout, on a concrete or an abstract mesh.
       make_model: as for :func:`jaxpar.init`. Only its shapes are computed.
       tx: any optax transform.
-      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, global sizes.
-      loss_fn: as for :func:`jaxpar.train_step`. With it (and ``batch``) the activations that the model constrains are
-        listed too, what attention ``auto`` takes and why, unused rules are certain, and the memory of a step is estimated, for the device that the mesh names
-        (``MeshSpec.on``).
-      step: the arguments of :func:`jaxpar.train_step`, as ``{"accumulate": 4}``, for that estimate.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, with global shapes.
+      loss_fn: as for :func:`jaxpar.train_step`. With ``loss_fn`` and ``batch``, the loss is traced once. The report
+        then
+        also lists the activations that the model constrains, the implementation that attention ``auto`` selects and
+        why,
+        and an estimate of a step's memory on the device that the mesh names (``MeshSpec.on``). Only then is
+        :attr:`Report.unused` exact.
+      step: keyword arguments of :func:`jaxpar.train_step`, such as ``{"accumulate": 4}``, for the memory estimate.
 
     Returns:
-      A :class:`Report`; problems are listed in it, not raised.
+      A :class:`Report`. It lists the layout's problems; ``explain`` does not raise them.
+
+    Raises:
+      LayoutError: a leaf of ``batch`` carries no logical dims.
 
     >>> import jax, optax
     >>> import jaxpar as jp
@@ -93,9 +99,8 @@ def explain(
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
         extra = [*inputs, *activations]
     if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
-        used |= layout.resolve(
-            loss_fn.dims
-        ).used  # by which a pipeline lays out what goes between layers; the loss alone never says so
+        # A pipelined step shards the activations between layers by these dims. Tracing the loss does not use them.
+        used |= layout.resolve(loss_fn.dims).used
     for tensor in extra:
         used |= tensor.resolved.used
         problems += tensor.problems
@@ -124,12 +129,16 @@ def check(
     strict: bool = True,
     max_replicated: float | None = None,
 ) -> Report:
-    """The report of :func:`explain`, or one error that lists everything wrong with it.
+    """Return the report of :func:`explain`, or raise one error that lists all its problems.
 
     Args:
       layout, make_model, tx, batch, loss_fn, step: as for :func:`explain`.
-      strict: an unused rule is a problem too (when the activations were traced, so that it is certain).
-      max_replicated: largest share of the bytes of parameters and optimizer state that may lie whole on every device.
+      strict: treat an unused rule as a problem, provided that the activations were traced.
+      max_replicated: the largest fraction, from 0 to 1, of the bytes of parameters and optimizer state that may be
+        replicated on all devices.
+
+    Returns:
+      The report, without problems.
 
     Raises:
       LayoutError: with all problems.
@@ -146,10 +155,10 @@ def check(
         whole = [row for row in report.rows if row.part in ("params", "opt_state") and row.replicated]
         worst = sorted(whole, key=lambda row: -row.bytes)[:3]
         problems.append(
-            f"{total.replicated:.2%} of the {show_bytes(total.bytes)} of parameters and optimizer state lie whole on each of "
-            f"{report.devices} devices, more than max_replicated={max_replicated:.2%}. The largest: "
-            f"{', '.join(f'{row.path} ({show_bytes(row.bytes)})' for row in worst)}. Remedy: give their dims an axis, or "
-            f"raise max_replicated."
+            f"{total.replicated:.2%} of the {show_bytes(total.bytes)} of parameters and optimizer state lie "
+            f"whole on each of {report.devices} devices, more than max_replicated={max_replicated:.2%}. The "
+            f"largest: {', '.join(f'{row.path} ({show_bytes(row.bytes)})' for row in worst)}. Remedy: give "
+            "their dims an axis, or raise max_replicated."
         )
     if problems:
         raise LayoutError(problems)
@@ -171,11 +180,11 @@ def _memory(
 
 
 def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Row:
-    itemsize = tensor.dtype.itemsize  # a PRNG key has one too, though numpy knows no such dtype
+    itemsize = tensor.dtype.itemsize  # a PRNG key dtype has an itemsize, though it is no numpy dtype
     resolved = tensor.resolved
     dims = resolved.dims
     ways = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
-    # Per-dim reasons repeat when nothing names the dims; the tensor's own note says it once.
+    # Without logical dims the reasons of all dims are the same; the tensor's own note gives them once.
     why = [f"{dim.name or f'dim {i}'}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is not None]
     if tensor.names is not None:
         why += [f"dim {i}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is None]
@@ -208,22 +217,23 @@ def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) 
         for group in groups_of(layout, state)
     ]
     return (
-        f"on disk in {path}: {len(away)} arrays of the optimizer's state, {show_bytes(sum(row.bytes for row in away))}, kept twice. The step is "
-        f"two kinds of programs: what is estimated or compiled here makes the gradients; then, beside parameters and gradients, up to "
-        f"{AHEAD + 1} pieces of at most {show_bytes(max(pieces))} a device, old and new, are on their way"
+        f"on disk in {path}: {len(away)} arrays of the optimizer's state, "
+        f"{show_bytes(sum(row.bytes for row in away))}, kept twice. The step is two kinds of programs: what is "
+        f"estimated or compiled here makes the gradients; then, beside parameters and gradients, up to {AHEAD + 1} "
+        f"pieces of at most {show_bytes(max(pieces))} a device, old and new, are on their way"
     )
 
 
 def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
-    """Tensors of the batch, and the batch without its tags."""
+    """Return the tensors of the batch, and the batch without its tags."""
     tensors = []
 
     def one(keys: Any, leaf: Any) -> Any:
         path = show(("batch", *to_path(keys)))
         if not isinstance(leaf, Tagged):
             raise LayoutError(
-                f"{path} carries no logical dims. Remedy: wrap it, as jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', "
-                f"'seq')."
+                f"{path} carries no logical dims. Remedy: wrap it, as "
+                "jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', 'seq')."
             )
         x = leaf.value
         resolved = layout.resolve(leaf.dims, x.shape, dtype=x.dtype, path=path)
@@ -237,7 +247,7 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
 def _activations(
     layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
 ) -> tuple[list[PlacedLeaf], tuple[str, ...]]:
-    """Every distinct activation that the model constrains, and what every distinct attention takes, found by tracing the loss once."""
+    """Trace the loss; return the activations that the model constrains, and a note for each attention."""
     found: dict[Any, PlacedLeaf] = {}
     attentions: dict[str, None] = {}
 

@@ -1,4 +1,4 @@
-"""What ``explain`` says beside its tables: a line for each thing that a user may not expect, with the remedy."""
+"""The notes below the tables of ``explain``: one line for each thing that may surprise the user, with a remedy."""
 
 from __future__ import annotations
 
@@ -11,38 +11,45 @@ from jaxpar.errors import listing
 
 
 def narrow(rows: Sequence[Row], paths: Sequence[str], packed: bool) -> tuple[str, ...]:
-    """What is said of gradients that are summed in 16 bits, or that are not ``packed`` as was asked for."""
+    """Return a note on gradients that are summed in 16 bits, or that are not reduced in int8.
+
+    Args:
+      rows: the rows of the report.
+      paths: the parameters whose gradients the note is about. Without any, there is no note.
+      packed: whether ``precision.reduce`` is int8. The note is then about the gradients that are not reduced in int8.
+    """
     if not paths:
         return ()
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     size = show_bytes(sum(row.bytes for row in rows if row.path in set(paths)))
     some = f"{len(paths)} parameters" if len(paths) > 1 else "one parameter"
     text = (
-        f"16-bit sums: the gradients of {some} ({size}) are summed over devices in the 16 bits that the model computes in: {named}. "
-        f"Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sums all "
-        f"gradients in fp32."
+        f"16-bit sums: the gradients of {some} ({size}) are summed over devices in the 16 bits that the model "
+        f"computes in: {named}. Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 "
+        "(parallel: {optimizer: {stage: 1}}), which sums all gradients in fp32."
     )
     if packed:
         text = (
-            f"not in int8: {some} ({size}) and what is summed of their gradients cross in the dtype of the compute, as they do not go through "
-            f"jp.sharded_dot: {named}. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
+            f"not in int8: {some} ({size}) and what is summed of their gradients cross in the dtype of the compute, "
+            f"as they do not go through jp.sharded_dot: {named}. Remedy: ZeRO stage 1 (parallel: "
+            "{optimizer: {stage: 1}}), in which all tensors cross in int8."
         )
     return (text,)
 
 
 def assumed(operations: Sequence[str]) -> tuple[str, ...]:
-    """A note on the operations whose sharding the memory estimate cannot follow."""
+    """Return a note on the operations whose sharding the memory estimate cannot follow."""
     if not operations:
         return ()
     text = (
-        f"memory estimate: an upper bound. It takes large results of {listing(operations)} as replicated, because it has no rule for how they "
-        f"are sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
+        f"memory estimate: an upper bound. It takes large results of {listing(operations)} as replicated, because it "
+        "has no rule for how they are sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
     )
     return (text,)
 
 
 def with_reason(row: Row, operations: Sequence[str]) -> Row:
-    """A parameter's row; ``operations`` keep its initial value from being equal in every layout."""
+    """Return a parameter's row with a note that ``operations`` make its initial value depend on the layout."""
     if not operations:
         return row
     return replace(
@@ -51,15 +58,20 @@ def with_reason(row: Row, operations: Sequence[str]) -> Row:
 
 
 def unequal(parameters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """A note on the parameters whose initial values depend on the layout."""
+    """Return a note on the parameters whose initial values depend on the layout.
+
+    Args:
+      parameters: path → the operations in its initializer whose float sums have no fixed order.
+    """
     if not parameters:
         return ()
     paths = list(parameters)
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     operations = listing(sorted({name for names in parameters.values() for name in names}))
     text = (
-        f"initial values: {named} may differ between layouts in the last bits, because the initializer uses {operations}, whose float sums "
-        f"have no fixed order. Remedy: write the initializer with sums (jnp.sum, jnp.mean), which init evaluates in a fixed order; or "
-        f"initialise once, save a checkpoint and restore it in each layout."
+        f"initial values: {named} may differ between layouts in the last bits, because the "
+        f"initializer uses {operations}, whose float sums have no fixed order. Remedy: "
+        "write the initializer with sums (jnp.sum, jnp.mean), which init evaluates in a "
+        "fixed order; or initialise once, save a checkpoint and restore it in each layout."
     )
     return (text,)

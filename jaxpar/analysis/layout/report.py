@@ -1,4 +1,4 @@
-"""``Report``: what ``explain`` found, as a plain value that prints as text, HTML and JSON."""
+"""``Report``: the result of ``explain``, a plain value that prints as text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +23,21 @@ _COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. ``spec`` has the mesh axes of each dim; ``rules`` and ``why`` are what the resolver said.
+    """One tensor of a report.
 
-    ``disk_bytes`` of it lie on disk for each device, in each of two generations.
+    Attributes:
+      part: one of :data:`PARTS`.
+      path: such as ``params/blocks/attention/q``.
+      shape: the global shape.
+      dtype: the element type.
+      dims: the logical dims; ``None`` where a dim has no name.
+      spec: the mesh axes of each dim.
+      bytes: of one full copy.
+      device_bytes: in the memory of each device; 0 if the tensor is in host memory or on disk.
+      rules: the rules that shard it.
+      why: the resolver's reasons why a dim is not sharded further, and notes.
+      problems: one text each.
+      disk_bytes: on disk for each device, in each of two generations.
     """
 
     part: str
@@ -43,21 +55,30 @@ class Row:
 
     @property
     def replicated(self) -> bool:
-        """Whether no axis shards it: every device holds all of it."""
+        """Whether the tensor is replicated on all devices, because no axis shards it."""
         return not any(self.spec)
 
     def cells(self) -> tuple[str, ...]:
         spec = ", ".join("+".join(axes) or "·" for axes in self.spec)
         dims = ", ".join(str(dim) if dim is not None else "·" for dim in self.dims)
         shape = " × ".join(map(str, self.shape)) or "scalar"
-        # The remedies stand once, below the tables.
+        # remarks() prints the remedies once, below the tables.
         why = "; ".join([*(f"ERROR {p.partition(' Remedy: ')[0]}" for p in self.problems), *self.why])
         return self.path, shape, self.dtype, dims, spec, show_bytes(self.device_bytes), "; ".join(self.rules), why
 
 
 @dataclass(frozen=True)
 class Total:
-    """Sums over one part: bytes of one copy, bytes on each device, share of the bytes that every device holds whole."""
+    """Sums over one or more parts of a report.
+
+    Attributes:
+      part: the names of the parts.
+      tensors: the number of tensors.
+      bytes: of one copy of all tensors.
+      device_bytes: on each device.
+      replicated: the fraction of ``bytes`` that is replicated on all devices.
+      copies: bytes on all devices together, divided by ``bytes``.
+    """
 
     part: str
     tensors: int
@@ -69,17 +90,17 @@ class Total:
 
 @dataclass(frozen=True)
 class Report:
-    """Where every tensor of a run lies, and why.
+    """How every tensor of a run is sharded, and why.
 
     Attributes:
-      mesh: mesh axis → size, axes of size 1 left out.
-      devices: number of devices.
+      mesh: mesh axis → size, without axes of size 1.
+      devices: the number of devices.
       rows: one per tensor.
-      unused: rules that nothing used.
-      traced: whether the activations were traced, so that ``unused`` is certain.
+      unused: rules that no tensor uses.
+      traced: whether the activations were traced. Only then is ``unused`` exact.
       problems: everything that is wrong, one text each.
-      memory: what a step takes of each device's memory, estimated; ``None`` without a batch and a loss.
-      notes: what else there is to say: what lies on disk, and what attention ``auto`` took.
+      memory: the estimated peak memory of a step on each device; ``None`` without a batch and a loss.
+      notes: further remarks, such as which arrays are on disk and which implementation attention ``auto`` selects.
     """
 
     mesh: dict[str, int]
@@ -92,10 +113,10 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> Row:
-        """The row of one tensor, as ``report["params/blocks/attention/q"]``.
+        """Return the row of one tensor, as in ``report["params/blocks/attention/q"]``.
 
         Raises:
-          KeyError: no tensor has this path, with a did-you-mean.
+          KeyError: no tensor has this path; the message suggests a similar path.
         """
         for row in self.rows:
             if row.path == path:
@@ -103,7 +124,10 @@ class Report:
         raise KeyError(f"no tensor {path!r}.{did_you_mean(path, (row.path for row in self.rows))}")
 
     def total(self, *parts: str) -> Total:
-        """Sums over these parts (default: parameters, optimizer state and carried variables: what stays in memory)."""
+        """Return the sums over ``parts``.
+
+        The default is what stays in memory between steps: parameters, optimizer state and carried variables.
+        """
         parts = parts or ("params", "opt_state", "variables")
         rows = [row for row in self.rows if row.part in parts]
         size, local = sum(row.bytes for row in rows), sum(row.device_bytes for row in rows)
@@ -113,14 +137,14 @@ class Report:
         )
 
     def totals(self) -> list[Total]:
-        """One ``Total`` for each part that has rows."""
+        """Return one :class:`Total` for each part that has rows."""
         return [self.total(part) for part in PARTS if any(row.part == part for row in self.rows)]
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_text(self, width: int = 230) -> str:
-        """The tables as plain text."""
+        """Return the tables as plain text, in lines of at most ``width`` columns."""
         from rich.console import Console
 
         out = io.StringIO()
@@ -141,7 +165,7 @@ class Report:
                 yield table
         yield self._totals_table()
         if self.memory is not None:
-            yield f"[italic]{self._memory_title()}"  # as a table's title it would be folded to the table's width
+            yield f"[italic]{self._memory_title()}"  # rich would wrap a table's title to the width of the table
             table = Table(box=None, padding=(0, 2, 0, 0))
             table.add_column("part")
             table.add_column("bytes/device", justify="right")
@@ -166,12 +190,12 @@ class Report:
         return f"memory at the peak of a step{f' on a {target}' if target else ''}, estimated"
 
     def headline(self) -> str:
-        """The mesh in one line."""
+        """Return the mesh in one line."""
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
         return f"mesh: {axes} = {self.devices} device{'s' if self.devices > 1 else ''}"
 
     def remarks(self) -> list[str]:
-        """Notes, unused rules and problems, a line each."""
+        """Return the notes, the unused rules and the problems, one line each."""
         lines = list(self.notes)
         if self.unused:
             scope = "" if self.traced else " by parameters, optimizer or batch (activations were not traced)"
@@ -205,7 +229,7 @@ class Report:
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
     def to_json(self) -> str:
-        """The whole report as JSON: rows, totals, unused rules, problems, memory."""
+        """Return the report as JSON: rows, totals, unused rules, problems, memory."""
         data = {**asdict(self), "totals": [asdict(t) for t in self.totals()]}
         if self.memory is not None:
             data["memory"]["total"] = self.memory.total

@@ -1,1 +1,1 @@
-"""The peak memory of a step, estimated without compiling."""
+"""The peak memory of a step, estimated without compiling it."""

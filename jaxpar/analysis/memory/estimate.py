@@ -1,7 +1,8 @@
-"""``estimate``: what a train step takes of each device's memory, from its trace alone: nothing is compiled.
+"""``estimate``: the peak memory of a train step on each device, from its trace; nothing is compiled.
 
-Parameters, optimizer state and batch are known exactly. The rest follows from a walk through the traced step that assumes
-what XLA:TPU was seen to do; ``docs/memory.md`` has the assumptions, and the errors against the compiler.
+The sizes of parameters, optimizer state and batch are exact. The rest comes from a walk through the traced step, which
+assumes that the compiler behaves as XLA:TPU was observed to. ``docs/memory.md`` lists the assumptions and the errors
+against the compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jaxpar.training.state import PlacedLeaf
 from jaxpar.training.step import train_step
 
 _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
-"""MiB of vector memory by device kind, as jax's ``pallas.tpu.get_tpu_info_for_chip`` has them."""
+"""MiB of vector memory by device kind, from jax's ``pallas.tpu.get_tpu_info_for_chip``."""
 
 _ROLES = {"params": "parameters", "opt_state": "optimizer"}
 KEPT = "kept weights"
@@ -42,22 +43,28 @@ PARTS = (
     "saved activations",
     "working",
 )
-"""The parts of an estimate: what the run holds, the gradients, weights in the dtype of the compute, gathered weights that loops keep for
-the backward pass (which ``reshard_after_forward`` decides), what else they keep for it (which a remat policy decides), and what is alive beside at the worst moment."""
+"""The parts of an estimate.
+
+``parameters``, ``optimizer`` and ``batch and rest`` are the arguments of the step. ``weight copies`` are weights in the
+compute dtype. ``kept weights`` are gathered weights that loops keep for the backward pass (see
+``reshard_after_forward``); ``saved activations`` are the other arrays that they keep for it (see the remat policy).
+``working`` is everything else that is alive at the peak."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """An estimate of one device's memory at the step's worst moment.
+    """An estimate of one device's memory at the peak of a step.
 
     Attributes:
-      target: the device that the step was traced for, as ``TPU v5 lite``; ``cpu`` where the mesh names none.
-      parts: part → bytes on one device, of :data:`PARTS`; where the step could not be traced, only what is known.
-      unknown: why the step cannot be traced, or what else keeps the rest from being estimated.
-      narrow: parameters whose gradients that same step sums over devices in 16 bits, though nobody has asked for that; where int8 is asked
-        for, those that are not summed so.
-      gradients: bytes on one device of the gradients of all parameters. ``parts["gradients"]`` has those that are alive at the peak.
-      assumed: operations whose sharding the estimate cannot follow. It takes their results as replicated, so the total is an upper bound.
+      target: the device that the step was traced for, such as ``TPU v5 lite``; ``cpu`` if the mesh names none.
+      parts: a part of :data:`PARTS` → bytes on one device. If the step cannot be traced, only the known parts.
+      unknown: why the step cannot be estimated, for example because it cannot be traced.
+      narrow: parameters whose gradients the step sums over devices in 16 bits, although ``precision.reduce`` does not
+        request it. With ``precision.reduce`` int8, parameters whose gradients are not reduced in int8.
+      gradients: bytes on one device of the gradients of all parameters. ``parts["gradients"]`` counts those that are
+        alive at the peak.
+      assumed: operations whose sharding the estimate cannot follow. It takes their results as replicated, so the total
+        is an upper bound.
     """
 
     target: str
@@ -69,11 +76,14 @@ class Memory:
 
     @property
     def total(self) -> int | None:
-        """Bytes in all; ``None`` where it could not be estimated."""
+        """The sum of all parts in bytes; ``None`` if the step cannot be estimated."""
         return None if self.unknown else sum(self.parts.values())
 
     def cells(self, show: Callable[[int], str]) -> list[tuple[str, str]]:
-        """Parts and total as words, for a table, and what is not estimated.
+        """Return the parts and the total as rows of a table, or the parts and why there is no estimate.
+
+        Args:
+          show: formats a number of bytes.
 
         >>> Memory("cpu", {"parameters": 8}, ("the layout has problems",)).cells(str)
         [('parameters', '8'), ('not estimated', 'the layout has problems')]
@@ -92,13 +102,18 @@ class Memory:
 def estimate(
     layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, tensors: Sequence[PlacedLeaf], **options: Any
 ) -> Memory:
-    """What a step needs, without compiling it.
+    """Estimate the peak memory of a step, without compiling it.
 
     Args:
-      layout: on a mesh with or without devices; ``MeshSpec.on(topology)`` says what the step is for.
-      loss_fn: as for :func:`jaxpar.train_step`; ``options`` are that function's.
-      state, batch: shapes.
-      tensors: where each leaf of both lies, in their order.
+      layout: a layout on a mesh with or without devices. ``MeshSpec.on(topology)`` sets the device that the step is
+        for.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      state, batch: pytrees of ``jax.ShapeDtypeStruct``, with global shapes.
+      tensors: the placement of each leaf of ``state`` and ``batch``, in their order.
+      options: keyword arguments of :func:`jaxpar.train_step`.
+
+    Returns:
+      The estimate. If the step cannot be traced, ``unknown`` has the reason.
     """
     device = layout.mesh.abstract_mesh.abstract_device
     target = "cpu" if device is None else str(device.device_kind)
@@ -110,7 +125,7 @@ def estimate(
     ]
     reader = Reader(layout.sizes)
     try:
-        # With the optimizer's state on disk, the program that makes the gradients is the larger one.
+        # With the optimizer state on disk, the program that computes the gradients is the larger of the two.
         step = train_step if disk_of(state) is None else gradient_step
         options = options | ({"return_grads": True} if step is train_step else {})
         traced = step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
@@ -121,7 +136,7 @@ def estimate(
     carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.variables, state.loss_scale)))
     gradients = program.results[carried : carried + len(jax.tree.leaves(state.params))]
     if step is train_step:
-        # Looked at, and then forgotten: a step that trains does not give them back.
+        # return_grads only served to find the gradients: a real step does not return them.
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
         kept = [i for i, path in enumerate(paths) if i >= carried and getattr(path[1], "key", "") == "grads"]
         gradients = [program.results[i] for i in kept]
@@ -149,12 +164,12 @@ def _narrow(
     params = [tensor for tensor in tensors if tensor.role == "params"]
     axes = {axis for dim in layout.resolve(("batch",)).axes for axis in dim}
     found = [params[i] for i in narrow_sums(program, gradients, axes, 8 if packed else 2)]
-    # Those that are small in 16 bits cross as they are, whatever was asked for.
+    # Tensors below SMALL bytes in 16 bits are never quantized.
     return tuple(t.path for t in found if not packed or 2 * math.prod(t.shape) >= SMALL)
 
 
 def _sorted(moment: Moment, walk: MemoryWalk) -> dict[str, int]:
-    """What is held at the peak, by part."""
+    """Return the bytes that are alive at the peak, by part."""
     parts = dict.fromkeys(PARTS[3:], 0)
     copies = walk.copies_of_inputs()
     for held in moment.held:

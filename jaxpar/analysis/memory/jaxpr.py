@@ -1,8 +1,8 @@
-"""A traced program as a flat list of operations on values that know how they are divided over devices.
+"""A traced program as a flat list of operations on values with known sharding.
 
-Calls (jit, remat, custom derivatives, ``shard_map``) are opened up; loops and branches keep theirs as programs of their own.
-Nothing is compiled: what divides a value follows from the arguments' shardings and the ``sharding_constraint`` on the way
-(:mod:`jaxpar.analysis.memory.propagate`).
+Calls (jit, remat, custom derivatives, ``shard_map``) are inlined. The bodies of loops and branches remain separate
+programs. Nothing is compiled: the shardings follow from those of the arguments and from the ``sharding_constraint``
+operations (:mod:`jaxpar.analysis.memory.propagate`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxpar.analysis.units import device_bytes
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
-_OPENED |= {"eval_jaxpr": "call_jaxpr"}  # what jax 0.12 calls a closed call
+_OPENED |= {"eval_jaxpr": "call_jaxpr"}  # jax 0.12's name of a closed call
 _OPENED |= {"checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-# What they run works on single elements, or in a device's own fast memory.
+# Their inner programs work on single elements, or in a device's fast on-chip memory.
 _OWN_CODE: tuple[str, ...] = (
     "pallas_call",
     "reduce",
@@ -33,18 +33,24 @@ _OWN_CODE: tuple[str, ...] = (
 )
 _OWN_CODE += ("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max", "scatter-apply")
 _NAMED = ("name", "reduce_precision", "reshape", "convert_element_type")
-"""What leaves a gathered weight what it is, between its name and what a loop keeps of it."""
+"""Operations between the name of a gathered weight and the value that a loop keeps; they preserve the weight."""
 SMALL = 2**20
-"""Bytes below which it does not matter how a value is divided."""
+"""The sharding of values of fewer bytes is irrelevant to the estimate."""
 
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """An array of the program. ``spec`` has the mesh axes of each dim; ``None`` where anything would do (a constant).
+    """An array of the program.
 
-    ``open`` says so of a constant that came out of a ``shard_map``: but for the axes that are manual there, anything would do.
-    ``gathered`` says that it bears the name of gathered weights, ``gradient`` that it becomes a gradient of the parameters.
-    ``assumed`` is the operation that makes it, where its spec could not be followed and is taken as replicated.
+    Attributes:
+      shape: the global shape, or the per-device shape inside of a ``shard_map``.
+      itemsize: bytes of one element.
+      spec: the mesh axes of each dim; ``None`` for a constant, which may have any sharding.
+      sizes: mesh axis → size.
+      open: whether it is a constant that comes out of a ``shard_map``. Only the manual axes of its sharding are fixed.
+      gathered: whether it carries the checkpoint name of gathered weights.
+      gradient: whether it becomes a gradient of the parameters.
+      assumed: the operation that makes it, if its sharding cannot be followed and is taken as replicated; else empty.
     """
 
     shape: tuple[int, ...]
@@ -58,16 +64,21 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """On one device."""
+        """Bytes on one device."""
         spec = self.spec or ((),) * len(self.shape)
         return device_bytes(self.shape, self.itemsize, [ways(axes, self.sizes) for axes in spec])
 
 
 @dataclass(eq=False, slots=True)
 class JaxprOp:
-    """One operation. ``reads`` and ``makes`` are its operands and results; loops and branches have ``bodies``.
+    """One operation.
 
-    ``followed`` is false where no rule says how its large results are sharded.
+    Attributes:
+      name: the primitive.
+      reads, makes: its operands and results.
+      bodies: the programs of a loop or a branch.
+      consts, carries: of a loop, the number of operands that are constants and that are carried.
+      followed: false if no rule determines the sharding of its large results.
     """
 
     name: str
@@ -81,7 +92,7 @@ class JaxprOp:
 
 @dataclass(eq=False, slots=True)
 class TracedProgram:
-    """Operations in the order of the trace, on ``inputs``, for ``results``."""
+    """Operations in trace order, which compute ``results`` from ``inputs``."""
 
     inputs: list[Value]
     ops: list[JaxprOp]
@@ -91,7 +102,8 @@ class TracedProgram:
 class Reader:
     """Reads jaxprs into programs.
 
-    A large result of an operation that has no rule is taken as replicated, unless a ``sharding_constraint`` says how it is sharded.
+    A large result of an operation without a propagation rule counts as replicated, unless a ``sharding_constraint``
+    follows.
     """
 
     def __init__(self, sizes: Mapping[str, int]):
@@ -99,11 +111,17 @@ class Reader:
         self._assumed: list[Value] = []
 
     def assumed(self) -> tuple[str, ...]:
-        """The operations whose large results are taken as replicated."""
+        """Return the operations whose large results count as replicated."""
         return tuple(sorted({value.assumed for value in self._assumed if value.assumed}))
 
     def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> TracedProgram:
-        """The program of a jaxpr whose arguments are divided as ``specs`` say, those at the places ``opened`` but for what they leave open."""
+        """Return the program of a jaxpr.
+
+        Args:
+          jaxpr: a jaxpr, not a ``ClosedJaxpr``.
+          specs: the sharding of each argument.
+          opened: the indices of the arguments that are constants from a ``shard_map`` (see :attr:`Value.open`).
+        """
         inputs = [self._value(var.aval, spec) for var, spec in zip(jaxpr.invars, specs, strict=True)]
         for i in opened:
             inputs[i].open = True
@@ -151,14 +169,19 @@ class Reader:
         return makes
 
     def _spread(self, eqn: Any, reads: list[Value], makes: list[Value]) -> bool:
-        """Set the specs of an operation's results; whether a rule has them."""
+        """Set the specs of an operation's results; return whether a rule determines them."""
         name, followed = eqn.primitive.name, True
         try:
             specs = spread_of(name, eqn.params, reads, makes, self.sizes)
             for value, spec in zip(makes, specs, strict=True):
                 if spec is not None and len(spec) != len(value.shape):
                     raise UnknownSpread(name)
-        except (UnknownSpread, LookupError, TypeError, ValueError):  # no rule, or one for other parameters than these
+        except (
+            UnknownSpread,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):  # no rule, or a rule that does not know these parameters
             specs = [None] * len(makes)
             large = [value for value in makes if value.bytes > SMALL]
             if large and any(any(v.spec or ()) for v in reads):
@@ -173,7 +196,7 @@ class Reader:
         return followed
 
     def _shard_map(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:
-        """The inside of a ``shard_map`` has the shapes of one device; only other axes divide its values further."""
+        """Inline a ``shard_map``. Values inside have per-device shapes, and only the other axes shard them further."""
         inner, manual = eqn.params["jaxpr"], frozenset(eqn.params["newly_manual_axes"])
         inputs = []
         for value, spec, var in zip(reads, eqn.params["in_specs"], inner.invars, strict=True):
@@ -204,7 +227,7 @@ class Reader:
         before = len(self._assumed)
         body = self.read(inner, specs, opened)
         for _ in range(2):
-            # What is carried lies as the body leaves it, where nothing says how it comes in.
+            # A carry that starts without a sharding takes that of the body's result.
             left = body.results[:carries]
             merged = [
                 result.spec if old is None or (consts + i in opened and not result.open) else old
@@ -217,7 +240,7 @@ class Reader:
             del self._assumed[before:]
             body = self.read(inner, specs, opened)
         for value, spec in zip(reads[consts : consts + carries], specs[consts:], strict=False):
-            if value.open:  # a compiler makes it as the loop wants it
+            if value.open:  # the compiler creates it in the sharding that the loop needs
                 value.spec = spec
         makes = []
         for i, (result, var) in enumerate(zip(body.results, eqn.outvars, strict=True)):
@@ -230,7 +253,10 @@ class Reader:
         ]
 
     def _relaid(self, value: Value, body: TracedProgram, result: Value, ops: list[JaxprOp]) -> Value:
-        """What a loop fills along an inner dim lies in the loop's own order; what reads it later gets a copy."""
+        """Return a loop's result, or a copy of it if the loop fills it along an inner dim.
+
+        Such a result has the loop's own layout in memory, so a later reader needs a copy.
+        """
         made_by = {made: op for op in body.ops for made in op.makes}
         op = made_by.get(result)
         while op is not None and op.name == "sharding_constraint":
@@ -260,7 +286,7 @@ class Reader:
         specs, before = [v.spec for v in inside], len(self._assumed)
         body = self.read(params["body_jaxpr"].jaxpr, specs)
         for _ in range(2):
-            # As of a scan: sums that begin with zeros lie as the body leaves them.
+            # As in a scan: sums that start at zero take the sharding of the body's result.
             found = [
                 result.spec if spec is None else spec for spec, result in zip(specs[consts:], body.results, strict=True)
             ]
@@ -275,7 +301,7 @@ class Reader:
 
 
 def _called(eqn: Any) -> Any:
-    """The program that an operation calls on its operands, if it calls one."""
+    """Return the program that an operation calls on its operands, if there is one."""
     found = [value for value in eqn.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
     inner = getattr(found[0], "jaxpr", found[0]) if len(found) == 1 else None
     counts = None if inner is None else (len(inner.invars), len(inner.outvars))
@@ -283,7 +309,10 @@ def _called(eqn: Any) -> Any:
 
 
 def _scan_counts(eqn: Any, inner: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried: what is stacked has a dim more outside."""
+    """Return how many operands of a scan are constants and how many are carried.
+
+    Stacked operands have one more leading dim outside of the scan than inside.
+    """
     stacked = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, inner.invars, strict=True))
     carries = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
     return len(eqn.invars) - stacked - carries, carries

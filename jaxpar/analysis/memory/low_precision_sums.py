@@ -1,7 +1,8 @@
-"""Which gradients a traced step sums over devices in few bits: found by going back from each to where its parts are made.
+"""Finds the gradients that a traced step sums over devices in few bits, by tracing each one back to its summands.
 
-A sum over devices is an operation whose operands are divided by a mesh axis that does not divide its result. What a model hands to
-:func:`jaxpar.sharded_dot`, the lookup and the loss is summed in fp32; what it multiplies by itself in 16 bits the compiler sums so.
+A sum over devices is an operation whose operands are sharded over a mesh axis that does not shard its result. The
+gradients of weights that a model passes to :func:`jaxpar.sharded_dot`, to the lookup or to the loss are summed in fp32.
+If the model multiplies by a weight itself, in 16 bits, the compiler sums the gradient in 16 bits.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ _BY_HAND = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"
 
 
 def narrow_sums(program: TracedProgram, gradients: Sequence[Value], axes: Collection[str], most: int) -> list[int]:
-    """The places among ``gradients`` of those that are summed over some of ``axes`` as numbers of at most so many bytes."""
+    """Return the indices of the gradients that are summed over some of ``axes`` in few bytes per element.
+
+    Args:
+      program: the traced step.
+      gradients: values of ``program``.
+      axes: mesh axes.
+      most: the largest number of bytes per element that counts as few.
+    """
     makers = dict(_makers(program))
     return [i for i, value in enumerate(gradients) if _summed(value, makers, frozenset(axes), most)]
 
@@ -55,15 +63,15 @@ def _makers(program: TracedProgram) -> Iterator[tuple[Value, JaxprOp]]:
 
 
 def _summed(value: Value, makers: dict[Value, JaxprOp], axes: frozenset[str], most: int) -> bool:
-    """Whether parts of a value are summed so on the way to it."""
+    """Whether the computation of a value sums parts of it over ``axes`` in at most ``most`` bytes per element."""
     todo, seen = [value], set[Value]()
     while todo:
         value = todo.pop()
         op = makers.get(value)
-        if op is None or value in seen or not value.shape:  # a scalar scales a gradient, and is none
+        if op is None or value in seen or not value.shape:  # a scalar scales gradients but is not one
             continue
         seen.add(value)
-        if not op.followed:  # its results are taken as replicated, which says nothing of a sum
+        if not op.followed:  # its results count as replicated, which is no evidence of a sum
             todo += op.reads
         elif op.name in _ONE:
             todo.append(op.reads[min(op.makes.index(value), len(op.reads) - 1)])

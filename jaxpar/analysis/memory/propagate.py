@@ -1,6 +1,7 @@
-"""How the mesh axes that divide an operation's operands divide its results: a forward rule for each kind of operation.
+"""Sharding propagation: how the sharding of an operation's operands determines that of its results.
 
-A spec has a tuple of mesh axes for each dim, major to minor. ``None`` is that of a constant, which lies as it is wanted.
+There is one forward rule for each kind of operation. A spec has a tuple of mesh axes for each dim, major to minor. The
+spec of a constant is ``None``, as a constant may have any sharding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 class UnknownSpread(Exception):
-    """No rule for this operation."""
+    """No rule determines the sharding of this operation's results."""
 
 
 class _Array(Protocol):
@@ -22,7 +23,7 @@ class _Array(Protocol):
 
 
 def full(spec: Iterable[Any], rank: int) -> Spec:
-    """A ``PartitionSpec`` with a tuple of axes for each of ``rank`` dims.
+    """Return a ``PartitionSpec`` as a tuple of axes for each of ``rank`` dims.
 
     >>> full(("data", None, ("a", "b")), 4)
     (('data',), (), ('a', 'b'), ())
@@ -32,17 +33,24 @@ def full(spec: Iterable[Any], rank: int) -> Spec:
 
 
 def ways(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Into how many parts these axes divide."""
+    """Return the number of shards that these axes make."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def without(spec: Spec | None, axes: Collection[str]) -> Spec | None:
-    """A spec less some axes."""
+    """Return a spec without some axes."""
     return None if spec is None else tuple(tuple(a for a in dim if a not in axes) for dim in spec)
 
 
 def merge(specs: Sequence[Spec | None], rank: int) -> Spec | None:
-    """What divides the result of an elementwise operation: each dim as the first operand that divides it, no axis twice."""
+    """Return the spec of an elementwise result.
+
+    Each dim takes the axes of the first operand that shards it. No axis is used twice.
+
+    Args:
+      specs: those of the operands.
+      rank: of the result and of all operands.
+    """
     known = [spec for spec in specs if spec is not None]
     if not known:
         return None
@@ -58,10 +66,16 @@ def merge(specs: Sequence[Spec | None], rank: int) -> Spec | None:
 def spread(
     name: str, params: Mapping[str, Any], reads: Sequence[_Array], makes: Sequence[_Array], sizes: Mapping[str, int]
 ) -> list[Spec | None]:
-    """The specs of an operation's results.
+    """Return the specs of an operation's results.
+
+    Args:
+      name: the primitive.
+      params: its parameters.
+      reads, makes: its operands and results.
+      sizes: mesh axis → size.
 
     Raises:
-      UnknownSpread: there is no rule for it.
+      UnknownSpread: no rule applies.
     """
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         sharding = params.get("sharding", params.get("dst_sharding"))
@@ -86,11 +100,11 @@ def spread(
 
 
 _ALONG = ("cum", "sort", "fft", "cholesky", "triangular_solve", "lu", "qr", "householder", "eig", "svd", "top_k", "rev")
-"""Operations whose results look as if made element by element, but mix the elements of a dim."""
+"""Operations whose results have the shape of an elementwise result, although they mix the elements of a dim."""
 
 
 def _whole(name: str, params: Mapping[str, Any], read: _Array) -> None:
-    """What mixes the elements of a dim can be followed only where no axis divides that dim."""
+    """Raise ``UnknownSpread`` if an axis shards a dim whose elements the operation mixes."""
     rank = len(read.shape)
     mixed = params.get("axis", params.get("dimension", params.get("dimensions", (rank - 2, rank - 1))))
     if name == "fft":
@@ -101,7 +115,7 @@ def _whole(name: str, params: Mapping[str, Any], read: _Array) -> None:
 
 
 def _stretches(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether an elementwise operation takes ``shape`` for ``to``: dims of 1 and scalars stretch."""
+    """Whether an elementwise operation broadcasts ``shape`` to ``to``: scalars and dims of 1 do."""
     return not shape or (len(shape) == len(to) and all(a in (b, 1) for a, b in zip(shape, to, strict=True)))
 
 
@@ -115,7 +129,7 @@ def _dot(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes:
 
 
 def _once(dims: Iterable[tuple[str, ...]]) -> Spec:
-    """Each axis in one dim only: the first."""
+    """Keep each axis only in the first dim that has it."""
     seen: set[str] = set()
     found = []
     for axes in dims:
@@ -145,7 +159,7 @@ def _reduce(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
 
 
 def _stack(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    """The operands' dims, and a new one that nothing divides."""
+    """Return the operands' dims with a new dim, which is not sharded."""
     spec = merge([x.spec for x in reads], len(out.shape) - 1) or ((),) * (len(out.shape) - 1)
     return (*spec[: params["axis"]], (), *spec[params["axis"] :])
 
@@ -155,7 +169,7 @@ def _unstack(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, si
 
 
 def _same_dims(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    """Dims that keep their size keep their axes: slices, pads, concatenations, updates."""
+    """Keep the axes of dims that keep their size: slices, pads, concatenations, updates."""
     same = [x for x in reads if len(x.shape) == len(out.shape)]
     specs = [
         tuple(axes if a == b else () for axes, a, b in zip(x.spec, x.shape, out.shape, strict=True))
@@ -173,7 +187,7 @@ def _reshape(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, si
     spec = reads[0].spec or ()
     dims: list[tuple[str, ...]] = [()] * len(out.shape)
     for before, after in _groups(reads[0].shape, out.shape):
-        # The major dim of a group of dims that are joined or split carries the axes.
+        # When dims are joined or split, the major dim carries the axes.
         major = next((i for i in before if reads[0].shape[i] > 1), None)
         target = next((i for i in after if out.shape[i] > 1), None)
         if major is None or target is None:
@@ -184,7 +198,7 @@ def _reshape(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, si
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
-    """The smallest runs of dims with equal products.
+    """Return the smallest runs of dims with equal products.
 
     >>> list(_groups((4, 6, 5), (4, 2, 3, 5)))
     [([0], [0]), ([1], [1, 2]), ([2], [3])]
@@ -227,18 +241,18 @@ def _gather(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
 
 
 def sorted_batch_first(dims: Sequence[tuple[str, ...]], window: Mapping[int, int]) -> list[tuple[str, ...]]:
-    """The dims in their order, window dims losing an axis that a batch dim has too."""
+    """Return the dims in order, without axes of window dims that a batch dim has too."""
     taken = {axis for i, axes in enumerate(dims) if i not in window for axis in axes}
     return [axes if i not in window or not taken & set(axes) else () for i, axes in enumerate(dims)]
 
 
 def _collective(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    """Inside a ``shard_map`` shapes are local; other axes go through."""
+    """Keep the operand's spec: collectives run inside a ``shard_map`` and do not affect the other axes."""
     return reads[0].spec or ((),) * len(out.shape)
 
 
 def _kernel(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    """A kernel runs on one device's arrays; outside of a ``shard_map`` nobody divides it."""
+    """Return a replicated spec: outside of a ``shard_map``, the compiler cannot partition a kernel."""
     if any(any(x.spec or ()) for x in reads):
         raise UnknownSpread("pallas_call")
     return ((),) * len(out.shape)

@@ -1,12 +1,12 @@
-"""What a program keeps in memory at its worst moment, by a walk through its trace that assumes what a compiler does.
+"""The peak memory of a traced program, by a walk that assumes how a compiler behaves.
 
-The assumptions, learnt from what XLA:TPU keeps (``docs/memory.md``):
+The assumptions come from what XLA:TPU was observed to keep (``docs/memory.md``):
 
-- Matmuls, convolutions, kernels, gathers, scatters, collectives, loops and changes of layout make arrays in memory.
-- Everything else is fused into what reads it. What a later operation needs of it is kept either as it is, or as the arrays
-  it is made from, whichever is less.
-- Operations run in the order of the trace; updates are in place; donated arguments give their place to the results.
-- What a loop's body works on takes no main memory if all of it fits into the chip's vector memory.
+- Matmuls, convolutions, kernels, gathers, scatters, collectives, loops and changes of sharding create arrays in memory.
+- Everything else is fused into its readers. If a later operation needs a fused value, the program keeps either the
+  value or the arrays that it is computed from, whichever is smaller.
+- Operations run in trace order. Updates are in place. Donated arguments give their memory to the results.
+- The arrays of a loop's body take no main memory if all of them fit into the chip's vector memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ _SUMS = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"))
 
 @dataclass(frozen=True)
 class Held:
-    """An array in memory at the peak: the operation that makes it and its bytes on one device.
+    """An array in memory at the peak.
 
-    ``depth`` counts the loops around it; ``stacked`` says that a loop has filled it, one slice a round, ``gathered`` that these are
-    weights which it gathers.
+    Attributes:
+      value: the array.
+      maker: the operation that makes it.
+      bytes: on one device.
+      depth: the number of enclosing loops.
+      stacked: whether a loop fills it, one slice per iteration.
+      gathered: whether those slices are weights that the loop gathers.
     """
 
     value: Value
@@ -47,16 +52,21 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """All that is held at the worst moment, arguments of the program left out."""
+    """Everything in memory at the peak, without the arguments of the program."""
 
     bytes: int
     held: tuple[Held, ...]
 
 
 class MemoryWalk:
-    """Liveness of one program; bodies of loops are walked on their own, and add their worst moment.
+    """Liveness analysis of one program. The body of a loop is walked separately and contributes its own peak.
 
-    ``vector`` is the size of the vector memory in bytes.
+    Args:
+      program: the program.
+      placed: results that take the memory of donated arguments.
+      vector: bytes of vector memory.
+      depth: the number of enclosing loops.
+      carries: the inputs of a loop's body that are carried; these count, unlike the other inputs.
     """
 
     def __init__(
@@ -79,7 +89,7 @@ class MemoryWalk:
         self._represent()
 
     def peak(self) -> Moment:
-        """The worst moment."""
+        """Return the moment at which most bytes are in memory."""
         first, last = self._lives()
         starts: dict[int, set[Value]] = {}
         ends: dict[int, set[Value]] = {}
@@ -92,7 +102,7 @@ class MemoryWalk:
         held: tuple[frozenset[Value], tuple[Held, ...]] = (frozenset(alive), ())
         for i, op in enumerate(self.ops):
             dying = ends.get(i, set())
-            # What is fused can write its result over what it reads last; what makes an array cannot.
+            # A fused operation can overwrite its last-read operands; an operation that creates arrays cannot.
             before, after = (set(), dying) if _solid(op) else (dying, set())
             new = starts.get(i, set())
             total += sum(v.bytes for v in new - alive) - sum(v.bytes for v in before & alive)
@@ -108,7 +118,7 @@ class MemoryWalk:
         return Moment(best, (*self._describe(held[0]), *held[1]))
 
     def _inside(self, op: JaxprOp, dying: set[Value]) -> tuple[Moment, set[Value]]:
-        """The worst moment inside of an operation, and which arrays out here are counted there: what a loop carries."""
+        """Return the peak inside an operation, and the outer arrays that it counts: those that a loop carries."""
         inside = partial(MemoryWalk, vector=self.vector, depth=self.depth + 1, carries=_carried(op))
         walks = (inside(body).peak() for body in op.bodies)
         worst = max(walks, key=lambda moment: moment.bytes, default=Moment(0, ()))
@@ -118,7 +128,7 @@ class MemoryWalk:
         return worst, set(op.makes[: op.carries]) | (given & dying)
 
     def _represent(self) -> None:
-        """For each value, the arrays in memory that stand for it."""
+        """Find the arrays in memory that represent each value."""
         kernel_reads = {v for op in self.ops if op.name in _KERNELS for v in op.reads}
         for value in self.program.inputs:
             self.parts[value] = frozenset() if value in self.free else frozenset((value,))
@@ -133,20 +143,20 @@ class MemoryWalk:
             if source:
                 return source
         if op.name == "reshape" and _bare(op.reads[0].shape) == _bare(value.shape):
-            # A stage's own, without the leading dims of 1 that a mesh axis has left.
+            # Only leading dims of 1 change, such as the stage dim that a mesh axis leaves: no new array.
             return self._parts(op.reads[0])
-        # A constant is made where it is read.
+        # The compiler creates a constant where it is read.
         if _solid(op) or (wanted and value.spec is not None):
             return frozenset((value,))
         made = frozenset(part for v in op.reads for part in self._parts(v))
-        # A scalar beside it, as the norm that gradients are clipped by, is no reason to make an array anew.
+        # A scalar operand, such as the norm for gradient clipping, is no reason to create a new array.
         return frozenset((value,)) if value.bytes < sum(v.bytes for v in made if v.shape) else made
 
     def _parts(self, value: Value) -> frozenset[Value]:
         return self.parts.get(value, frozenset())
 
     def _lives(self) -> tuple[dict[Value, int], dict[Value, int]]:
-        """First and last operation of each array in memory."""
+        """Return the first and the last operation of each array in memory."""
         first: dict[Value, int] = {v: -1 for v in self.program.inputs if v not in self.free}
         last: dict[Value, int] = dict.fromkeys(first, -1)
         made = {value: i for i, op in enumerate(self.ops) for value in op.makes}
@@ -175,9 +185,10 @@ class MemoryWalk:
         )
 
     def mark_gradients(self, made: Iterable[Value] = ()) -> None:
-        """Mark the arrays that the placed results and ``made`` consist of, which are the gradients of a train step.
+        """Mark the arrays that the placed results and ``made`` consist of; in a train step these are the gradients.
 
-        So are a device's own gradients, before they are summed over devices, and what a loop over microbatches sums them up in.
+        The walk also marks per-device gradients before their sum over devices, and the accumulators of a loop over
+        microbatches.
         """
         for value in (*self.placed, *made):
             self._mark(value)
@@ -198,7 +209,7 @@ class MemoryWalk:
             part.gradient = bool(part.shape)
 
     def copies_of_inputs(self) -> frozenset[Value]:
-        """Arrays that are made of inputs alone, without work: parameters in another dtype."""
+        """Return the arrays that are computed from inputs only, by fused operations: parameters in another dtype."""
         return frozenset(
             v
             for op in self.ops
@@ -208,13 +219,13 @@ class MemoryWalk:
 
 
 def _slice(op: JaxprOp, made: Value) -> Value | None:
-    """What a loop that fills this array makes of it in a round."""
+    """Return the slice of this array that one iteration of its loop computes, or ``None``."""
     stacks = op.makes[op.carries :] if op.name == "scan" else []
     return op.bodies[0].results[op.makes.index(made)] if made in stacks else None
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without leading dims of 1."""
+    """Return a shape without leading dims of 1."""
     first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
     return shape[first:]
 
@@ -232,7 +243,7 @@ def _solid(op: JaxprOp) -> bool:
 
 
 def _needed(program: TracedProgram) -> list[JaxprOp]:
-    """The operations that results depend on; of loops, only the stacked results that somebody reads."""
+    """Return the operations that the results depend on, and loops without their unread stacked results."""
     wanted = set(program.results)
     kept = []
     for op in reversed(program.ops):
@@ -246,7 +257,7 @@ def _needed(program: TracedProgram) -> list[JaxprOp]:
 
 
 def _trimmed(op: JaxprOp, wanted: set[Value]) -> JaxprOp:
-    """A loop without the stacked results that nobody reads, nor the operands that only they need."""
+    """Return a loop without its unread stacked results and the operands that only those need."""
     body = op.bodies[0]
     pairs = list(zip(op.makes, body.results, strict=True))
     pairs = pairs[: op.carries] + [pair for pair in pairs[op.carries :] if pair[0] in wanted]

@@ -1,1 +1,1 @@
-"""``jaxpar doctor``: the machine, and the checkpoints of a run."""
+"""``jaxpar doctor``: check the machine, and the checkpoints of a run."""

@@ -1,4 +1,4 @@
-"""``jaxpar doctor --checkpoint DIR``: whether a run's checkpoints are as they were written, step by step."""
+"""``jaxpar doctor --checkpoint DIR``: verify each step of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxpar.checkpoint.verify import health, unfinished_in
 
 
 def examine(folder: Path) -> list[MachineCheck]:
-    """A check for each step (every byte is read), and for each folder that a save did not finish.
+    """Verify every byte of each step; return a check for each step and for each unfinished save.
 
     Raises:
-      CheckpointError: there is neither a checkpoint nor a step.
+      CheckpointError: the folder is neither a checkpoint nor has one.
     """
     found, steps = [], list(health(folder))
     best = max((one.step for one in steps if one.good), default=None)

@@ -1,6 +1,6 @@
-"""``jaxpar doctor``: whether this machine is fit to run, in checks that each say what was found and what to do.
+"""``jaxpar doctor``: check whether this machine can run jaxpar; each check gives a finding and a remedy.
 
-Nothing here waits for a TPU that is not there, and nothing is written: devices are asked for in a process with a time limit.
+Nothing is written, and nothing blocks on a TPU that is missing: a subprocess with a time limit looks for devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Status = Literal["ok", "warn", "bad"]
 _SLOW = ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_CHECK_TRACER_LEAKS")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _EXACT = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-"""What has to fit each other to the letter: a difference from the pin is worth a warning."""
+"""Packages that must match each other exactly, so a version other than the pinned one is a warning."""
 _DEVICES = """
 import collections, json, jax
 kinds = collections.Counter((d.platform, d.device_kind) for d in jax.devices())
@@ -38,7 +38,14 @@ print(json.dumps([[*kind, n, stats.get("bytes_limit")] for kind, n in kinds.item
 
 @dataclass(frozen=True)
 class MachineCheck:
-    """One thing looked at. ``bad`` keeps a run from working, ``warn`` may; ``remedy`` says what to do about it."""
+    """The result of one check.
+
+    Attributes:
+      name: the subject.
+      status: ``bad`` prevents a run, ``warn`` may.
+      finding: the result, as text.
+      remedy: the suggested action, if any.
+    """
 
     name: str
     status: Status
@@ -47,9 +54,9 @@ class MachineCheck:
 
 
 def examine(*, timeout: float = 60.0) -> list[MachineCheck]:
-    """All checks of this machine, in the order in which they are printed; ``timeout`` in seconds bounds the search for devices."""
+    """Return all checks of this machine, in print order; ``timeout`` in seconds bounds the search for devices."""
     requirements = importlib.metadata.requires("jaxpar") or []
-    pins = pins_of(Path(__file__).parents[2] / "pyproject.toml")
+    pins = pins_of(Path(__file__).parents[3] / "pyproject.toml")
     return [
         python_check(sys.version_info[:3], importlib.metadata.metadata("jaxpar").get("Requires-Python") or ""),
         *versions(requirements, pins, installed),
@@ -64,7 +71,7 @@ def examine(*, timeout: float = 60.0) -> list[MachineCheck]:
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a package."""
+    """Return the installed version of a package, or ``None``."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +79,7 @@ def installed(package: str) -> str | None:
 
 
 def pins_of(file: Path) -> dict[str, str]:
-    """The exact versions of a checkout's ``pyproject.toml``; empty for an installed wheel, which has none."""
+    """Return the pinned versions of a checkout's ``pyproject.toml``; empty for an installed wheel, which has none."""
     if not file.is_file():
         return {}
     project = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -81,7 +88,7 @@ def pins_of(file: Path) -> dict[str, str]:
 
 
 def python_check(version: Sequence[int], wanted: str) -> MachineCheck:
-    """The interpreter against the range that the project asks for."""
+    """Check the interpreter against the range that the project requires."""
     text = ".".join(map(str, version))
     if SpecifierSet(wanted).contains(text, prereleases=True):
         return MachineCheck("python", "ok", f"{text} ({wanted})")
@@ -91,7 +98,7 @@ def python_check(version: Sequence[int], wanted: str) -> MachineCheck:
 def versions(
     requirements: Iterable[str], pins: Mapping[str, str], version_of: Callable[[str], str | None]
 ) -> list[MachineCheck]:
-    """Each package that jaxpar always needs, and what compilers are there, against range and pin."""
+    """Check each required package, and the installed compilers, against range and pin."""
     found = [MachineCheck("jaxpar", "ok", version_of("jaxpar") or "not installed")]
     always = {name: spec for name, spec, extra in map(_parse, requirements) if not extra}
     for name in sorted({*always, "jaxlib"} | {p for p in _EXACT if version_of(p)}):
@@ -113,7 +120,7 @@ def _version(name: str, version: str | None, wanted: str, pin: str) -> MachineCh
 
 
 def extras(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[MachineCheck]:
-    """What each extra of jaxpar brings, and what of it is missing. A missing extra is no fault."""
+    """List each extra and its missing packages; a missing extra is not a fault."""
     wanted: dict[str, list[str]] = {}
     brings = {"jax[tpu]": "libtpu", "jax[cuda13]": "jax-cuda13-plugin"}
     for line in requirements:
@@ -129,7 +136,7 @@ def extras(requirements: Iterable[str], version_of: Callable[[str], str | None])
 
 
 def compilers() -> list[MachineCheck]:
-    """Whether the compilers for TPU and GPU that are there, here or where a variable points, fit this jax."""
+    """Check that the TPU and GPU compilers, installed or set by a variable, match this jax."""
     from jaxpar.analysis.compile.compilers import COMPILERS, versions_of
 
     found = []
@@ -149,7 +156,7 @@ def compilers() -> list[MachineCheck]:
 
 
 def devices(timeout: float, python: str = sys.executable) -> MachineCheck:
-    """What jax finds in a process of its own: without a limit a TPU that another process holds would be waited for."""
+    """List the devices that jax finds in a subprocess with a time limit; without it, a TPU in use would block."""
     try:
         run = subprocess.run([python, "-c", _DEVICES], capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -171,7 +178,7 @@ def _memory(limit: int | None) -> str:
 
 
 def environment(variables: Mapping[str, str]) -> list[MachineCheck]:
-    """Variables that change what jax does."""
+    """List the variables that change the behavior of jax."""
     found = []
     for name in sorted(variables):
         value = f"{name}={variables[name]}"
@@ -190,7 +197,7 @@ def environment(variables: Mapping[str, str]) -> list[MachineCheck]:
 
 
 def cache(folder: Path) -> MachineCheck:
-    """The folder of programs compiled ahead of time: how many, how large, and whether it can be written."""
+    """Check the cache of programs compiled ahead of time: number, size, and whether it is writable."""
     kept = folder / "compiled"
     programs = list(kept.glob("*/result.json"))
     size = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())
@@ -204,10 +211,10 @@ def cache(folder: Path) -> MachineCheck:
 
 
 def coordinator(variables: Mapping[str, str]) -> MachineCheck:
-    """Whether jax's coordinator, which asks nobody who it is, would listen to more than it must."""
+    """Check whether jax's coordinator, which has no authentication, would listen on more interfaces than it must."""
     address, source = address_in(variables)
     bind = variables.get("JAX_COORDINATOR_BIND_ADDRESS", "")
-    # What jax.distributed.initialize does: every interface, on the coordinator's port, unless told otherwise.
+    # By default jax.distributed.initialize listens on every interface, on the coordinator's port.
     listens = bind or f"[::]:{address.rpartition(':')[2]}"
     remedy = (
         "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {}, and keep the port behind a firewall"
@@ -235,7 +242,7 @@ def _local(address: str) -> bool:
 
 
 def port(variables: Mapping[str, str]) -> MachineCheck:
-    """Whether the coordinator's port is free on this machine."""
+    """Check that the coordinator's port is free on this machine."""
     address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or address_in(variables)[0]
     text = address.rpartition(":")[2] or str(TPU_PORT)
     if not text.isdecimal() or not 0 < int(text) < 2**16:
@@ -251,7 +258,7 @@ def port(variables: Mapping[str, str]) -> MachineCheck:
 
 
 def _parse(requirement: str) -> tuple[str, str, str]:
-    """Name, range and extra of a requirement in package metadata."""
+    """Name, version range and extra of a requirement in package metadata."""
     found = re.match(
         r"([\w.-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)\)?\s*(?:;.*extra\s*==\s*['\"]([^'\"]+)['\"])?", requirement
     )
@@ -259,15 +266,15 @@ def _parse(requirement: str) -> tuple[str, str, str]:
 
 
 def worst(checks: Iterable[MachineCheck]) -> Status:
-    """The worst status of all."""
+    """Return the worst status of all checks."""
     order: tuple[Status, ...] = ("ok", "warn", "bad")
     return max((check.status for check in checks), key=order.index, default="ok")
 
 
 def summary(checks: Sequence[MachineCheck]) -> str:
-    """One line on all of them.
+    """Return one line about all checks.
 
-    >>> summary([Check("python", "ok", "3.12"), MachineCheck("jax", "bad", "not installed")])
+    >>> summary([MachineCheck("python", "ok", "3.12"), MachineCheck("jax", "bad", "not installed")])
     '2 checks: jax is bad'
     """
     troubled = [f"{check.name} is {check.status}" for check in checks if check.status != "ok"]
@@ -275,7 +282,7 @@ def summary(checks: Sequence[MachineCheck]) -> str:
 
 
 def report(checks: Sequence[MachineCheck], *, as_json: bool) -> str:
-    """All checks as text, a line each with its remedy below, or as JSON."""
+    """Return all checks as text, each with its remedy below, or as JSON."""
     if as_json:
         return json.dumps({"worst": worst(checks), "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
     width = max(len(check.name) for check in checks)

@@ -1,1 +1,1 @@
-"""``jaxpar generate``: text from a run's model."""
+"""``jaxpar generate``: generate text with a run's model."""

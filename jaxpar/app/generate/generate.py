@@ -1,4 +1,4 @@
-"""``jaxpar generate``: a run's model makes text, on whatever mesh is asked for, from the newest good checkpoint of the run."""
+"""``jaxpar generate``: generate text on any mesh with the newest undamaged checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from jaxpar.models.llama.decode import cached_llama
 from jaxpar.utils.multihost import check_same, gather, settled
 
 MOST_ROWS = 16
-"""So many prompts at once, where nothing else is asked for."""
+"""Default maximum number of prompts in a batch."""
 INTERRUPTED = "interrupted"
-"""Why a text ended that a signal did not let come to its end."""
+"""Why a text ended that was cut short by a signal."""
 _SAME = ("model", "layout", "precision", "parallel", "generate", "train.seed")
-"""Keys of a run on which its tokens depend."""
+"""Configuration keys that affect the generated tokens."""
 _WORDS = {"slots": "--cache", "most": "--max-new-tokens"}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a run's model.
+    """The options of a generation.
 
     Attributes:
-      most: bytes to make, at most; the separator between documents ends a text before.
-      sampling: how they are drawn.
-      seed: of the first prompt's key; the others' follow.
-      slots: of the cache; by default as many as are needed.
-      batch: prompts at once; by default all, 16 at the most.
-      stop: texts that end what is made, and are left out of it.
-      int8: what of ``weights`` and ``cache`` is kept in 8-bit integers; by default as the run's ``generate`` says.
-      checkpoint: folder of a run's checkpoints, or of one; ``None`` for initial parameters.
+      most: maximum number of bytes to generate; the document separator ends a text earlier.
+      sampling: how tokens are sampled.
+      seed: seed of the first prompt's key; the following prompts get the following seeds.
+      slots: size of the cache in tokens; by default as many as are needed.
+      batch: number of prompts in a batch; by default all, but at most 16.
+      stop: strings that end a text and are not part of it.
+      int8: which of ``weights`` and ``cache`` are stored in 8-bit integers; by default as in the run's ``generate``.
+      checkpoint: folder of a run's checkpoints, or of one checkpoint; ``None`` for initial parameters.
     """
 
     most: int = 128
@@ -67,15 +67,22 @@ class Wanted:
 
 
 def generator(job: Job, texts: Sequence[Sequence[int]], wanted: Wanted) -> jp.Generator:
-    """The generator of a run's model that has room for these prompts.
+    """Return the generator of a run's model, with room for these prompts.
+
+    Args:
+      job: the run.
+      texts: the prompts as token ids.
+      wanted: the options.
 
     Raises:
-      ConfigError: a prompt that is empty or does not fit the cache; a vocabulary that lacks bytes; no rows, or an empty stop.
+      ConfigError: a prompt is empty or does not fit the cache, the vocabulary lacks bytes, the batch is empty, or a
+        stop string is empty.
       LayoutError: the mesh does not divide parameters or cache.
     """
     if job.model.vocab < BYTES:
         raise ConfigError(
-            f"model: vocab is {job.model.vocab}, but text is bytes, {BYTES} different tokens. Remedy: the model.vocab of the training, {BYTES} or more."
+            f"model: vocab is {job.model.vocab}, but text is bytes, {BYTES} different tokens. Remedy: the model.vocab "
+            f"of the training, {BYTES} or more."
         )
     if "" in wanted.stop:
         raise ConfigError("generate: a stop text is empty, so that nothing could be made. Remedy: leave it out.")
@@ -88,8 +95,8 @@ def generator(job: Job, texts: Sequence[Sequence[int]], wanted: Wanted) -> jp.Ge
     seeds = range(wanted.seed, wanted.seed + len(texts))
     if not 0 <= wanted.seed <= SEEDS - len(texts):
         raise ConfigError(
-            f"generate: seed is {wanted.seed}, but 0 to {SEEDS - max(1, len(texts))} is wanted, as each of {len(texts)} prompt(s) has its own, one after "
-            f"another."
+            f"generate: seed is {wanted.seed}, but 0 to {SEEDS - max(1, len(texts))} is wanted, as each of "
+            f"{len(texts)} prompt(s) has its own, one after another."
         )
     spell = lambda name, value: f"{_WORDS[name]} {value}"
     check_requests(texts, wanted.most, seeds, slots=slots, vocab=job.model.vocab, spell=spell)
@@ -110,13 +117,14 @@ def generator(job: Job, texts: Sequence[Sequence[int]], wanted: Wanted) -> jp.Ge
 
 
 def generate(job: Job, prompts: Sequence[str], wanted: Wanted, *, out: TextIO, console: Console) -> list[Answer]:
-    """Stream what the model makes of each prompt to ``out``; all else is told on ``console``. After a signal what has come is all there is.
+    """Stream the generated text of each prompt to ``out``, and all messages to ``console``; returns the answers.
 
-    Where there are several processes, all of them call this, with the same prompts; ``out`` and ``console`` are each one's own matter.
+    A signal ends the generation; the answers then hold the text so far. With several processes all of them call this
+    with the same prompts; ``out`` and ``console`` may differ.
 
     Raises:
-      ConfigError, LayoutError: as :func:`generator`; or processes were asked for different things.
-      CheckpointError: there is no good checkpoint, or it is of another model.
+      ConfigError, LayoutError: as :func:`generator`; or the processes have different options.
+      CheckpointError: there is no undamaged checkpoint, or it is of another model.
       LaunchError: another process is gone.
     """
     check_same("generate", _facts(job, prompts, wanted), "the same command and configuration in every process.")
@@ -147,10 +155,11 @@ def generate(job: Job, prompts: Sequence[str], wanted: Wanted, *, out: TextIO, c
 
 
 def _facts(job: Job, prompts: Sequence[str], wanted: Wanted) -> dict[str, Any]:
-    """All on which tokens depend, by the names that a user knows."""
+    """Everything that affects the tokens, by names that a user knows."""
     digest = lambda text: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
     texts = {
-        f"prompt {number}": f"{text[:20]!r}{'...' if len(text) > 20 else ''} of {len(text)} characters (sha256 {digest(text)})"
+        f"prompt {number}": f"{text[:20]!r}{'...' if len(text) > 20 else ''} of {len(text)} characters (sha256 "
+        f"{digest(text)})"
         for number, text in enumerate(prompts)
     }
     asked = {name: getattr(wanted, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
@@ -163,7 +172,7 @@ def _facts(job: Job, prompts: Sequence[str], wanted: Wanted) -> dict[str, Any]:
 def _steps(
     model: jp.Generator, params: Any, texts: list[list[int]], wanted: Wanted, first: int
 ) -> Generator[list[int]]:
-    """A turn's tokens, of which a supervisor is told."""
+    """The tokens of one batch of prompts, step by step; each step is reported to the supervisor."""
     heartbeat.doing("compile")
     seeds = range(wanted.seed + first, wanted.seed + first + len(texts))
     for number, tokens in enumerate(model.stream(params, texts, most=wanted.most, seeds=seeds, first=first), 1):
@@ -172,12 +181,22 @@ def _steps(
 
 
 def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
-    """The parameters of the newest step that is as it was written, laid out as ``params`` are, and its folder. Nothing is locked.
+    """Restore the parameters of the newest undamaged step, sharded as ``params`` are; locks nothing.
 
-    Of several processes each reads what its devices need, and all take one step: the newest that every one sees, and finds as it was written.
+    With several processes each reads the pieces that its devices need, and all take the same step: the newest that is
+    present and undamaged for every process.
+
+    Args:
+      directory: folder of a run's checkpoints, or of one checkpoint.
+      params: the parameters, as shapes with shardings.
+      tell: called with a message for each damaged step.
+
+    Returns:
+      The parameters, and the folder of the step.
 
     Raises:
-      CheckpointError: there is none, none is good, or the newest good one is of another model; or processes see different checkpoints.
+      CheckpointError: there is no step, all are damaged, or the newest undamaged one is of another model; or the
+        processes see different checkpoints.
     """
     one, names = settled(lambda: _folders(directory))
     every = [set(text.decode().split("/")) for text in gather("/".join(names).encode())]
@@ -190,7 +209,9 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
     problems = []
     for folder in (directory if one else directory / name for name in common):
         try:
-            found = settled(lambda folder=folder: _read(folder, params, None if one else int(folder.name)))  # type: ignore[misc]
+            found = settled(
+                lambda folder=folder: _read(folder, params, None if one else int(folder.name))  # type: ignore[misc]
+            )
         except DamagedError as error:
             problems.append(str(error))
             continue
@@ -203,12 +224,13 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
 
 
 def _folders(directory: Path) -> tuple[bool, list[str]]:
-    """Whether this is the folder of one step; and the names of those that there are, the newest first."""
+    """Whether the folder is a single checkpoint, and the names of its steps, newest first."""
     one = (directory / NAME).is_file()
     names = [directory.name] if one else [str(step) for step in reversed(steps_in(directory))]
     if not names:
         raise CheckpointError(
-            f"{directory}: no checkpoint. Remedy: the folder of a run's checkpoints, as runs/one/checkpoints, or of one of its steps."
+            f"{directory}: no checkpoint. Remedy: the folder of a run's checkpoints, as runs/one/checkpoints, or of "
+            "one of its steps."
         )
     return one, names
 
@@ -230,7 +252,7 @@ def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Pa
         return jp.init(layout, job.make_model, optax.identity(), seed=job.config.train.seed).params
     params, folder = restored(checkpoint, model.params, console.print)
     console.print(f"parameters of {escape(str(folder))} on {split}")
-    of_the_run = read(folder).metadata.get("config")  # a checkpoint that no `jaxpar train` wrote has none
+    of_the_run = read(folder).metadata.get("config")  # only `jaxpar train` writes it
     for line in _changes(of_the_run, _plain(job)) if of_the_run else []:
         if line.startswith("model."):
             console.print(f"[bold]{escape(line)}[/]")
@@ -240,10 +262,14 @@ def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Pa
 def _streamed(
     steps: Iterator[list[int]], model: jp.Generator, most: int, answers: Sequence[Answer], page: Page
 ) -> tuple[int, float]:
-    """Show bytes as they come, those that make no UTF-8 as its replacement character; how many came after the first, in which time."""
+    """Show bytes as they are generated, invalid UTF-8 as U+FFFD.
+
+    Returns:
+      The number of tokens after the first ones, and the seconds that they took.
+    """
     began = 0.0
     for tokens in steps:
-        began = began or time.perf_counter()  # the first tokens have waited for the compiler
+        began = began or time.perf_counter()  # excludes the first tokens, which include the compile
         for row, (token, answer) in enumerate(zip(tokens, answers, strict=True)):
             if answer.why:
                 continue
@@ -271,7 +297,7 @@ def _dtypes(params: Any) -> list[Any]:
 
 
 def _ways(layout: jp.Layout, dim: str) -> int:
-    """Among how many devices the rules split a dim; a cache's slots as ``seq`` if they have no rule."""
+    """The number of shards of a dim under the rules; ``cache_seq`` is sharded as ``seq`` if it has no rule."""
     table = layout.rules.table
     found = layout.resolve(("seq" if dim not in table and dim == "cache_seq" else dim,))
     return math.prod(layout.sizes.get(axis, 1) for axis in found.axes[0])

@@ -1,4 +1,4 @@
-"""``jaxpar generate`` as one process, as one of several, or as the supervisor of several."""
+"""``jaxpar generate`` as a single process, as one of several, or as the supervisor of several."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from jaxpar.app.generate.generate import Wanted
 
 _PARTING = 5.0
-"""Seconds that processes which end together wait for each other."""
+"""Maximum seconds that a process waits for the others when all of them end."""
 _LAUNCH = ("processes", "coordinator", "process_count", "process_id", "config", "set")
 
 
 def go(command: Any) -> int:
-    """Generate, or supervise processes that do; returns the exit status: 130 after Ctrl-C.
+    """Generate, or supervise processes that generate; returns the exit status, which is 130 after Ctrl-C.
 
     Args:
       command: the command line's ``Generate``.
 
     Raises:
-      LaunchError: processes cannot be started, shared out or found.
+      LaunchError: processes cannot be started or found, or devices cannot be divided among them.
       JaxparError: as :func:`jaxpar.app.generate.generate.generate`.
     """
     loaded = load_run(command.config, command.set)
@@ -64,7 +64,7 @@ def go(command: Any) -> int:
 
 
 def _explain(command: Any, loaded: Loaded) -> int:
-    """Where everything would lie does not depend on processes."""
+    """Print the sharding report, which does not depend on the number of processes."""
     choose_devices(loaded.config, None)
     from jaxpar.app.generate.generate import generator
     from jaxpar.app.job import make_job
@@ -80,17 +80,17 @@ def _alone(command: Any, loaded: Loaded) -> int:
 
     choose_devices(loaded.config, None)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model's text may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="replace")  # the text may hold characters that the terminal cannot encode
     try:
         return _generate(command, loaded, sys.stdout, Console(stderr=True, highlight=False, soft_wrap=True))
     except BrokenPipeError:
-        # Whoever read the text has read enough. The interpreter flushes once more.
+        # The reader closed the pipe. Redirect stdout, because the interpreter flushes it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _one_of_several(command: Any, loaded: Loaded, what: ProcessPlace | Cluster | None) -> int:
-    """All compute; process 0 alone has something to say."""
+    """Generate in all processes; only process 0 prints."""
     from rich.console import Console
 
     with _text_alone() as out:
@@ -109,12 +109,12 @@ def _one_of_several(command: Any, loaded: Loaded, what: ProcessPlace | Cluster |
         except LaunchError:
             raise
         except JaxparError:
-            _part()  # all have it, and each is to say it
+            _part()  # every process raises this error and must have time to report it
             raise
 
 
 def _generate(command: Any, loaded: Loaded, out: TextIO, console: Console) -> int:
-    """In this process, with whatever others there are."""
+    """Generate in this process, together with the other processes of the run."""
     import jax
 
     from jaxpar.app.generate.generate import INTERRUPTED, generate
@@ -124,7 +124,7 @@ def _generate(command: Any, loaded: Loaded, out: TextIO, console: Console) -> in
     first, job = jax.process_index() == 0, settled(lambda: make_job(loaded, training=False))
     wanted = settled(lambda: _wanted(command))
     mine = settled(lambda: _read(command, stdin=first))
-    # Standard input is process 0's alone; it is compared like all else.
+    # Only process 0 reads standard input. Its prompts are sent to all, and compared like the other options.
     every = [json.loads(text) for text in gather(json.dumps(mine).encode())]
     prompts = every[0] if _reads_stdin(command) else mine
     answers = generate(job, prompts, wanted, out=out, console=console)
@@ -155,14 +155,14 @@ def _read(command: Any, *, stdin: bool = True) -> list[str]:
 
 
 def _supervise(command: Any, loaded: Loaded, asked: LaunchOptions, count: int) -> int:
-    """Start ``count`` processes, and end with the first of them that fails."""
+    """Start ``count`` processes, and end all of them when one fails."""
     policy = dataclasses.replace(policy_of(loaded.config), restarts=None, elastic=False, signalled=True)
     logs, status = Path(tempfile.mkdtemp(prefix="jaxpar-generate-")), 1
     tell = functools.partial(print, file=sys.stderr, flush=True)
     try:
         with tempfile.TemporaryFile() as stdin:
             if _reads_stdin(command) and not asked.process_id:
-                # A terminal is not to be had for a process in a session of its own.
+                # The processes run in sessions of their own and cannot read from the terminal.
                 shutil.copyfileobj(sys.stdin.buffer, stdin)
                 stdin.seek(0)
             task = Task("generate", tuple(words(command)), 0, logs, stdin, tell)
@@ -176,7 +176,7 @@ def _supervise(command: Any, loaded: Loaded, asked: LaunchOptions, count: int) -
 
 
 def words(command: Any) -> list[str]:
-    """The command line of a command's fields, those that say of which processes it is left out.
+    """Return a command's fields as command-line arguments, without those about processes and configuration.
 
     >>> @dataclasses.dataclass
     ... class Some:
@@ -201,7 +201,7 @@ def words(command: Any) -> list[str]:
 
 
 class _Lines(io.TextIOBase):
-    """Lines for the user, which the supervisor shows."""
+    """A text stream that sends each line to the supervisor, which prints it."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -215,7 +215,7 @@ class _Lines(io.TextIOBase):
 
 @contextmanager
 def _text_alone() -> Iterator[TextIO]:
-    """Standard output, for text alone: what libraries write there (Gloo, who is connected) goes to standard error."""
+    """Reserve standard output for generated text; other output to it, such as Gloo's, goes to standard error."""
     sys.stdout.flush()
     with open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as out:
         os.dup2(2, 1)
@@ -223,7 +223,10 @@ def _text_alone() -> Iterator[TextIO]:
 
 
 def _part() -> None:
-    """Leave together, lest the last ones take the first for dead; alone if the others do not come."""
+    """Shut down together with the other processes, which would else report this one as dead.
+
+    Gives up after ``_PARTING`` seconds.
+    """
 
     def shut() -> None:
         import jax
@@ -237,7 +240,7 @@ def _part() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process while a thread of it may still compile, or wait for others."""
+    """End this process even if one of its threads still compiles or waits for other processes."""
     if "jax" in sys.modules:
         _part()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The texts that ``jaxpar generate`` goes on with, and how what comes of them is shown."""
+"""Read the prompts of ``jaxpar generate``, and show the generated text."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from rich.text import Text
 from jaxpar.errors import ConfigError
 
 BYTES = 256
-"""Tokens of the one tokenizer there is: text is bytes (:mod:`jaxpar.data.sources`)."""
+"""Number of tokens of the only tokenizer: text is bytes (:mod:`jaxpar.data.sources`)."""
 STDIN = "-"
-"""The name of a file of prompts that is standard input."""
-# What is no text could move the cursor, or worse: shown as the pictures that Unicode has of it.
+"""File name of prompts that stands for standard input."""
+# Control characters could move the cursor, or worse. They are shown as Unicode control pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
-    """Prompts of a file: a line each, empty ones left out; of a file that ends in ``.jsonl`` a JSON string each, which may hold line ends.
+    """Read prompts from a file, one per line, without empty lines; in a ``.jsonl`` file each line is a JSON string.
 
     Args:
-      file: its path; ``-`` for ``stdin``, to its end.
-      stdin: by default this process's own.
+      file: its path; ``-`` reads ``stdin`` to its end.
+      stdin: by default standard input.
 
     Raises:
-      ConfigError: there is no such file, none in it, or it is not what its name says.
+      ConfigError: the file does not exist, is empty, is not UTF-8, or a line of a ``.jsonl`` file is not a JSON string.
     """
     try:
         data = (stdin or sys.stdin.buffer).read() if str(file) == STDIN else file.read_bytes()
     except OSError as error:
         raise ConfigError(f"--prompts {file}: {error.strerror}. Remedy: a file of prompts, a line each.") from error
     try:
-        # Lines end where a text editor ends them: str.splitlines knows ten more ways, some of which JSON strings may hold.
+        # str.splitlines also splits at characters that JSON strings may hold, such as U+2028.
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts {file}: byte {error.start} is no UTF-8. Remedy: save it as UTF-8.") from error
@@ -51,10 +51,10 @@ def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
 
 
 def as_bytes(number: int, prompt: str) -> bytes:
-    """A prompt as the model takes it.
+    """Return a prompt as the bytes that the model takes.
 
     Raises:
-      ConfigError: it is empty, or holds what no text does: half of a character, as a command line in another encoding leaves it.
+      ConfigError: it is empty, or has a lone surrogate, which a command line in another encoding can produce.
     """
     if not prompt:
         raise ConfigError(
@@ -64,12 +64,13 @@ def as_bytes(number: int, prompt: str) -> bytes:
         return prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"generate: prompt {number} holds {prompt[error.start]!r} at character {error.start}, which is no text. Remedy: UTF-8."
+            f"generate: prompt {number} holds {prompt[error.start]!r} at character {error.start}, which is no text. "
+            "Remedy: UTF-8."
         ) from error
 
 
 def write_answers(file: Path, answers: Sequence[Answer]) -> None:
-    """A JSON object for each answer, a line each.
+    """Write a JSON object for each answer, one per line.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -89,19 +90,22 @@ def _string(file: Path, number: int, line: str) -> str:
         value = None
     if not isinstance(value, str):
         raise ConfigError(
-            f'--prompts {file}: line {number} is no JSON string. Remedy: "..." in each line, or a name that does not end in .jsonl.'
+            f'--prompts {file}: line {number} is no JSON string. Remedy: "..." in each line, or a name that does not '
+            "end in .jsonl."
         )
     return value
 
 
 @dataclass
 class Answer:
-    """What is made of one prompt, as it comes.
+    """The text that is generated for one prompt.
 
     Attributes:
-      prompt, text: the prompt, and what was made of it.
-      stop: strings that end it; what ends it is left out.
-      why: what ended it: ``stop``, ``length`` where it has all that was asked for, or ``interrupted``; empty before.
+      prompt, text: the prompt, and the text so far.
+      stop: strings that end the text and are not part of it.
+      why: why it ended: ``stop``, ``length`` (the maximum number of tokens), or ``interrupted``; empty before.
+      count: number of tokens so far.
+      reader: the incremental UTF-8 decoder.
     """
 
     prompt: str
@@ -112,7 +116,7 @@ class Answer:
     reader: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def add(self, token: int) -> str:
-        """What of the text is settled by a token more: less than all where a stop string may have begun."""
+        """Add a token and return the newly settled text, which excludes any possible beginning of a stop string."""
         self.count += 1
         before = self.settled()
         self.text += self.reader.decode(bytes([token])) if token < BYTES else "\ufffd"
@@ -122,14 +126,14 @@ class Answer:
         return self.text[len(before) :] if ends else self.settled()[len(before) :]
 
     def end(self, why: str) -> str:
-        """The rest, which nothing follows."""
+        """End the text and return the rest of it."""
         before = self.settled()
         self.text += self.reader.decode(b"", final=True)
         self.why = why
         return self.text[len(before) :]
 
     def settled(self) -> str:
-        """The text without an end that a stop string may begin with."""
+        """The text without a suffix that may be the beginning of a stop string."""
         held = (
             size
             for stop in self.stop
@@ -143,7 +147,7 @@ class Answer:
 
 
 class Page:
-    """Answers as they are written: of one prompt as it comes; of several in a terminal each in a block of its own, elsewhere when it has ended."""
+    """Prints answers: one as it is generated, several as live blocks in a terminal, else each when it ends."""
 
     def __init__(self, out: TextIO, answers: Sequence[Answer], first: int, *, alone: bool):
         self.out, self.answers, self.first, self.alone = out, answers, first, alone
@@ -164,7 +168,7 @@ class Page:
             self.live.stop()
 
     def more(self, text: str) -> None:
-        """Of the one prompt."""
+        """Print text of a single prompt."""
         if self.alone:
             self._write(text)
 
@@ -175,7 +179,7 @@ class Page:
             self._write(f"[{self.first + row}] {self.answers[row].prompt}{self.answers[row].text}\n")
 
     def turn(self) -> None:
-        """Every row has its token of a step."""
+        """Redraw after a step, when every row has its token."""
         if self.live is not None:
             self.live.update(self._blocks(), refresh=True)
 
@@ -194,5 +198,5 @@ class Page:
 
 
 def _shown(text: str) -> str:
-    """As a terminal may be given it."""
+    """Replace control characters, so that the text is safe for a terminal."""
     return text.translate(_PICTURES)

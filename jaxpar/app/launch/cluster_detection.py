@@ -1,7 +1,7 @@
-"""Which launcher started this process, and as which of how many: Slurm, Open MPI, Kubernetes, Cloud TPU; by the environment alone.
+"""Detect the launcher that started this process, from the environment: Slurm, Open MPI, Kubernetes, Cloud TPU.
 
-What is found is handed to ``jax.distributed.initialize``, whose own detection does the rest. It starts alone, without a word, where an environment
-is half set; here that is an error.
+The result is passed to ``jax.distributed.initialize``, whose own detection does the rest. In a partly set environment
+jax silently starts a single process; here that is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxpar.errors import LaunchError
 
 TPU_PORT = 8482
-"""Where jax's coordinator listens among TPU hosts."""
+"""Port of jax's coordinator among TPU hosts."""
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 _BY_HAND = "or say --coordinator HOST:PORT --process-count N --process-id I by hand (--process-count 1: alone)"
@@ -23,13 +23,13 @@ _BY_HAND = "or say --coordinator HOST:PORT --process-count N --process-id I by h
 
 @dataclass(frozen=True)
 class Cluster:
-    """A launcher that was found.
+    """A detected launcher.
 
     Attributes:
-      name: of the launcher.
-      method: jax's name for it, ``None`` where jax finds it by itself alone.
-      count, rank: how many processes, and which of them this is; ``None`` where only the launcher's server knows.
-      address: of process 0, where it is known.
+      name: the launcher's name.
+      method: jax's name for it, or ``None`` if jax finds it only by itself.
+      count, rank: number of processes and rank of this one; ``None`` if only the launcher's server knows.
+      address: ``HOST:PORT`` of process 0, if known.
     """
 
     name: str
@@ -53,15 +53,16 @@ def detect(
     installed: Callable[[str], bool] = lambda module: importlib.util.find_spec(module) is not None,
     exists: Callable[[str], bool] = lambda path: Path(path).exists(),
 ) -> Cluster | None:
-    """The launcher that these variables speak of, of several processes; ``None`` where this one is alone.
+    """Return the launcher of several processes that the environment describes, or ``None`` for a single process.
 
     Args:
       variables: the environment.
-      installed: whether a module could be imported.
-      exists: whether a file is there.
+      installed: whether a module can be imported.
+      exists: whether a file exists.
 
     Raises:
-      LaunchError: a launcher's variables are set in part, contradict each other, or want a package that is not installed.
+      LaunchError: a launcher's variables are partly set, contradict each other, or need a package that is not
+        installed.
 
     >>> slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[01-04]", "SLURM_NTASKS": "4"}
     >>> print(detect({**slurm, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}))
@@ -85,7 +86,7 @@ def _slurm(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Clust
     if missing:
         raise _half("Slurm", "SLURM_NTASKS", variables, missing, "start it with srun")
     count, rank = _place("Slurm", variables, "SLURM_NTASKS", "SLURM_PROCID")
-    # jax spreads jobs over the last 4,096 ports.
+    # The same port as jax, which spreads jobs over the last 4,096 ports.
     port = variables.get("JAX_COORDINATOR_PORT") or _number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440
     return Cluster("Slurm", "slurm", count, rank, f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}")
 
@@ -98,8 +99,9 @@ def _ompi(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluste
         raise _half("Open MPI", "OMPI_COMM_WORLD_SIZE", variables, missing, "start it with mpirun")
     if "OMPI_MCA_orte_hnp_uri" not in variables and not installed("mpi4py"):
         raise LaunchError(
-            f"Open MPI: this is process {variables['OMPI_COMM_WORLD_RANK']} of {variables['OMPI_COMM_WORLD_SIZE']}, but from Open MPI 5 on jax asks "
-            f"mpi4py where process 0 is, which is not installed. Remedy: pip install mpi4py, {_BY_HAND}."
+            f"Open MPI: this is process {variables['OMPI_COMM_WORLD_RANK']} of {variables['OMPI_COMM_WORLD_SIZE']}, "
+            "but from Open MPI 5 on jax asks mpi4py where process 0 is, which is not installed. Remedy: pip install "
+            f"mpi4py, {_BY_HAND}."
         )
     return Cluster("Open MPI", "ompi", *_place("Open MPI", variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
 
@@ -122,13 +124,14 @@ def _tpu_hosts(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> C
 
 
 def _kubernetes(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
-    # Every pod has the first; one of an Indexed Job has the second too.
+    # Every pod has the first variable, but only a pod of an Indexed Job has the second.
     if "KUBERNETES_SERVICE_HOST" not in variables or "JOB_COMPLETION_INDEX" not in variables:
         return None
     if not installed("kubernetes"):
         raise LaunchError(
-            f"Kubernetes: this is pod {variables['JOB_COMPLETION_INDEX']} of an Indexed Job, but the package kubernetes, with which jax asks for the "
-            f"others, is not installed. Remedy: pip install 'jax[k8s]', {_BY_HAND}."
+            f"Kubernetes: this is pod {variables['JOB_COMPLETION_INDEX']} of an Indexed Job, but the package "
+            "kubernetes, with which jax asks for the others, is not installed. Remedy: pip install 'jax[k8s]', "
+            f"{_BY_HAND}."
         )
     return Cluster("Kubernetes", "k8s")
 
@@ -143,7 +146,7 @@ def _tpu_machine(variables: Mapping[str, str], installed: _Ask, exists: _Ask) ->
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of nodes.
+    """Return the first host of Slurm's node list.
 
     >>> first_host("node[003,007-015],other"), first_host("a,b")
     ('node003', 'a')
@@ -152,7 +155,7 @@ def first_host(nodes: str) -> str:
 
 
 def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
-    """The address that jax.distributed would take for its coordinator here, and who says so; empty where nobody does."""
+    """Return the address that jax.distributed would use for its coordinator, and its source; empty if there is none."""
     if "JAX_COORDINATOR_ADDRESS" in variables:
         return variables["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"
     if all(name in variables for name in _SLURM):
@@ -166,8 +169,8 @@ def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
 def _half(name: str, said: str, variables: Mapping[str, str], missing: list[str], remedy: str) -> LaunchError:
     gone = ", ".join(missing)
     return LaunchError(
-        f"{name}: {said} is {variables[said]}, but {gone} {'is' if len(missing) == 1 else 'are'} not set, so this process cannot tell which one it "
-        f"is. Remedy: {remedy}, {_BY_HAND}."
+        f"{name}: {said} is {variables[said]}, but {gone} {'is' if len(missing) == 1 else 'are'} not set, so this "
+        f"process cannot tell which one it is. Remedy: {remedy}, {_BY_HAND}."
     )
 
 
@@ -182,7 +185,7 @@ def _place(name: str, variables: Mapping[str, str], count: str, rank: str) -> tu
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     text = variables.get(name, str(default))
-    # Slurm writes some counts as 4(x2).
+    # Not int(): Slurm writes some counts as 4(x2).
     if not text.strip().isdecimal():
         raise LaunchError(f"{name} is {text!r}, but a number is wanted. Remedy: unset it, {_BY_HAND}.")
     return int(text)

@@ -1,4 +1,4 @@
-"""What each of several processes gets of a host's devices, and how many processes a layout can be cut for."""
+"""Divide a host's devices among its processes, and find a number of processes that fits a layout."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def simulated(asked: int | None, variables: Mapping[str, str]) -> int | None:
-    """How many devices are simulated in all, where there are no real ones: what ``XLA_FLAGS`` says, which jax heeds first, else what is asked."""
+    """Return the number of simulated devices: that of ``XLA_FLAGS``, which jax prefers, else ``asked``."""
     said = _FLAG.search(variables.get("XLA_FLAGS", ""))
     return int(said[1]) if said else asked
 
 
 def without_flag(flags: str) -> str:
-    """``XLA_FLAGS`` without a number of simulated devices.
+    """Return ``XLA_FLAGS`` without the number of simulated devices.
 
     >>> without_flag("--xla_a=1 --xla_force_host_platform_device_count=8")
     '--xla_a=1'
@@ -31,10 +31,15 @@ def without_flag(flags: str) -> str:
 
 
 def share(devices: int, count: int, kind: str) -> int:
-    """Devices of one process.
+    """Return the number of devices of each process.
+
+    Args:
+      devices: number of devices on the host.
+      count: number of processes.
+      kind: the devices' name, for errors.
 
     Raises:
-      LaunchError: there are fewer than processes, or they cannot be divided.
+      LaunchError: there are fewer devices than processes, or they cannot be divided evenly.
 
     >>> share(8, 2, "simulated devices")
     4
@@ -48,13 +53,17 @@ def share(devices: int, count: int, kind: str) -> int:
         )
     if devices % count:
         raise LaunchError(
-            f"{devices} {kind} cannot be divided evenly over {count} processes. Remedy: --processes of {fits}, or a multiple of {count} devices."
+            f"{devices} {kind} cannot be divided evenly over {count} processes. Remedy: --processes of {fits}, or a "
+            f"multiple of {count} devices."
         )
     return devices // count
 
 
 def gpus(variables: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
-    """The GPUs of this host as CUDA may be told of them: what is visible already, else all; none where jax is told to run on something else."""
+    """Return the GPUs of this host as ``CUDA_VISIBLE_DEVICES`` lists them: the visible ones, else all.
+
+    Empty if ``JAX_PLATFORMS`` selects other devices.
+    """
     platforms = variables.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
         return []
@@ -64,7 +73,7 @@ def gpus(variables: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]
 
 
 def has_tpu(variables: Mapping[str, str], folder: Path = Path("/dev")) -> bool:
-    """Whether this host has TPU chips that jax would take."""
+    """Whether this host has TPU chips that jax would use."""
     platforms = variables.get("JAX_PLATFORMS", "")
     wanted = not platforms or "tpu" in platforms.split(",")
     return wanted and any((folder / name).exists() for name in ("accel0", "vfio/0"))
@@ -73,12 +82,14 @@ def has_tpu(variables: Mapping[str, str], folder: Path = Path("/dev")) -> bool:
 def misfit(
     count: int, each: int, batch: int, mesh: Mapping[str, Any], rules: Mapping[str, Any], split: Callable[..., MeshSpec]
 ) -> str | None:
-    """Why a run does not fit ``count`` processes of ``each`` devices, ``None`` if it does.
+    """Return why a run does not fit ``count`` processes of ``each`` devices, or ``None`` if it does.
 
     Args:
-      batch: rows of a batch, over all devices.
-      mesh, rules: of the layout, as YAML has them.
-      split: ``(spec, devices)`` to the mesh that is run on, as :meth:`jaxpar.Zero.mesh`.
+      count: number of processes.
+      each: devices of each process.
+      batch: rows of the global batch.
+      mesh, rules: of the layout, as plain data.
+      split: maps ``(spec, devices)`` to the mesh of the run, as :meth:`jaxpar.Zero.mesh`.
 
     >>> misfit(3, 2, 8, {"data": -1, "model": 4}, {}, lambda spec, devices: spec)
     '6 devices are no multiple of model=4'
@@ -108,7 +119,7 @@ def misfit(
 
 
 def _ways(sizes: Mapping[str, int], rules: Mapping[str, Any]) -> int:
-    """Over how many devices the rule of ``batch`` divides it; 1 where it has a choice."""
+    """The number of shards of a batch under the rule of ``batch``; 1 if the rule has alternatives."""
     found = Rules.from_dict(rules).for_role("activations")[0].get("batch")
     if found is None or isinstance(found[1], FirstOf):
         return 1
@@ -116,7 +127,7 @@ def _ways(sizes: Mapping[str, int], rules: Mapping[str, Any]) -> int:
 
 
 def refit(most: int, each: int, reason: Callable[[int], str | None]) -> tuple[int, str]:
-    """The largest number of processes up to ``most`` that fits, 0 for none; and a text where it is not ``most``.
+    """Return the largest number of processes up to ``most`` that fits (0 for none), and a text if it is not ``most``.
 
     >>> refit(3, 2, lambda count: None if count % 2 == 0 else f"{count * 2} devices are odd")
     (2, '3 processes x 2 devices = 6 devices do not fit: 6 devices are odd. 2 processes would')

@@ -1,7 +1,8 @@
-"""What a process tells its supervisor: each step it ends, what else it is at, and, once a second, where it is.
+"""Report this process's progress to its supervisor: each step, other activities, and once a second its position.
 
-It goes as lines of JSON through a pipe, whose number the supervisor puts into the environment. Without one, nothing of this does anything. A
-pipe says more than a file: the supervisor sees its end as soon as the process is gone, and the process that its supervisor is gone.
+Messages are lines of JSON in a pipe, whose file descriptor the supervisor sets in the environment. Without one these
+functions do nothing. Unlike a file, a pipe also shows the supervisor immediately that the process has ended, and the
+process that its supervisor has.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from types import FrameType
 from typing import Any
 
 BEATS = "JAXPAR_BEATS"
-"""Variable with the number of the pipe."""
+"""Environment variable with the file descriptor of the pipe."""
 TICK = 1.0
 """Seconds between two signs of life."""
 _MOST = 300
-"""Characters of an error's first line: with it a message stays below what a pipe takes as one (512 bytes in POSIX, 4,096 here)."""
+"""Maximum characters of an error, so that a message fits an atomic pipe write (512 bytes in POSIX, 4,096 here)."""
 _LINE = 3000
-"""Characters of a line for the user."""
+"""Maximum characters of a line for the user."""
 
 _pipe: int | None = None
 _worker: int | None = None
@@ -35,7 +36,7 @@ def listened() -> bool:
 
 
 def connect(environ: MutableMapping[str, str] | None = None) -> bool:
-    """Begin to tell, if a supervisor listens; returns whether one does. Called once, by the process's main thread.
+    """Start to report if a supervisor listens, and return whether it does; the main thread calls this once.
 
     >>> connect({})
     False
@@ -52,22 +53,22 @@ def connect(environ: MutableMapping[str, str] | None = None) -> bool:
 
 
 def beat(step: int) -> None:
-    """A step has ended; from here on the next one has its allowance."""
+    """Report that a step has ended; the next step then has its own allowance."""
     _say(step=step)
 
 
 def doing(what: str) -> None:
-    """Something other than a step begins that may take long, as ``compile``: it has the larger allowance, until the next :func:`beat`."""
+    """Report the start of an activity other than a step, such as ``compile``; it has the larger allowance."""
     _say(doing=what)
 
 
 def say(text: str) -> None:
-    """A line for the user at the supervisor, as this process's own standard error goes to its log. Nothing without a supervisor."""
+    """Send a line for the user to the supervisor, which prints it; this process's own stderr goes to its log."""
     _say(say=text[:_LINE])
 
 
 def raised(error: BaseException, *, again: bool) -> None:
-    """This process is about to end with an error; ``again`` says whether another try may go better."""
+    """Report that this process is about to end with an error; ``again`` says whether a restart may succeed."""
     first = (str(error).strip().splitlines() or [""])[0]
     _say(raised=f"{type(error).__name__}: {first}"[:_MOST].rstrip(": "), again=again)
 
@@ -78,20 +79,20 @@ def _say(**message: Any) -> None:
     try:
         os.write(_pipe, (json.dumps(message) + "\n").encode())
     except BlockingIOError:
-        pass  # the supervisor is behind; a later message says as much
+        pass  # the pipe is full because the supervisor is slow; a later message carries the same information
     except BrokenPipeError:
         _orphaned()
 
 
 def _orphaned() -> None:
-    """The supervisor is gone, and with it whoever would end this process: it ends as if asked to."""
+    """End this process as if by SIGTERM: its supervisor is gone and cannot end it."""
     global _pipe
     _pipe = None
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def at_work() -> None:
-    """Where this process is, is from now on where the calling thread is, as long as that lives: the main thread waits for it."""
+    """Report the position of the calling thread from now on, as long as it lives; the main thread only waits for it."""
     global _worker
     _worker = threading.get_ident()
 
@@ -104,14 +105,14 @@ def _tick() -> None:
 
 
 def _at() -> FrameType | None:
-    """Where the thread at work is, or else the main one."""
+    """The frame of the reported thread: the one set by :func:`at_work`, else the main thread."""
     frames = sys._current_frames()
     threads = [thread for thread in (_worker, threading.main_thread().ident) if thread is not None]
     return next((frames[thread] for thread in threads if thread in frames), None)
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:
-    """Where a thread is, as ``file:line``, outside of jax; and whether it is inside of jax, as one is that waits for its peers.
+    """Return the ``file:line`` of a thread outside of jax, and whether it is inside jax, where it may wait for peers.
 
     >>> place(None)
     ('', False)

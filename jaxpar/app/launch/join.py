@@ -1,4 +1,4 @@
-"""``join``: makes this process one of several, as it was told by hand or as a launcher says."""
+"""``join``: makes this process one of several, as the command line or a launcher says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxpar.errors import LaunchError
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Which process this is of how many, and where process 0 is: ``HOST:PORT``."""
+    """The rank of this process, the number of processes, and the address of process 0, ``HOST:PORT``."""
 
     count: int
     rank: int
@@ -26,10 +26,10 @@ class ProcessPlace:
 
 
 def place_of(coordinator: str | None, count: int | None, rank: int | None) -> ProcessPlace | None:
-    """The place that is given by hand; ``None`` where nothing is, or where it is a process alone.
+    """Return the place that the command line gives, or ``None`` without one or for a single process.
 
     Raises:
-      LaunchError: it is given in part, or contradicts itself.
+      LaunchError: options are missing or contradict each other.
 
     >>> place_of("127.0.0.1:1234", 4, 3)
     ProcessPlace(count=4, rank=3, coordinator='127.0.0.1:1234')
@@ -43,8 +43,8 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pr
             return None
         had = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise LaunchError(
-            f"{had} {'is' if len(missing) == 2 else 'are'} given, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Remedy: all "
-            f"three, or --processes N, which starts them here."
+            f"{had} {'is' if len(missing) == 2 else 'are'} given, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not. Remedy: all three, or --processes N, which starts them here."
         )
     if count < 1:
         raise LaunchError(f"--process-count is {count}, but at least 1 is wanted.")
@@ -57,24 +57,24 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pr
 def found(
     place: ProcessPlace | None, *, alone: bool, variables: Mapping[str, str] | None = None
 ) -> ProcessPlace | Cluster | None:
-    """What to join: what is given by hand, else what a launcher says, unless this process is to be ``alone``."""
+    """Return the place that the command line gives, else the detected launcher, unless this process is ``alone``."""
     if place is not None or alone:
         return place
     return detect(os.environ if variables is None else variables)
 
 
 def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 300) -> None:
-    """Make this process one of several. Call it before jax runs anything.
+    """Make this process one of several; call it before jax runs anything.
 
-    The coordinator, which asks nobody who it is, listens at its own address alone: jax's default is every interface.
+    The coordinator has no authentication. It listens only on its own address, whereas jax's default is every interface.
 
     Args:
-      what: of :func:`found`.
-      heartbeat: seconds after which jax takes a silent peer for dead, and ends the others.
-      patience: seconds to wait for the others.
+      what: the result of :func:`found`.
+      heartbeat: seconds after which jax considers a silent process dead, and ends the others.
+      patience: seconds to wait for the other processes.
 
     Raises:
-      LaunchError: they do not find each other.
+      LaunchError: the processes do not find each other.
     """
     import jax
 
@@ -104,14 +104,16 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LaunchError(
-            f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all of them, with one coordinator that each can reach."
+            f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all of them, "
+            "with one coordinator that each can reach."
         ) from error
 
 
 def bind_of(cluster: Cluster) -> str | None:
-    """Where process 0 of a cluster is to listen: what the environment says, else the address that others know it by.
+    """Return the address on which a cluster's process 0 listens: from the environment, else the one others use.
 
-    ``None``, which is every interface, where that address is not known here, or where this host's own table gives its loopback for its name.
+    ``None``, which means every interface, if that address is unknown here, or if this host resolves its own name to
+    loopback.
     """
     said = os.environ.get(BIND)
     address = cluster.address or address_in(os.environ)[0]

@@ -1,4 +1,4 @@
-"""``Peer``: what is known of one process, and ``cause``: which of them ended or stalled a group, in one line."""
+"""The state of each process of a group, and the diagnosis of which process ended or stalled the group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SILENT = 10.0
-"""Seconds without a sign of life after which a process does not run: stopped, or gone with its host."""
-_NEWS = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed", "heartbeat timeout",
-         "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
-"""Words of errors that a process raises because of another one."""
+"""Seconds without a sign of life after which a process counts as stopped, or as lost with its host."""
+_NEWS = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed",
+         "heartbeat timeout", "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
+"""Words in errors that a process raises because another one failed."""
 _TIMES = ("began", "sign", "tick")
 _KINDS: dict[str, Any] = {**dict.fromkeys(_TIMES, float), "step": int | None, "doing": str, "where": str, "waits": bool,
                           "raised": str | None, "again": bool, "code": int | None, "lost": str | None}  # fmt: skip
@@ -19,20 +19,20 @@ _KINDS: dict[str, Any] = {**dict.fromkeys(_TIMES, float), "step": int | None, "d
 
 @dataclass
 class Peer:
-    """One process of a group, as its supervisor sees it. Times are seconds of the supervisor's clock.
+    """A process of a group, as its supervisor sees it; times are seconds of the supervisor's clock.
 
     Attributes:
-      rank: its number among all.
+      rank: its rank among all processes.
       began: when it was started.
       step: the last step it finished, ``None`` before the first.
-      doing: what it is at: ``start``, ``compile``, ``step``.
-      sign: when it last finished a step, or began something else.
-      tick: when anything was heard of it.
-      where, waits: where its main thread is, and whether that waits inside of jax.
-      raised, again: the error it ended with, and whether another try may go better.
+      doing: its activity: ``start``, ``compile``, ``step``.
+      sign: when it last finished a step or began another activity.
+      tick: when it last sent any message.
+      where, waits: the position of its main thread, and whether that waits inside jax.
+      raised, again: the error it ended with, and whether a restart may succeed.
       code: its exit status, negative for a signal; ``None`` while it runs.
-      lost: its host is gone with it; what is known of that.
-      said: lines for the user, which nobody has been told yet.
+      lost: a description of the loss, if it was lost with its host.
+      said: lines for the user that are not yet printed.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Peer:
         self.sign = self.tick = self.began
 
     def hear(self, message: Mapping[str, Any], now: float) -> None:
-        """Take in a message of :mod:`jaxpar.app.launch.heartbeat`; what it does not know it leaves."""
+        """Apply a message of :mod:`jaxpar.app.launch.heartbeat`; unknown messages are ignored."""
         self.tick = now
         match message:
             case {"step": int(step)}:
@@ -68,14 +68,14 @@ class Peer:
                 self.said.append(text)
 
     def told(self, now: float) -> dict[str, Any]:
-        """All that is known of it, for a supervisor with a clock of its own: times are ages."""
+        """The state for a supervisor with another clock: times are given as ages."""
         return {**asdict(self), **{name: now - getattr(self, name) for name in _TIMES}}
 
     def take(self, told: Mapping[str, Any], now: float) -> None:
-        """Take what another supervisor :meth:`told` of this process.
+        """Apply the state that another supervisor's :meth:`told` returned for this process.
 
         Raises:
-          TypeError: it is no such thing.
+          TypeError: it is malformed.
         """
         for name, kind in _KINDS.items():
             if not isinstance(told.get(name), kind):
@@ -85,23 +85,31 @@ class Peer:
 
     @property
     def ended(self) -> bool:
-        """Whether it runs no more."""
+        """Whether it no longer runs."""
         return self.code is not None or self.lost is not None
 
     @property
     def far(self) -> tuple[int, bool]:
-        """How far it came, to compare."""
+        """Its progress, as a sort key."""
         return -1 if self.step is None else self.step, self.doing != "start"
 
     @property
     def when(self) -> str:
-        """How far it came, to say."""
+        """Its progress, as text."""
         return "before its first step" if self.step is None else f"after step {self.step}"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a group was ended: a line that names the rank; ``ranks`` are those to blame, ``gone`` those that cannot come back."""
+    """Why a group was ended.
+
+    Attributes:
+      text: a line that names the rank.
+      ranks: the processes to blame.
+      gone: the processes that cannot come back.
+      again: whether a restart may succeed.
+      sure: whether the diagnosis is final.
+    """
 
     text: str
     ranks: tuple[int, ...]
@@ -112,22 +120,29 @@ class Cause:
 
 @dataclass(frozen=True)
 class Allowance:
-    """How long a process may take, in seconds, for a step and for all else (start, restore, compile)."""
+    """Maximum seconds of a process for a step, and for everything else (start, restore, compile)."""
 
     step: float
     compile: float
 
     def of(self, peer: Peer) -> float:
-        """That of what a process is at."""
+        """The allowance for a process's current activity."""
         return self.step if peer.doing == "step" else self.compile
 
 
 def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause | None:
-    """What is wrong with a group, if anything is.
+    """Diagnose a group: return the most likely root cause of its failure, or ``None`` if nothing is wrong.
 
-    A process that dies takes the others with it: their errors are news of it, not causes. So what was killed comes before what raised, what
-    raised by itself before what lost a peer, and a process that does not run before those that wait for it. With ``sure`` off the true cause may
-    still show itself.
+    When one process dies, the others fail or hang as a consequence. A killed process is therefore reported first, then
+    one that raised on its own, then one that lost a peer. Among hung processes, one that is stopped is reported first,
+    then, of those furthest behind, one that is not blocked inside jax. If ``sure`` is false, the root cause may still
+    appear.
+
+    Args:
+      peers: the processes.
+      total: their number on all hosts.
+      allowance: when a process counts as hung.
+      now: the supervisor's time.
     """
     ended = [peer for peer in peers if peer.ended and peer.code != 0]
     gone = [peer for peer in ended if peer.lost is not None or (peer.code is not None and _killed(peer.code))]
@@ -144,12 +159,12 @@ def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -
         return _hung(still, total, allowance, now)
     if ended:
         return Cause(_of_error(ended[0], total), _ranks(ended), sure=False)
-    # Who waits for another may be late a moment before it.
+    # Blame all running processes: one that waits for a hung process may become late slightly before it.
     return _hung([peer for peer in peers if not peer.ended], total, allowance, now) if late else None
 
 
 def _hung(running: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause:
-    """Of processes one of which is late: those that do not run, else those behind, else those that do not wait for others."""
+    """The cause when a process is late: stopped processes, else, of those furthest behind, those not blocked in jax."""
     still = [peer for peer in running if now - peer.tick > SILENT]
     if not still:
         least = min(peer.far for peer in running)
@@ -189,7 +204,7 @@ def _ranks(peers: Sequence[Peer]) -> tuple[int, ...]:
 
 
 def _killed(code: int) -> bool:
-    """By a signal of its own: SIGABRT is how jax ends whoever lost a peer."""
+    """Whether a signal killed the process, other than SIGABRT, with which jax ends a process that lost a peer."""
     return code < 0 and code != -signal.SIGABRT
 
 

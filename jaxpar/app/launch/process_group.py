@@ -1,4 +1,4 @@
-"""``ProcessGroup``: processes that start and end together; ``Local`` ones are children of this process."""
+"""``ProcessGroup``: processes that start and end together; ``Local`` runs them as children of this process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxpar.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-"""Variable that overrules where a coordinator, and with it a supervisor, listens."""
+"""Environment variable that overrides the address on which a coordinator or supervisor listens."""
 type Command = Callable[[int, int, str], Sequence[str]]
-"""What to run as process ``rank`` of ``total``, with the address of process 0."""
+"""The command of process ``rank`` of ``total``, given the address of process 0."""
 
 
 class ProcessGroup(Protocol):
-    """What a supervisor needs of processes, wherever they run."""
+    """The interface of a group of processes to its supervisor, wherever they run."""
 
     peers: list[Peer]
 
@@ -34,32 +34,33 @@ class ProcessGroup(Protocol):
         """Start ``count`` processes."""
 
     def poll(self, seconds: float) -> None:
-        """Take in what they tell, waiting for it for so many seconds at most."""
+        """Receive the processes' messages, waiting at most ``seconds`` for one."""
 
     def pass_on(self, number: int) -> None:
-        """Give all that run a signal."""
+        """Send a signal to all running processes."""
 
     def end(self) -> None:
-        """End all that run, and wait for that."""
+        """End all running processes, and wait until they have ended."""
 
     def tail(self, rank: int, lines: int) -> list[str]:
-        """The last lines that a process wrote."""
+        """Return the last lines that a process wrote."""
 
 
 class Local:
-    """Processes on this host, each in a session of its own, so that a terminal's Ctrl-C reaches them through their supervisor alone.
+    """Processes on this host, each in its own session, so that Ctrl-C reaches them only through their supervisor.
 
-    Process 0 writes on this process's standard output; all else goes to ``process-N.log`` in ``logs``, a run's attempts one after another.
+    Process 0 writes to this process's standard output; all other output goes to ``process-N.log`` in ``logs``, to which
+    each restart appends.
 
     Args:
-      logs: the folder, which is made.
+      logs: the folder of the logs, created if missing.
       coordinator: ``HOST:PORT`` of process 0; by default a free port of the loopback interface.
-      variables: for a process's environment, beside this one's, by its number among those started here; ``None`` takes one away.
-      console: process 0 writes here; without, into its log as the others do.
-      append: keep what an earlier run's logs hold.
-      stdin: what process 0 reads, from where it stands; nothing by default.
+      variables: changes to a process's environment, by its index among those started here; ``None`` removes a variable.
+      console: whether process 0 writes to standard output; if false, to its log as the others do.
+      append: whether to keep an earlier run's logs.
+      stdin: standard input of process 0, from its current position; empty by default.
       grace: seconds between SIGTERM and SIGKILL.
-      clock: seconds, as ``time.monotonic`` gives them.
+      clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class Local:
         """Start ``count`` processes.
 
         Args:
-          first, total: the number of the first one, and how many there are on all hosts; by default these are all.
+          first, total: rank of the first process, and number of processes on all hosts; by default these are all.
 
         Raises:
-          LaunchError: the coordinator's port cannot be had; a program cannot be started.
+          LaunchError: the coordinator's port is in use, or a program cannot be started.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
         total = total or count
@@ -114,24 +115,24 @@ class Local:
             raise LaunchError(f"process {rank} of {total} cannot be started: {error}.") from error
 
     def move(self, coordinator: str) -> None:
-        """From the next start on process 0 is elsewhere, at ``HOST:PORT``."""
+        """Set the address of process 0, ``HOST:PORT``, for the next start."""
         if coordinator != self._coordinator and (bind := os.environ.get(BIND)):
             host, colon, _ = bind.rpartition(":")
             self._bind = {BIND: f"{host}{colon}{split_address(coordinator)[1]}"}
         self._coordinator = coordinator
 
     def log(self, rank: int) -> Path:
-        """Where a process's output goes."""
+        """The log file of a process."""
         return self._logs / f"process-{rank}.log"
 
     def poll(self, seconds: float) -> None:
-        """Take in what they tell."""
+        """Receive the processes' messages and exit statuses; return at the first news, or after ``seconds``."""
         until = self._clock() + seconds
         while True:
             news = False
             for peer in self.peers:
                 child = self._running[peer.rank]
-                code = child.process.poll()  # before the pipe is read, so that nothing is left in it
+                code = child.process.poll()  # before reading the pipe, so that no message of an ended process is lost
                 for message in child.read():
                     peer.hear(message, self._clock())
                     news = True
@@ -142,13 +143,13 @@ class Local:
             time.sleep(min(0.02, seconds))
 
     def pass_on(self, number: int) -> None:
-        """Give all that run a signal."""
+        """Send a signal to all running processes."""
         for child in self._running.values():
             if child.process.poll() is None:
                 child.process.send_signal(number)
 
     def end(self) -> None:
-        """SIGTERM, and SIGKILL for what still runs after the grace; with all that they started in their sessions."""
+        """Send SIGTERM, after the grace period SIGKILL, also to all processes that they started in their sessions."""
         self.pass_on(signal.SIGTERM)
         until = time.monotonic() + self._grace
         for child in self._running.values():
@@ -159,7 +160,7 @@ class Local:
         self._running.clear()
 
     def tail(self, rank: int, lines: int) -> list[str]:
-        """The last lines that a process wrote into its log."""
+        """Return the last lines of a process's log."""
         try:
             with self.log(rank).open(encoding="utf-8", errors="replace") as file:
                 return [line.rstrip() for line in deque(file, lines)]
@@ -168,7 +169,7 @@ class Local:
 
 
 class _Child:
-    """One process, and the end of its pipe that is read."""
+    """A process, and the reading end of its pipe."""
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], log: IO[str], *, own: bool, stdin: IO[bytes] | None
@@ -193,7 +194,7 @@ class _Child:
             os.close(write)
 
     def read(self) -> list[dict[str, Any]]:
-        """Every whole message that has come."""
+        """All complete messages that have arrived."""
         while True:
             try:
                 data = os.read(self._read, 65536)
@@ -206,7 +207,7 @@ class _Child:
         return found
 
     def close(self) -> None:
-        """Kill what is left of its session, and wait."""
+        """Kill the rest of its session, and wait."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -214,7 +215,7 @@ class _Child:
 
 
 def messages(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The messages in what has come, a line of JSON each, and the rest, which is no whole line yet.
+    """Split received data into messages, one JSON object per line, and the incomplete last line.
 
     >>> messages(b'{"step": 3}\\nnonsense\\n{"st')
     ([{'step': 3}], b'{"st')
@@ -228,7 +229,7 @@ def messages(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that nobody listens on at this moment.
+    """Return a port on which nothing listens at this moment.
 
     >>> 0 < free_port() < 65536
     True
@@ -239,10 +240,10 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def split_address(address: str, what: str = "--coordinator") -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``.
+    """Return host and port of ``HOST:PORT``.
 
     Raises:
-      LaunchError: it is no such thing.
+      LaunchError: the address is malformed.
 
     >>> split_address("node001:1234"), split_address("[::1]:80")
     (('node001', 1234), ('::1', 80))
@@ -254,7 +255,7 @@ def split_address(address: str, what: str = "--coordinator") -> tuple[str, int]:
 
 
 def check_free(address: str) -> None:
-    """Raise a ``LaunchError`` if process 0 could not listen there."""
+    """Raise a ``LaunchError`` if process 0 could not listen on this address."""
     host, port = split_address(address)
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -263,6 +264,6 @@ def check_free(address: str) -> None:
             probe.bind(target)
     except OSError as error:
         raise LaunchError(
-            f"the coordinator's address {address} cannot be had: {error.strerror}. Remedy: end the process that holds the port, or another port of "
-            f"this host (process 0 runs here)."
+            f"the coordinator's address {address} cannot be had: {error.strerror}. Remedy: end the process that holds "
+            "the port, or another port of this host (process 0 runs here)."
         ) from error

@@ -1,6 +1,7 @@
-"""Processes on a Ray cluster: an actor for each, which starts it as a child of its own on the node where Ray puts it.
+"""Run processes on a Ray cluster, each as a child of an actor on the node that Ray chooses.
 
-Ray places the actors and says when a node is gone; all else is as on one host. Every node has the same paths: environment, configuration, output.
+Ray places the actors and reports lost nodes; the rest works as on a single host. All nodes must have the same paths for
+environment, configuration and output.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from jaxpar.app.launch.process_group import LOOPBACK, Command, Local, free_port
 from jaxpar.errors import LaunchError, need
 
 _CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
-"""Beginnings of variables that a process gets from whoever launches it, beside those of its node."""
+"""Prefixes of variables that a process gets from the launching environment, in addition to those of its node."""
 
 _NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
-"""Where a Ray of one's own listens. Ray turns 127.0.0.1 into the host's address on its network, but leaves the rest of the loopback as it is."""
+"""Address of a Ray that is started here; Ray would replace 127.0.0.1 by the host's network address."""
 
 
 class RayWorker:
-    """What runs in an actor: one process, its messages with their ages, and what it printed."""
+    """The actor: runs one process, and returns its state and its output."""
 
     def __init__(self, rank: int, logs: str, folder: str):
         os.chdir(folder)
@@ -33,28 +34,28 @@ class RayWorker:
         self._group: Local | None = None
 
     def address(self) -> str:
-        """``HOST:PORT`` on this node, where nobody listens."""
+        """Return a free ``HOST:PORT`` on this node."""
         import ray
 
         host = str(ray.util.get_node_ip_address())
         return f"{host}:{free_port(host)}"
 
     def start(self, command: Sequence[str], total: int, variables: Mapping[str, str | None], *, again: bool) -> None:
-        """Start the process; ``again`` keeps what its log holds."""
+        """Start the process; ``again`` appends to its log."""
         self._group = Local(self._logs, variables=lambda index: variables, console=False, append=again)
         log = self._group.log(self._rank)
         self._read = log.stat().st_size if again and log.exists() else 0
-        # It is told the coordinator's address, on process 0's node, by its command.
+        # `command` already contains the coordinator's address, which is on process 0's node.
         self._group.start(lambda rank, total, address: command, 1, first=self._rank, total=total)
 
     def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
-        """The peer, its times as ages in seconds; and what process 0 printed since."""
+        """Return the state of the process, with times as ages in seconds, and for process 0 its new output."""
         assert self._group is not None
         self._group.poll(seconds)
         return self._group.peers[0].told(time.monotonic()), "" if self._rank else self.printed()
 
     def pass_on(self, number: int) -> None:
-        """Give the process a signal."""
+        """Send a signal to the process."""
         if self._group is not None:
             self._group.pass_on(number)
 
@@ -64,11 +65,11 @@ class RayWorker:
             self._group.end()
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         return [] if self._group is None else self._group.tail(self._rank, lines)
 
     def printed(self) -> str:
-        """What came into the log since it was last asked."""
+        """Return the output since the last call."""
         assert self._group is not None
         with suppress(OSError), self._group.log(self._rank).open("rb") as file:
             file.seek(self._read)
@@ -79,17 +80,19 @@ class RayWorker:
 
 
 class RayGroup:
-    """Processes on the cluster that ``RAY_ADDRESS`` names, or on a Ray started here for this run, which listens on loopback.
+    """Processes on the cluster at ``RAY_ADDRESS``, or on a Ray that is started here and listens on loopback.
 
     Args:
       logs: the folder of their logs, on each node.
-      variables: for a process's environment, by its rank.
-      resources: of each process, as ``{"CPU": 4, "GPU": 1}``.
-      patience: seconds to wait until Ray has a place for all.
-      show: takes what process 0 prints.
+      variables: changes to a process's environment, by its rank.
+      resources: of each process, such as ``{"CPU": 4, "GPU": 1}``.
+      patience: seconds to wait until Ray has placed all processes.
+      show: called with the output of process 0.
+      clock: a monotonic clock in seconds.
 
     Raises:
       MissingExtraError: ray is not installed.
+      LaunchError: Ray cannot be reached or started.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class RayGroup:
         show: Callable[[str], None] = lambda text: print(text, end="", flush=True),
         clock: Callable[[], float] = time.monotonic,
     ):
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run tells nobody of itself
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             import ray
@@ -122,14 +125,15 @@ class RayGroup:
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise LaunchError(
-                f"Ray cannot be reached or started: {first} Remedy: RAY_ADDRESS=HOST:PORT of a cluster that runs, or `ray start --head` first."
+                f"Ray cannot be reached or started: {first} Remedy: RAY_ADDRESS=HOST:PORT of a cluster that runs, or "
+                "`ray start --head` first."
             ) from error
 
     def start(self, command: Command, count: int) -> None:
-        """Start ``count`` processes, each where Ray has a place for it, spread over the nodes.
+        """Start ``count`` processes, spread over the nodes.
 
         Raises:
-          LaunchError: there is no place for all of them.
+          LaunchError: Ray cannot place or start all of them.
         """
         kinds = {"CPU": "num_cpus", "GPU": "num_gpus"}
         options = {kinds[name]: value for name, value in self._resources.items() if name in kinds}
@@ -159,8 +163,8 @@ class RayGroup:
                 if name in {"CPU", *self._resources}
             }
             raise LaunchError(
-                f"Ray has no place for {count} processes of {self._resources} within {self._patience:g} s; the cluster has {has}. Remedy: fewer processes, "
-                f"supervise.resources, or more nodes."
+                f"Ray has no place for {count} processes of {self._resources} within {self._patience:g} s; the cluster "
+                f"has {has}. Remedy: fewer processes, supervise.resources, or more nodes."
             ) from error
         except self._ray.exceptions.RayError as error:
             self.end()
@@ -170,7 +174,7 @@ class RayGroup:
         self.peers, self._again = [Peer(rank, self._clock()) for rank in self._members], True
 
     def poll(self, seconds: float) -> None:
-        """Ask every member; one whose node does not answer is not waited for."""
+        """Request the state of every process; a node that does not answer is not waited for."""
         for rank, member in self._members.items():
             if rank not in self._asked:
                 self._asked[rank] = member.poll.remote(seconds)
@@ -196,12 +200,12 @@ class RayGroup:
             self._show(printed)
 
     def pass_on(self, number: int) -> None:
-        """Give all that run a signal."""
+        """Send a signal to all running processes."""
         for member in self._members.values():
             member.pass_on.remote(number)
 
     def end(self) -> None:
-        """End all that run, and give their places back."""
+        """End all running processes, and release their resources."""
         ended = [member.end.remote() for member in self._members.values()]
         if ended:
             self._ray.wait(ended, num_returns=len(ended), timeout=10)
@@ -213,7 +217,7 @@ class RayGroup:
         self._members, self._asked = {}, {}
 
     def tail(self, rank: int, lines: int) -> list[str]:
-        """The last lines that a process wrote, if its node still answers."""
+        """Return the last lines that a process wrote, if its node still answers."""
         if rank not in self._members:
             return []
         with suppress(self._ray.exceptions.RayError):

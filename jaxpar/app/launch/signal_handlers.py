@@ -1,4 +1,4 @@
-"""``listening``: SIGTERM and SIGINT are noted, for whoever passes them on to processes of its own."""
+"""``listening``: record SIGTERM and SIGINT, so that a supervisor can pass them on to its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def listening(signals: list[int]) -> Iterator[None]:
-    """Both are put into a list, rather than ending this process before its children; outside of the main thread nothing is.
+    """Append SIGTERM and SIGINT to a list, instead of ending this process before its children.
+
+    Does nothing outside of the main thread.
 
     >>> import os
     >>> found = []

@@ -1,4 +1,4 @@
-"""``Supervisor``: keeps a group of processes running, or says in one line why it no longer does."""
+"""``Supervisor``: keeps a group of processes running, or reports in one line why it cannot."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from jaxpar.app.launch.signal_handlers import listening
 
 _POLL = 0.2
 _UNSURE = 3.0
-"""Seconds that a cause which may be news of another is waited on."""
+"""Seconds to wait for the root cause, when a failure may be the consequence of another."""
 _LINES = 5
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a group is kept.
+    """How a group is supervised.
 
     Attributes:
-      step_timeout, compile_timeout: seconds for a step, and for whatever else a process is at.
-      restarts: how many, at most; ``None`` where nothing is ever started again, of which no word is said.
-      restart_delay: seconds before the first one, doubled with each, up to ``most``.
-      elastic: go on with those that remain.
-      signalled: a signal that all heeded shows in the exit status, 128 and its number, as of what was not brought to its end.
+      step_timeout, compile_timeout: maximum seconds for a step, and for any other activity.
+      restarts: maximum number of restarts; ``None`` never restarts, and prints nothing about it.
+      restart_delay: seconds before the first restart; doubles with each one, up to ``most``.
+      elastic: whether to continue with the remaining processes.
+      most: maximum seconds before a restart.
+      signalled: whether a signal that ended all processes gives the exit status 128 + its number, because the work is
+        incomplete.
     """
 
     step_timeout: float = 300.0
@@ -38,7 +40,7 @@ class Policy:
     signalled: bool = False
 
     def wait(self, restart: int) -> float:
-        """Seconds before the ``restart``-th one.
+        """The seconds before restart number ``restart``.
 
         >>> [Policy(restart_delay=2).wait(n) for n in (1, 2, 3, 9)]
         [2.0, 4.0, 8.0, 60.0]
@@ -48,16 +50,20 @@ class Policy:
 
 @dataclass
 class Supervisor:
-    """Runs a group to its end, starting it again after a failure.
+    """Runs a group to its end, and restarts it after failures.
 
     Args:
       group: the processes.
-      command: what to run as one of them.
-      count: how many.
-      policy: how long to wait, how often to try.
-      latest: the newest step that a restart would begin from, ``None`` without one.
-      refit: with elastic on: how many of so many processes to go on with, 0 for none, and a text on that.
-      tell: takes each line for the user.
+      command: the command of each process.
+      count: number of processes.
+      policy: timeouts and restarts.
+      latest: returns the newest step from which a restart would resume, or ``None``.
+      refit: for ``policy.elastic``: given the number of remaining processes, returns how many to continue with (0 for
+        none), and a text about it.
+      tell: called with each line for the user.
+      clock, sleep: time functions, in seconds.
+      causes: receives the cause of each failure.
+      signals: receives the signals.
 
     >>> import sys, tempfile
     >>> from pathlib import Path
@@ -83,10 +89,13 @@ class Supervisor:
     signals: list[int] = field(default_factory=list)
 
     def run(self, after: Cause | None = None) -> int:
-        """Until the group has come to its end; returns the exit status: 0 if all went well, or all ended well after a signal.
+        """Run the group to its end and return the exit status.
 
         Args:
           after: why the group has already ended once, under another supervisor.
+
+        Returns:
+          0 if every process succeeded, also after a signal (unless ``policy.signalled``), else 1.
         """
         began, first = self.clock(), self.count
         with listening(self.signals):
@@ -107,7 +116,7 @@ class Supervisor:
         return 0 if found is None else 1
 
     def _attempt(self) -> Cause | None:
-        """Start the group and watch it; ``None`` when it came to its end."""
+        """Start the group and watch it; ``None`` if every process succeeded."""
         self.group.start(self.command, self.count)
         passed, allowance = 0, Allowance(self.policy.step_timeout, self.policy.compile_timeout)
         unsure: float | None = None
@@ -135,13 +144,13 @@ class Supervisor:
             self.group.end()
 
     def _pass_lines(self) -> None:
-        """Tell the user what the processes have to say."""
+        """Print the processes' lines for the user."""
         for peer in self.group.peers:
             while peer.said:
                 self.tell(peer.said.pop(0))
 
     def _worst(self, found: Cause) -> Cause:
-        """Say what was found, and what its process last said."""
+        """Print the cause, and the last lines of its process's log."""
         self.tell(found.text)
         for rank in found.ranks[:1]:
             for line in self.group.tail(rank, _LINES):
@@ -149,7 +158,7 @@ class Supervisor:
         return found
 
     def _again(self, found: Cause) -> bool:
-        """Prepare a restart, if there is to be one."""
+        """Prepare a restart; returns whether there is one."""
         if self.signals or self.policy.restarts is None:
             return False
         done = len(self.causes) - 1
@@ -158,7 +167,8 @@ class Supervisor:
             return False
         if done >= self.policy.restarts:
             self.tell(
-                f"gave up: {_times(done, 'restart') if done else 'no restart'} {'were' if done > 1 else 'was' if done else 'is'} allowed"
+                f"gave up: {_times(done, 'restart') if done else 'no restart'} "
+                f"{'were' if done > 1 else 'was' if done else 'is'} allowed"
             )
             return False
         if self.policy.elastic and found.gone:
@@ -172,7 +182,8 @@ class Supervisor:
         seconds, step = self.policy.wait(done + 1), self.latest()
         start = "step 0, as there is no checkpoint" if step is None else f"step {step}"
         self.tell(
-            f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from {start}"
+            f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from "
+            f"{start}"
         )
         until = self.clock() + seconds
         while not self.signals and self.clock() < until:

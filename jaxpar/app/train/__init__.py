@@ -1,1 +1,1 @@
-"""``jaxpar train``: the loop, its checkpoints, metrics and reports."""
+"""``jaxpar train``: the training loop, its checkpoints, metrics and reports."""

@@ -1,4 +1,4 @@
-"""What a run keeps of itself: checkpoints as its configuration asks for them, and where it goes on after one."""
+"""Save and restore a run's checkpoints as its configuration says."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
 
 _OWN = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
-"""Keys of a configuration that say nothing of the numbers."""
+"""Configuration keys that do not affect the results."""
 
 
 class Saver:
-    """A run's checkpoints; without ``checkpoint`` in its configuration all of this does nothing. A context.
+    """A run's checkpoints, as a context manager; does nothing if the configuration has no ``checkpoint``.
 
     Args:
       job, layout: the run.
-      console: where it is told what became of a checkpoint.
+      console: receives messages about checkpoints.
 
     Raises:
-      ConfigError: the configuration's keys do not go together, or the folder holds another run's steps and ``resume`` is ``never``.
+      ConfigError: settings contradict each other, or ``resume`` is ``never`` and the folder holds another run's steps.
       CheckpointError: another run holds the folder.
     """
 
@@ -42,7 +42,7 @@ class Saver:
         self._manager: CheckpointManager | None = None
         self._postponed = False
         self.saves, self.pause = 0, 0.0
-        """How many were begun, and the longest time in seconds that the run waited for one."""
+        """Number of saves that were started, and the longest time in seconds that the run was paused by one."""
         asked = job.config.checkpoint
         if asked is None:
             return
@@ -65,27 +65,29 @@ class Saver:
         if asked.resume == "never" and (steps := self._manager.steps()):
             self._manager.close()
             raise ConfigError(
-                f"checkpoint: resume is never, but {directory} holds steps {steps} of another run. Remedy: another directory, or resume: auto."
+                f"checkpoint: resume is never, but {directory} holds steps {steps} of another run. Remedy: another "
+                "directory, or resume: auto."
             )
 
     @property
     def active(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether the run keeps checkpoints."""
         return self._manager is not None
 
     @property
     def directory(self) -> Path | None:
-        """Of the run's checkpoints."""
+        """The folder of the run's checkpoints."""
         return None if self._manager is None else self._manager.directory
 
     def restore(self, like: Any = None) -> Restored | None:
-        """The newest good step, laid out as this run wants it, if there is one and it may be taken.
+        """Restore the newest undamaged step with this run's layout, if there is one and ``resume`` allows it.
 
         Args:
-          like: the state, where it is not what the layout, model and optimizer say alone.
+          like: the abstract state, if it differs from that of :func:`jaxpar.abstract_state`.
 
         Raises:
-          CheckpointError: there is none and ``resume`` is ``must``; none is good; it is of another model, or beyond the run's last step.
+          CheckpointError: ``resume`` is ``required`` and there is no step; all steps are damaged; or the step is of
+            another model, or beyond the run's last step.
         """
         asked, job = self._job.config.checkpoint, self._job
         if self._manager is None or asked is None or asked.resume == "never":
@@ -94,14 +96,14 @@ class Saver:
         if found is None:
             if asked.resume == "required":
                 raise CheckpointError(
-                    f"checkpoint: resume is must, but {self._manager.directory} holds none. Remedy: the directory of the run to go on with, or "
-                    f"resume: auto."
+                    f"checkpoint: resume is required, but {self._manager.directory} holds none. Remedy: the directory of "
+                    "the run to go on with, or resume: auto."
                 )
             return None
         if found.step > job.config.train.steps:
             raise CheckpointError(
-                f"checkpoint: {self._manager.directory} is at step {found.step}, beyond train.steps={job.config.train.steps}. Remedy: more steps, "
-                f"or another directory."
+                f"checkpoint: {self._manager.directory} is at step {found.step}, beyond "
+                f"train.steps={job.config.train.steps}. Remedy: more steps, or another directory."
             )
         self._console.print(f"resumed from step {found.step} of {escape(str(self._manager.directory))}")
         for line in _changes(found.manifest.metadata.get("config"), _plain(job)):
@@ -109,7 +111,7 @@ class Saver:
         return found
 
     def disk(self, found: Restored | None) -> Path | None:
-        """Where a restored step has the files of an optimizer on disk."""
+        """The folder with the disk-offloaded optimizer state of a restored step, if there is one."""
         if found is None or self._manager is None or self._job.config.parallel.offload.optimizer != "disk":
             return None
         return self._manager.directory / str(found.step) / DISK
@@ -129,7 +131,7 @@ class Saver:
         overdue: bool | None = None,
         failing: bool = False,
     ) -> None:
-        """Save what is the state after ``step``, where it is time to: not while steps are ``failing``, but as soon as one is good again."""
+        """Save the state after ``step`` if a save is due; while steps are ``failing``, postpone it."""
         if self._manager is None:
             return
         self._postponed |= self._manager.due(step, overdue=overdue)
@@ -137,7 +139,7 @@ class Saver:
             self.save(step, state, metadata(), runner)
 
     def last(self, step: int, state: jp.TrainState, metadata: Callable[[], Mapping[str, Any]], runner: Any) -> None:
-        """Save the state after ``step``, until it is whole; nothing is done where it is kept already."""
+        """Save the state after ``step``, unless it is saved already, and wait until the checkpoint is complete."""
         if self._manager is None:
             return
         self._manager.wait()
@@ -146,10 +148,10 @@ class Saver:
             self._manager.wait()
 
     def roll_back(self, like: Any, before: int) -> Restored | None:
-        """The newest good step before this one, ``None`` where there is none; what came after it is deleted.
+        """Restore the newest undamaged step before ``before`` and delete the steps after it; ``None`` if there is none.
 
         Raises:
-          CheckpointError: there are such steps, but none is good.
+          CheckpointError: there are such steps, but all are damaged.
         """
         if self._manager is None:
             return None
@@ -159,7 +161,7 @@ class Saver:
         return found
 
     def save(self, step: int, state: jp.TrainState, metadata: Mapping[str, Any], runner: Any) -> None:
-        """Begin to save a step, in the place of what was saved of it before."""
+        """Start to save a step, replacing an earlier save of it."""
         if self._manager is None:
             return
         began = time.perf_counter()
@@ -188,38 +190,39 @@ class Saver:
 
 
 def _check_best(job: Job) -> None:
-    """Whether steps that are saved have the metric that the best of them are to be known by."""
+    """Raise an error if saved steps cannot have the metric by which the best are ranked."""
     asked, train = job.config.checkpoint, job.config.train
     if asked is None or asked.best is None or asked.best.metric == "loss":
         return
     if asked.save_interval_minutes is None and (asked.save_interval_steps is None or asked.save_interval_steps < 1):
-        return  # the last step alone, or what the manager refuses
+        return  # only the last step is saved, or the manager rejects the setting
     if asked.save_interval_steps is None or math.lcm(asked.save_interval_steps, train.eval_every) > train.steps:
         when = "by the clock" if asked.save_interval_steps is None else f"every {asked.save_interval_steps} steps"
         raise ConfigError(
-            f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved {when} before step {train.steps} "
-            f"has none. Remedy: save_interval_steps: {train.eval_every}, or metric: loss."
+            f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved "
+            f"{when} before step {train.steps} has none. Remedy: save_interval_steps: {train.eval_every}, or metric: "
+            "loss."
         )
 
 
 def _metric(job: Job, metadata: Mapping[str, Any]) -> float | None:
-    """By which the best steps are known, if this one has it."""
+    """The value by which steps are ranked, if this step has it."""
     asked = job.config.checkpoint
     value = metadata.get("metrics", {}).get(asked.best.metric) if asked is not None and asked.best is not None else None
     return None if value is None else float(value)
 
 
 def here(position: Mapping[str, Any]) -> dict[str, Any]:
-    """A position in the data as this process has it: all processes are at the same one, whichever saved it."""
+    """Adapt a saved data position to this process; all processes share one position, whichever saved it."""
     fingerprint = position.get("fingerprint")
     if not isinstance(fingerprint, Mapping):
-        return dict(position)  # no position, which `set_state` says
+        return dict(position)  # `set_state` rejects it
     mine = {"process_count": jax.process_count(), "process_index": jax.process_index()}
     return {**position, "fingerprint": {**fingerprint, **mine}}
 
 
 def _plain(job: Job) -> dict[str, Any]:
-    """The run's configuration and its layout as JSON has them."""
+    """The run's configuration and layout, as JSON values."""
     config = {key: value for key, value in asdict(job.config).items() if key not in _OWN}
     return dict(_json({**config, "layout": job.layout_data}))
 
@@ -234,7 +237,7 @@ def _json(value: Any) -> Any:
 
 
 def _changes(was: Any, now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each key that has another value than in the run that saved."""
+    """A line for each key whose value differs from the run that saved."""
     before, after = dict(_flat(was)), dict(_flat(now))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):

@@ -1,4 +1,4 @@
-"""Work that no Python interrupts, as a compile, is left at once when the run is asked to end: ``unless_asked``, by all processes together; ``until_asked``."""
+"""Run work that Python cannot interrupt, such as a compile, in a thread, so that a signal ends the run immediately."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from jaxpar.app.train.signals import Stop
 from jaxpar.errors import LaunchError
 
 _PERIOD = 0.5
-"""Seconds between two questions to the other processes."""
+"""Seconds between two exchanges with the other processes."""
 
 
 def unless_asked(work: Callable[[Callable[[], None]], None], exchange: Exchange, stop: Stop) -> int:
-    """Do ``work`` in a thread of its own until it is done in all processes, or one was asked to stop.
+    """Run ``work`` in a thread until it is done in all processes, or until one process gets a signal.
 
     Args:
-      work: is given a function to call when nothing more of it runs on devices: two programs at once could meet each other's messages, so
-        the processes ask each other only from then on.
-      exchange: brings the news of all.
-      stop: takes the signals.
+      work: called with a function that it must call once it runs nothing more on devices. The processes exchange their
+        status only after that, because two programs at once could receive each other's messages.
+      exchange: exchanges the status of all processes.
+      stop: receives the signals.
 
     Returns:
-      The signal, 0 where the work is done. After a signal the thread may still be at it: the process can only be ended (:func:`leave`).
+      The signal, or 0 if the work is done. After a signal the thread may still run; then only :func:`leave` ends the
+      process.
     """
     quiet, pool = threading.Event(), ThreadPoolExecutor(1, "compile")
     future = pool.submit(contextvars.copy_context().run, work, quiet.set)
@@ -54,7 +55,9 @@ def unless_asked(work: Callable[[Callable[[], None]], None], exchange: Exchange,
 
 
 def until_asked[T](steps: Generator[T], stop: Stop) -> Generator[T]:
-    """What comes of ``steps``, each made in a thread of its own, until a signal; its thread may then still be at one, which only the process's end ends.
+    """Yield the items of ``steps``, computing each in a thread, until a signal.
+
+    After a signal the thread may still be computing an item; then only the end of the process ends it.
 
     Raises:
       LaunchError: another process is gone.
@@ -67,7 +70,7 @@ def until_asked[T](steps: Generator[T], stop: Stop) -> Generator[T]:
             while not (wait([future], 0.05).done or stop.asked):
                 pass
             if stop.asked:
-                # A step is soon over, a compile is not; and of several processes some have left.
+                # Give a step time to finish. A compile takes longer, and with several processes others may have left.
                 wait([future], 0.0 if jax.process_count() > 1 else 0.5)
                 return
             found = _result(future, stop)
@@ -81,7 +84,7 @@ def until_asked[T](steps: Generator[T], stop: Stop) -> Generator[T]:
 
 
 def _result(future: Future[Any], stop: Stop) -> Any:
-    """Of a step; where it failed as other processes have heard a signal first, this one's own is waited for."""
+    """The result of a step; if it failed because other processes got a signal first, wait for this process's."""
     try:
         return future.result()
     except jax.errors.JaxRuntimeError as error:
@@ -97,9 +100,9 @@ def _result(future: Future[Any], stop: Stop) -> Any:
 
 
 def leave() -> NoReturn:
-    """End this process with exit status 0 while a thread of it still compiles; the others do so too."""
+    """End this process with exit status 0 while a thread still compiles; every process of the run calls this."""
     if jax.process_count() > 1:
-        with suppress(RuntimeError):  # together, lest the last ones take the first for dead
+        with suppress(RuntimeError):  # shut down together; otherwise the others report this process as dead
             jax.distributed.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

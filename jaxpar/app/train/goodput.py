@@ -1,4 +1,4 @@
-"""Goodput: where the time of a run went, from its first start on, by cause. Pure bookkeeping; whoever has a clock can use it."""
+"""Goodput: how a run spent its time since its first start, by cause. It uses only clocks, neither jax nor files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 CAUSES = ("steps", "compile", "checkpoint", "evaluation", "data", "restore", "lost", "restart", "other")
-"""What a run spends its time on, each second under one of them.
+"""The causes on which a run spends time; each second counts for exactly one.
 
-``steps``: steps that count. ``lost``: steps that were rolled back, or done again after a kill. ``data``: what devices waited for batches.
-``restart``: from the last record before a stop to the next start. ``checkpoint``, ``evaluation``, ``compile`` and ``restore``: pauses.
+``steps``: steps that count. ``lost``: steps that were rolled back, or repeated after a kill. ``data``: time in which
+devices waited for batches. ``restart``: from the last record before a stop to the next start. ``checkpoint``,
+``evaluation``, ``compile`` and ``restore``: pauses.
 """
 
 
 class Goodput:
-    """Seconds by cause; they always add up to the time since the run's first start.
+    """Seconds by cause; their sum is the time since the run's first start.
 
     Args:
-      clock: seconds that only grow, of this process.
-      now: seconds since 1970, which outlive it.
+      clock: a monotonic clock of this process, in seconds.
+      now: the wall clock, in seconds since 1970, which is also valid across restarts.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 3.0, 4.0])
     >>> time = Goodput(clock=lambda: next(ticks), now=lambda: 1000.0)
@@ -42,7 +43,7 @@ class Goodput:
 
     @contextmanager
     def spend(self, cause: str) -> Iterator[None]:
-        """What happens inside is for this cause, also where another one is at work around it."""
+        """Count the time inside the ``with`` block for ``cause``; blocks can be nested, and the innermost counts."""
         before = self._turn(cause)
         try:
             yield
@@ -50,40 +51,40 @@ class Goodput:
             self._turn(before)
 
     def count_step(self, number: int, seconds: float, waited: float = 0.0) -> None:
-        """A step took so many of the seconds spent on steps, of which it ``waited`` for data."""
+        """Record a step that took ``seconds`` of the time spent on steps, ``waited`` of them waiting for data."""
         self._move("steps", "data", waited)
         self._steps[number] = seconds - waited
 
     def lose(self, after: int) -> float:
-        """The steps after this one count no longer; returns the seconds that were spent on them."""
+        """Count the steps after ``after`` as lost; returns the seconds that were spent on them."""
         gone = [number for number in self._steps if number > after]
         seconds = sum(self._steps.pop(number) for number in gone)
         self._move("steps", "lost", seconds)
         return seconds
 
     def wall(self) -> float:
-        """Seconds since the run's first start: what all causes add up to."""
+        """Seconds since the run's first start, the sum over all causes."""
         self._turn(self._cause)
         return sum(self.spent.values())
 
     def share(self) -> float:
-        """The goodput: time in steps that count, over all time."""
+        """The goodput: time in steps that count, divided by all time."""
         wall = self.wall()
         return self.spent["steps"] / wall if wall else 0.0
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON, from which :meth:`take_up` goes on."""
+        """The account as JSON values, from which :meth:`take_up` continues."""
         wall = self.wall()
         spent = {cause: round(seconds, 6) for cause, seconds in self.spent.items()}
         return {"goodput": round(self.share(), 6), "wall_seconds": wall, "spent": spent, "began": self.began}
 
     def take_up(self, records: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Go on with the account of a run that goes on after ``step``.
+        """Continue the account of a run that resumes after ``step``.
 
         Args:
-          records: of all that it wrote, in order: those of :meth:`record`; steps with ``step_seconds``, ``data_seconds`` and ``elapsed``, the
-            run's age when they ended; and rollbacks, with ``rollback_to``.
-          step: from which it goes on. What it did after that is lost.
+          records: everything that the run wrote, in order: those of :meth:`record`; steps with ``step_seconds``,
+            ``data_seconds`` and ``elapsed``, the run's age when they ended; and rollbacks, with ``rollback_to``.
+          step: the step from which it resumes. Later steps count as lost.
         """
         known, began = dict.fromkeys(CAUSES, 0.0), None
         steps, last, covered = dict[int, float](), 0.0, 0.0
@@ -99,12 +100,12 @@ class Goodput:
             elif "elapsed" in one:
                 waited = float(one.get("data_seconds", 0.0))
                 steps[one["step"]] = seconds = float(one["step_seconds"]) - waited
-                if one["elapsed"] > covered:  # after the last account of causes
+                if one["elapsed"] > covered:  # not yet in the last account
                     known["steps"] += seconds
                     known["data"] += waited
                     last = float(one["elapsed"])
         if began is None:
-            return  # of a run that kept no account
+            return  # the run kept no account
         known["other"] += max(last - sum(known.values()), 0.0)
         known["restart"] += max(self.began - began - last, 0.0)
         self.began, self._steps = began, steps | self._steps
@@ -112,7 +113,7 @@ class Goodput:
         self.lose(step)
 
     def _turn(self, cause: str) -> str:
-        """From now on time is for ``cause``; returns what it was for."""
+        """Count time for ``cause`` from now on; returns the previous cause."""
         now = self._clock()
         self.spent[self._cause] += now - self._since
         before, self._cause, self._since = self._cause, cause, now
@@ -127,7 +128,7 @@ def _moved(spent: dict[str, float], source: str, target: str, seconds: float) ->
 
 
 def told(record: Mapping[str, Any]) -> str:
-    """A record as one line: the share, and the causes that took most.
+    """Return a record as one line: the share, and the causes that took most of the remaining time.
 
     >>> told({"goodput": 0.8, "wall_seconds": 10.0, "spent": {"steps": 8.0, "compile": 1.5, "lost": 0.0, "other": 0.5}})
     '80.0% of 10 s in steps; compile 1.5 s, other 0.5 s'

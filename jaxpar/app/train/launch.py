@@ -1,4 +1,4 @@
-"""``jaxpar train`` as one process, as one of several, or as the supervisor of several; and that supervisor for ``jaxpar generate`` too."""
+"""``jaxpar train`` as a single process, as one of several, or as their supervisor (also for ``jaxpar generate``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxpar.parallel.zero.stages import Zero
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the command line says of processes; see ``jaxpar train --help``."""
+    """The command line's options about processes; see ``jaxpar train --help``."""
 
     processes: int | None = None
     coordinator: str | None = None
@@ -37,14 +37,15 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class Task:
-    """What the processes of a group do, and how their supervisor goes with it.
+    """The command that the processes of a group run, and how it is supervised.
 
     Attributes:
-      verb, words: the command of ``jaxpar``, and what follows its settings.
-      batch: rows that processes are to divide; the configuration's for ``None``, 0 where any number will do.
-      logs: the folder of their logs; by default in the run's output.
-      stdin: what process 0 reads.
-      tell: takes each line for the user.
+      verb, words: the subcommand of ``jaxpar``, and its arguments after the settings.
+      batch: rows that the processes divide; ``None`` for the configuration's batch, 0 if any number of processes will
+        do.
+      logs: folder of their logs; by default in the run's output.
+      stdin: standard input of process 0.
+      tell: called with each line for the user.
     """
 
     verb: str = "train"
@@ -56,10 +57,15 @@ class Task:
 
 
 def go(config: Path, settings: Sequence[str], asked: LaunchOptions) -> int:
-    """Train, or supervise processes that do; returns the exit status.
+    """Train, or supervise processes that train; returns the exit status.
+
+    Args:
+      config: the run's YAML file.
+      settings: changes to it, as ``a.b=c``.
+      asked: the command line's options about processes.
 
     Raises:
-      LaunchError: processes cannot be started, shared out or found.
+      LaunchError: processes cannot be started or found, or devices cannot be divided among them.
       JaxparError: as :func:`jaxpar.app.train.loop.train`.
     """
     loaded = load_run(config, settings)
@@ -80,7 +86,7 @@ def _train(loaded: Loaded, asked: LaunchOptions) -> int:
     place = place_of(asked.coordinator, asked.process_count, asked.process_id)
     what, console = found(place, alone=asked.process_count == 1), Console(highlight=False, soft_wrap=True)
     if what is not None:
-        # A host that is gone is noticed by the others' supervisors through jax alone.
+        # Only jax tells the supervisors of other hosts that a host is gone.
         join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
     choose_devices(loaded.config, what)
     from jaxpar.app.job import make_job
@@ -96,7 +102,7 @@ def _train(loaded: Loaded, asked: LaunchOptions) -> int:
 
 
 def choose_devices(config: RunConfig, what: ProcessPlace | Cluster | None) -> None:
-    """The devices that this process simulates, where there are no others."""
+    """Simulate this process's share of ``cpu_devices``, if the machine has no accelerator."""
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
     count = 1 if what is None else what.count or 1
@@ -106,7 +112,10 @@ def choose_devices(config: RunConfig, what: ProcessPlace | Cluster | None) -> No
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Tell the supervisor of an error, and end at once: at an ordinary end jax waits minutes for its peers, which wait for this one."""
+    """Report an error to the supervisor and end the process immediately.
+
+    A normal exit would block: jax waits minutes for the other processes, which wait for this one.
+    """
     try:
         yield
     except BaseException as error:
@@ -126,10 +135,10 @@ def reporting() -> Iterator[None]:
 
 
 def policy_of(config: RunConfig) -> Policy:
-    """How a run's processes are kept, as its table ``supervise`` says.
+    """Return the supervision policy of a run's table ``supervise``.
 
     Raises:
-      ConfigError: a number that is none.
+      ConfigError: a number is out of range.
     """
     said = config.supervise
     for name in ("step_timeout", "compile_timeout"):
@@ -150,7 +159,19 @@ def supervise(
     count: int,
     task: Task | None = None,
 ) -> int:
-    """Run ``count`` processes of this run to their end."""
+    """Run ``count`` processes of this run to their end; returns the exit status.
+
+    Args:
+      config, settings: as the processes get them.
+      loaded: the configuration that these give.
+      asked: the command line's options about processes.
+      policy: when to restart.
+      count: number of processes that this host starts.
+      task: the command that they run; by default ``jaxpar train``.
+
+    Raises:
+      LaunchError: the options contradict each other, or the run cannot be divided among the processes.
+    """
     task = task or Task()
     run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
     _check_nesting(count, asked)
@@ -162,13 +183,14 @@ def supervise(
     fits = functools.partial(_misfit, loaded, batch, each=each) if known else lambda count: None
     if (why := fits(total)) is not None:
         raise LaunchError(
-            f"{total} processes of {each} devices: {why}. Remedy: another number of processes{', mesh or batch' if batch else ' or mesh'}."
+            f"{total} processes of {each} devices: {why}. Remedy: another number of "
+            f"processes{', mesh or batch' if batch else ' or mesh'}."
         )
     if run.checkpoint is None and policy.restarts:
         print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
 
     def command_of(again: bool) -> Command:
-        """What to run as one of the processes, the first time or ``again``."""
+        """The command of each process, at the first start or ``again``."""
         resume = ["checkpoint.resume=auto"] if run.checkpoint is not None and again else []
 
         def command(rank: int, total: int, address: str) -> list[str]:
@@ -192,13 +214,13 @@ def supervise(
 
 
 def _check_hosts(count: int, total: int, first: int, asked: LaunchOptions) -> None:
-    """Whether what is asked of this host goes with what is said of all."""
+    """Raise an error if this host's options contradict those for all hosts."""
     if count < 1:
         raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
     if asked.coordinator is None and (total != count or first):
         raise LaunchError(
-            f"--processes {count} with --process-count {total} and --process-id {first} are some of several hosts' processes. Remedy: --coordinator "
-            f"HOST:PORT, an address of process 0's host."
+            f"--processes {count} with --process-count {total} and --process-id {first} are some of several hosts' "
+            "processes. Remedy: --coordinator HOST:PORT, an address of process 0's host."
         )
     if first + count > total:
         raise LaunchError(f"--processes {count} from --process-id {first} on are more than --process-count {total}.")
@@ -213,7 +235,7 @@ def _check_hosts(count: int, total: int, first: int, asked: LaunchOptions) -> No
 
 
 def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | None, *, ray: bool) -> tuple[int, bool]:
-    """Devices of one process; and whether that is known."""
+    """The number of devices of each process, and whether it is known."""
     placed = run.supervise.resources.get("GPU", run.supervise.resources.get("TPU")) if ray else None
     if placed is not None:
         return int(placed), True
@@ -223,15 +245,16 @@ def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | No
 
 
 def _check_nesting(count: int, asked: LaunchOptions) -> None:
-    """A launcher's task that starts processes of its own would make several runs of one."""
+    """Raise an error under a launcher's task: each task would start a run of its own."""
     if asked.coordinator is not None or asked.process_count is not None:
         return
     cluster = detect(os.environ)
     if cluster is not None and cluster.rank is not None:
         raise LaunchError(
-            f"--processes {count} starts a run of its own, but this is process {cluster.rank} of {cluster.count} of {cluster.name}, each of which would. "
-            f"Remedy: leave --processes out, as {cluster.name} starts all processes; or say with --coordinator, --process-count and --process-id which of "
-            f"the run's processes these are."
+            f"--processes {count} starts a run of its own, but this is process {cluster.rank} of {cluster.count} of "
+            f"{cluster.name}, each of which would. Remedy: leave --processes out, as {cluster.name} starts all "
+            "processes; or say with --coordinator, --process-count and --process-id which of the run's processes these "
+            "are."
         )
 
 
@@ -260,7 +283,7 @@ def _group(run: RunConfig, asked: LaunchOptions, real: list[str], each: int, tas
 
 
 def _latest(run: RunConfig) -> int | None:
-    """The newest step that a restart finds, if its bytes are as they were written."""
+    """The newest step that a restart may resume from; its data is not verified."""
     if run.checkpoint is None:
         return None
     steps: list[Any] = steps_in(Path(run.checkpoint.directory or f"{run.output}/checkpoints"))

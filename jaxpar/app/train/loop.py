@@ -1,4 +1,4 @@
-"""The training loop: what ``jaxpar train`` runs, from the layout summary to the loss curve."""
+"""The training loop of ``jaxpar train``, from the layout summary to the loss curve."""
 
 from __future__ import annotations
 
@@ -38,20 +38,23 @@ from jaxpar.errors import CheckpointError, ConfigError, DivergedError
 def train(job: Job, console: Console) -> Summary:
     """Run a job: print the layout, train, evaluate on held-out text, write metrics, checkpoints and ``loss.png``.
 
+    SIGTERM and Ctrl-C end the run after the current step, in all processes after the same step. Everything is then
+    written as after a full run, except that SIGTERM skips the last evaluation and the picture. A second signal ends the
+    process immediately. During the compile a signal ends the run immediately, with ``left`` set: a thread is still
+    compiling, so the caller must end the process with :func:`jaxpar.app.train.compile.leave`.
+
     Args:
-      job: what to run, on all devices that jax sees.
-      console: where progress and summary go.
+      job: the run; it uses all devices that jax sees.
+      console: receives progress and summary.
 
     Returns:
-      What was printed at the end. SIGTERM and Ctrl-C end the run after the step it is in, in all of its processes after the same one, and everything is
-      written as for a full run (after SIGTERM without a last evaluation and the picture); a second signal ends it at once. In the compile they end it
-      at once, with ``left`` set: a thread is still at it, so this process can only be ended (:func:`jaxpar.app.train.compile.leave`).
+      The summary that was printed at the end.
 
     Raises:
       LayoutError: the layout does not fit; raised before anything is compiled.
-      ConfigError, DataError: the run's data cannot feed its model.
-      DivergedError: too many steps in a row were not finite, or spikes, and the run cannot roll back.
-      CheckpointError: the run was to go on from a checkpoint, and cannot.
+      ConfigError, DataError: the run's data does not fit its model.
+      DivergedError: too many consecutive steps were not finite or were spikes, and the run cannot roll back.
+      CheckpointError: the run must resume from a checkpoint and cannot.
     """
     began = time.perf_counter()
     with Stop() as stop:
@@ -70,7 +73,7 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
             f"model: vocab is {job.model.vocab}, but the text has {text.vocab} different tokens. Remedy: a vocab of at "
             f"least {text.vocab}."
         )
-    # Held-out batches and layout are checked before the first compile.
+    # Report errors in held-out batches and layout before the first compile.
     heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
     introduce(job, layout, text, console)
     with Saver(job, layout, console) as saver, StepPrograms(job, layout) as engine:
@@ -84,7 +87,7 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
 
 
 class Run:
-    """A run at work: its state, the batch to come, and those who look after it."""
+    """A run in progress: its state, the next batch, and the objects that watch and record it."""
 
     def __init__(
         self,
@@ -108,12 +111,17 @@ class Run:
         self._state: Any = None
         self._batch: Any = None
         self._position: dict[str, Any] = {}
-        self._signal, self._overdue = 0, False  # as all processes know them
-        self._where = ""  # the numbers of the last skipped step stopped to be finite
+        self._signal, self._overdue = 0, False  # from the last exchange, so equal in all processes
+        self._where = ""  # where the last skipped step was first not finite
         self.summary = Summary(bigram=bigram_entropy(text.heldout))
 
     def go(self, found: Restored | None, heldout: list[dict[str, np.ndarray]]) -> Summary:
-        """Initialise or go on, compile and step to the end; the summary."""
+        """Initialize or resume, compile, and step to the end; returns the summary.
+
+        Args:
+          found: the checkpoint to resume from, if any.
+          heldout: batches for evaluation.
+        """
         summary, account, steps = self.summary, self._account, self._job.config.train.steps
         number = 0 if found is None else self._take_up(found)
         self._heldout = [put(self._layout, batch) for batch in heldout]
@@ -126,7 +134,7 @@ class Run:
         if summary.signal:
             return self._leave(number)
         self._console.print(f"compiled in {summary.compile_seconds:.1f} s")
-        # Only the first of several processes has the records: it must not do what the others do not.
+        # With several processes only process 0 has the records, but all must take the same branch.
         if found is None or (not summary.evals and jax.process_count() == 1):
             self._evaluate(number)
         self._writer.note(number, **account.record())
@@ -141,7 +149,7 @@ class Run:
                     number = self._roll_back(number, loss)
                 elif number < steps and not self._signal:
                     self._look_after(number)
-            if summary.step_times:  # else the run had come to its end before
+            if summary.step_times:  # empty if the run was already complete
                 self._finish(number)
         self._stream.close()
         summary.signal, summary.goodput = self._signal, account.record()
@@ -149,14 +157,14 @@ class Run:
         return summary
 
     def _compile(self, found: Restored | None, quiet: Callable[[], None]) -> None:
-        """The first state and the programs; ``quiet`` when devices have nothing more to do."""
+        """Make the first state and compile the programs; call ``quiet`` once the devices are idle."""
         self._state = self._engine.first_state(None if found is None else found.state)
         jax.block_until_ready(self._state)
         quiet()
         self._engine.compile(self._state, self._batch, self._heldout[0], self._saver.disk(found))
 
     def _leave(self, number: int) -> Summary:
-        """End before the first step: what is on disk is all there is."""
+        """End the run during the compile, when nothing new needs to be saved."""
         summary, where = self.summary, self._saver.directory
         safe = (
             f"step {number} lies in {escape(str(where))}" if number else "no step was made, so there is nothing to save"
@@ -167,7 +175,7 @@ class Run:
         return summary
 
     def _take_up(self, found: Restored) -> int:
-        """Go on where a checkpoint left the run: data, records, what was bad in a row; returns the step it is at."""
+        """Resume the data position, the records and the loss watch from a checkpoint; returns its step."""
         about, summary, records = found.manifest.metadata, self.summary, self._writer.before
         self._stream.set_state(here(about.get("position", {})))
         self._watch.take_up(about)
@@ -181,27 +189,27 @@ class Run:
         return found.step
 
     def _take_batch(self) -> None:
-        """The next batch, and the position before it, which is that of the state so far."""
+        """Load the next batch, and remember the data position before it, which belongs to the current state."""
         if self._saver.active:
             self._position = self._stream.get_state()
         self._batch = put(self._layout, next(self._stream))
 
     def _step(self, number: int) -> tuple[float, float]:
-        """One step, its record and what is to be thought of it; its loss, and how many seconds it took."""
+        """Run one step, record it, and check its loss; returns the loss and the seconds that the step took."""
         steps, summary = self._job.config.train.steps, self.summary
         with self._account.spend("steps"):
             started = time.perf_counter()
             if self._batch is None:
-                self._take_batch()  # after the last step came to nothing
+                self._take_batch()  # after a rollback from the last step
             given, self._batch = self._batch, None
             self._state, metrics = self._engine.step(self._state, given)
             sent = time.perf_counter()
             if number < steps:
-                self._take_batch()  # made while the device works
+                self._take_batch()  # overlaps with the device's work
             elif self._saver.active:
                 self._position = self._stream.get_state()
             taken, idle = time.perf_counter(), metrics["loss"].is_ready()
-            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # blocks until the step is done
             ended = time.perf_counter()
         heartbeat.beat(number)
         seconds = ended - started
@@ -225,11 +233,11 @@ class Run:
         return loss, seconds
 
     def _judge(self, number: int, loss: float, metrics: dict[str, Any], given: Any) -> None:
-        """Whether a step was skipped, or is a spike: counted, and told."""
+        """Count and report a step that was skipped or is a spike."""
         job, watch, console = self._job, self._watch, self._console
         skipped, floor = bool(metrics.get("skipped", False)), job.precision.scale
         scale = float(metrics["loss_scale"]) if skipped and floor is not None else 0.0
-        # Part of finding the scale; below its minimum it would be the run's own fault.
+        # Overflows are expected while the loss scale is being found. At its minimum the run itself has diverged.
         searching = skipped and floor is not None and scale > floor.minimum
         watch.see(loss, skipped=skipped, searching=searching)
         self.summary.skipped = watch.skipped
@@ -242,7 +250,7 @@ class Run:
             console.print(f"[bold]step {number} is a spike[/]: its loss is {loss:.4g}, above {watch.bound:.4g}")
 
     def _hear(self, number: int) -> None:
-        """Take what the processes tell each other, where this is a step to do so."""
+        """Exchange status with the other processes, in the steps where an exchange is due."""
         news = self._exchange.after_step(lambda: self._tally.news(self._stop.asked, self._saver.overdue))
         self._overdue = news is not None and news[0].overdue
         if news is None:
@@ -259,23 +267,23 @@ class Run:
             if rank not in among.told:
                 others = statistics.median([*among.own[:rank], *among.own[rank + 1 :]])
                 self._console.print(
-                    f"[bold]process {rank} is slow[/]: it spends {among.own[rank] * 1e3:.0f} ms of its own in a step, the others {others * 1e3:.0f} ms, "
-                    f"and they wait for it"
+                    f"[bold]process {rank} is slow[/]: it spends {among.own[rank] * 1e3:.0f} ms of its own in a step, "
+                    f"the others {others * 1e3:.0f} ms, and they wait for it"
                 )
         among.told = set(slow)
 
     def _roll_back(self, number: int, loss: float) -> int:
-        """Go back to the newest good checkpoint, and pass over the batches since; returns its step.
+        """Restore the newest undamaged checkpoint and skip the batches since; returns its step.
 
         Raises:
-          DivergedError: there is none, or it happened too often.
+          DivergedError: there is no such checkpoint, or the run was rolled back too often.
         """
         watch, saver, asked, summary = self._watch, self._saver, self._job.config.train, self.summary
         first, what = number - watch.bad + 1 - self._engine.late, watching.told(watch, number, loss, self._where)
         found, cause = None, None
         if saver.active and self._passed.rollbacks < asked.max_rollbacks:
             heartbeat.doing("restore")
-            self._state = None  # its memory is wanted
+            self._state = None  # frees its memory for the restored state
             with self._account.spend("restore"):
                 try:
                     found = saver.roll_back(self._engine.like, first)
@@ -294,16 +302,17 @@ class Run:
         summary.steps, summary.evals = to, [pair for pair in summary.evals if pair[0] <= to]
         self._writer.note(number, rollback_to=to, passed=list(span), why=what, lost_seconds=lost)
         self._console.print(
-            f"[bold]rolled back from step {number} to {to}[/]: {escape(what)} Batches {span[0]} to {span[1]} are passed over."
+            f"[bold]rolled back from step {number} to {to}[/]: {escape(what)} Batches {span[0]} to {span[1]} are "
+            "passed over."
         )
         self._tell_passed()
-        # At once, so that a kill does not bring the same batches back.
+        # Save now, so that a restart after a kill does not repeat the bad batches.
         with self._account.spend("checkpoint"):
             saver.save(to, self._state, self._about(), self._engine.step)
         return to
 
     def _look_after(self, number: int) -> None:
-        """What is done every so many steps."""
+        """Evaluate and save, in the steps where they are due."""
         if number % self._job.config.train.eval_every == 0:
             self._evaluate(number)
             self._writer.note(number, **self._account.record())
@@ -314,12 +323,12 @@ class Run:
             )
 
     def _finish(self, number: int) -> None:
-        """Save the last state; then, unless the machine is about to be taken away, evaluate it."""
+        """Save the last state; evaluate it unless SIGTERM says that the machine is about to be taken away."""
         summary = self.summary
         heartbeat.doing("last save")
         if number == self._job.config.train.steps:
             self._state = self._engine.flush(self._state)
-            self._evaluate_once(number)  # first: its checkpoint may be kept for this
+            self._evaluate_once(number)  # before the save, which ranks the step by this loss
         with self._account.spend("checkpoint"):
             self._saver.last(number, self._state, self._about, self._engine.step)
         if self._signal != signal.SIGTERM:
@@ -337,7 +346,7 @@ class Run:
         self._writer.write(number, heldout_loss=loss)
 
     def _about(self) -> dict[str, Any]:
-        """What a run that goes on must know."""
+        """The metadata of a checkpoint, from which a run resumes."""
         metrics = self.summary.latest()
         return {"position": self._position, "metrics": metrics, **self._watch.state(), **self._passed.state()}
 
@@ -346,21 +355,31 @@ class Run:
 
 
 class Tally:
-    """Where the time of this process's steps went, since it was last asked; times in seconds."""
+    """Where this process's steps spent their time since the last exchange, in seconds."""
 
     def __init__(self, account: Goodput):
         self._account = account
-        self._busy = math.inf  # what the device takes for a step, as far as it is known
+        self._busy = math.inf  # the shortest step in which the device was not idle
         self.start()
 
     def start(self) -> None:
-        """Count from now on."""
+        """Reset all counts."""
         self._account.wall()
         self._steps, self._own, self._waited, self._seconds = 0, 0.0, 0.0, 0.0
         self._other = self._account.spent["other"]
 
     def step(self, seconds: float, batch: float, waited: float, *, idle: bool) -> float:
-        """Count a step in which the next batch was made, and then the device was waited for unless it stood ``idle`` already; how long it stood."""
+        """Count a step in which this process made the next batch and then waited for the device.
+
+        Args:
+          seconds: the duration of the step.
+          batch: the time to make the next batch.
+          waited: the time spent waiting for the device.
+          idle: whether the device had already finished when the batch was ready.
+
+        Returns:
+          The estimated seconds that the device stood idle.
+        """
         self._steps, self._seconds = self._steps + 1, self._seconds + seconds
         self._own, self._waited = self._own + batch, self._waited + waited
         if not idle:
@@ -369,13 +388,13 @@ class Tally:
         return max(batch - self._busy, 0.0) if math.isfinite(self._busy) else batch
 
     def heard(self) -> None:
-        """An exchange is over, which took as long as the slowest took to come to it: no time of this process's own."""
+        """Count the time of an exchange as waiting, because it lasts until the slowest process joins it."""
         self._account.wall()
         other = self._account.spent["other"]
         self._waited, self._other = self._waited + other - self._other, other
 
     def news(self, signal: int, overdue: bool) -> ProcessStatus:
-        """What the others should know; begins anew."""
+        """Return the status to send to the other processes, and reset all counts."""
         self._account.wall()
         own = self._own + self._account.spent["other"] - self._other
         found = ProcessStatus(signal, overdue, self._steps, own, self._waited, self._seconds)
@@ -384,7 +403,7 @@ class Tally:
 
 
 def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float, float | None]]:
-    """Tokens a second, seconds and MFU of a step that took so many seconds."""
+    """A function from the seconds of a step to tokens per second, seconds, and MFU."""
     data, peak = job.config.data, peak_flops(jax.devices()[0].device_kind)
     tokens, flops = data.batch * data.seq, job.model.flops_per_token(data.seq) * data.batch * data.seq
 
@@ -395,7 +414,7 @@ def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float,
 
 
 def _cut(job: Job, layout: jp.Layout) -> dict[str, Any]:
-    """How text becomes batches, in this process."""
+    """The options that cut text into this process's batches."""
     data = job.config.data
     return {
         "batch": data.batch,

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines, TensorBoard, the loss curve; and what the hardware could do at best."""
+"""A run's metrics: JSON lines, TensorBoard, the loss curve; and the peak FLOP/s of the hardware."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
 
 _SECONDS = 30.0
-"""Between two times that TensorBoard's file is brought up to date, or tried again."""
+"""Seconds between two flushes of the TensorBoard file, and before a retry."""
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device kind as jax names it, or ``None`` when it is not known.
+    """Return the peak dense bf16 FLOP/s of a device kind as jax names it, or ``None`` if it is unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3") == 989e12, peak_flops("cpu")
     (True, None)
@@ -30,12 +30,18 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class MetricsWriter:
-    """Appends every record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
+    """Appends each record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 
-    A disk that takes none of it ends no run: it is told, and the records wait in memory.
+    A failing disk does not end the run: the failure is reported, and the records are kept in memory until they can be
+    written.
 
-    A run that goes on after step ``after`` keeps the records up to there: ``before`` has them, ``found`` all that there were. Of several processes
-    one writes; in the others, which are told ``writes=False``, nothing happens.
+    Args:
+      folder: the folder of ``metrics.jsonl`` and ``tensorboard``.
+      after: the step from which the run resumes. Records up to it are kept: ``before`` holds them, and ``found`` all
+        records of the earlier run.
+      writes: whether this process writes; with several processes only one does, and in the others this class does
+        nothing.
+      tell: called with each message for the user.
 
     Raises:
       MissingExtraError: tensorboardX is not installed.
@@ -56,20 +62,20 @@ class MetricsWriter:
         if after is not None:
             self.found = _records(file)
             self.before = [record for record in self.found if record["step"] <= after]
-        # What was there stays there until all that is kept of it is on the new file.
+        # Write a new file and rename it, so that a crash cannot lose the old records.
         new = file.with_suffix(".new")
         new.write_text("".join(json.dumps(record) + "\n" for record in self.before), encoding="utf-8")
         new.replace(file)
         self._lines = file.open("ab", buffering=0)
 
     def write(self, step: int, **values: float) -> None:
-        """One record: the step and its values. Numbers that are not finite are written as strings, so the line stays JSON."""
+        """Write one record: the step and its values; values that are not finite are written as strings."""
         self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
         if self._lines is not None:
             self._board.add(step, values)
 
     def note(self, step: int, **values: Any) -> None:
-        """One record of anything that is JSON, which TensorBoard does not see."""
+        """Write one record of any JSON values to ``metrics.jsonl`` only."""
         if self._lines is None:
             return
         self._pending += json.dumps({"step": step, **values}).encode() + b"\n"
@@ -77,10 +83,11 @@ class MetricsWriter:
             while self._pending:
                 self._pending = self._pending[self._lines.write(self._pending) :]
             self._told = False
-        except OSError as error:  # no reason to end a run
+        except OSError as error:  # a full disk must not end the run
             if not self._told:
                 self._tell(
-                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept, and written when it can be."
+                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept, and written "
+                    "when it can be."
                 )
             self._told = True
 
@@ -99,7 +106,7 @@ class MetricsWriter:
 
 
 class _Board:
-    """TensorBoard's files. Written here, not by tensorboardX's own thread: that one ends on a full disk, and who gives it more waits for ever."""
+    """Writes TensorBoard files directly: on a full disk tensorboardX's thread dies, and its callers block."""
 
     def __init__(self, folder: Path):
         try:
@@ -113,7 +120,7 @@ class _Board:
         self._retry = self._flush = 0.0
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        """Numbers of a step; what the disk does not take is left out, and a while later a new file is begun."""
+        """Write the numbers of a step; if that fails, drop them and start a new file after ``_SECONDS``."""
         now = time.monotonic()
         if now < self._retry:
             return
@@ -132,7 +139,7 @@ class _Board:
             self._retry = now + _SECONDS
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         events, self._events = self._events, None
         with suppress(OSError):
             if events is not None:
@@ -140,7 +147,7 @@ class _Board:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """The records of a file; a line that a kill cut short is none."""
+    """The records of a file, without lines that a kill cut short."""
     found = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:
@@ -159,14 +166,14 @@ def draw_loss(
     lines: dict[str, float],
     title: str,
 ) -> None:
-    """The loss curve as a picture.
+    """Draw the loss curve as a PNG.
 
     Args:
-      path: of the PNG.
-      losses: training loss of step 1, 2, ...
+      path: the file.
+      losses: training loss of steps 1, 2, ..., in nats per token.
       evals: (step, held-out loss) pairs.
       lines: horizontal lines to draw, label → loss.
-      title: of the picture.
+      title: the picture's title.
 
     Raises:
       MissingExtraError: matplotlib is not installed.

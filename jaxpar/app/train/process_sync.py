@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, about once a second: who was asked to stop, and whose time a step takes."""
+"""Exchange status between the processes of a run about once a second: stop signals and time spent per step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from jaxpar.app.config import StragglerConfig
 from jaxpar.utils.multihost import gather_rows
 
 _PERIOD = 1.0
-"""Seconds between two exchanges, about."""
+"""Approximate seconds between two exchanges."""
 _REST = 1000
-"""And steps, at most."""
+"""Maximum number of steps between two exchanges."""
 _ABSOLUTE = 0.1
-"""What a slow process's own time is above that of the others at least, as a part of the step: else nobody waits for it."""
+"""A slow process's own time must exceed that of the others by this fraction of the step; less delays nobody."""
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What one process tells.
+    """The status that a process sends to the others.
 
     Attributes:
-      signal: that asked it to stop, or 0.
+      signal: the signal that this process received, or 0.
       overdue: whether its clock says that it is time to save.
-      steps: since the last exchange; the others are sums over these, in seconds.
-      own: its own work outside of the device's: batches and bookkeeping.
-      waited: for the device, which waits for the other processes.
-      seconds: of the steps.
-      busy: whether it has not ended what all do before the first step.
+      steps: steps since the last exchange; the following are sums over these, in seconds.
+      own: its own work outside of the device: batches and bookkeeping.
+      waited: time spent waiting for the device, and so for the other processes.
+      seconds: duration of the steps.
+      busy: whether it is still at work before the first step.
     """
 
     signal: int = 0
@@ -44,10 +44,11 @@ class ProcessStatus:
 
 
 class Exchange:
-    """Brings the news of all processes together, in the same steps in each of them.
+    """Exchanges the status of all processes, in the same steps in each of them.
 
-    A few numbers go over the devices between two steps. How many steps it is to the next exchange follows from what was exchanged, so that all
-    processes count the same. One process alone has its own news after every step, and no device is asked.
+    A few numbers are sent over the devices between two steps. The number of steps to the next exchange follows from the
+    exchanged values, so all processes agree on it. A single process gets its own status after every step, without any
+    device.
     """
 
     def __init__(self, process_count: int | None = None):
@@ -56,9 +57,10 @@ class Exchange:
         self._left = 1
 
     def after_step(self, mine: Callable[[], ProcessStatus]) -> list[ProcessStatus] | None:
-        """The news of each process, in steps where there are any: to be called after each, when its results are there.
+        """Return the status of each process in steps where an exchange is due, else ``None``; call it after every step.
 
-        Not while a step is at work: the collectives of two programs at once may meet each other's messages (Gloo, which CPUs use, ends the process).
+        Call it once the step's results are available: the collectives of two programs at once may receive each other's
+        messages (Gloo, which CPUs use, then ends the process).
         """
         self._left -= 1
         if self._left:
@@ -70,12 +72,12 @@ class Exchange:
         return found
 
     def meet(self, mine: ProcessStatus) -> list[ProcessStatus]:
-        """The news of each process, now: all of them are to call it."""
+        """Return the status of each process now; all processes must call it."""
         return [mine] if self.alone else [_read(row) for row in gather_rows(np.array(astuple(mine), np.float32))]
 
 
 def steps_between(seconds: float) -> int:
-    """How many steps it is to the next exchange, where one takes so many seconds.
+    """Return the number of steps to the next exchange, for steps of ``seconds`` seconds.
 
     >>> steps_between(0.3), steps_between(20.0), steps_between(0.0)
     (3, 1, 1000)
@@ -89,10 +91,10 @@ def _read(row: np.ndarray) -> ProcessStatus:
 
 
 class Stragglers:
-    """Who keeps the others waiting, from the news of many steps.
+    """Finds the slow processes from the status of many steps.
 
     >>> slow = Stragglers(StragglerConfig(factor=2.0, every=10))
-    >>> slow.add([News(steps=10, own=0.1, seconds=5.0), News(steps=10, own=3.0, seconds=5.0), ProcessStatus(steps=10, own=0.2, seconds=5.0)])
+    >>> slow.add([ProcessStatus(steps=10, own=own, seconds=5.0) for own in (0.1, 3.0, 0.2)])
     [1]
     >>> slow.own
     [0.01, 0.3, 0.02]
@@ -102,14 +104,14 @@ class Stragglers:
         self._asked = asked
         self._sums: list[ProcessStatus] = []
         self.own: list[float] = []
-        """Each process's own seconds in a step, as last judged."""
+        """Each process's own seconds per step, as last judged."""
         self.waited: list[float] = []
-        """Each process's seconds in a step that it waited for the device, and so for the others."""
+        """Each process's seconds per step spent waiting for the device, and so for the others, as last judged."""
         self.told: set[int] = set()
-        """Who was slow when last judged."""
+        """The processes that were slow when last judged."""
 
     def add(self, news: Sequence[ProcessStatus]) -> list[int] | None:
-        """Who is slow, where there are enough steps to judge by; ``None`` where not."""
+        """Return the slow processes once there are enough steps to judge by; ``None`` before."""
         self._sums = [_sum(a, b) for a, b in zip(self._sums, news, strict=True)] if self._sums else list(news)
         steps = max(one.steps for one in self._sums)
         if len(news) < 2 or steps < self._asked.every:
@@ -121,7 +123,13 @@ class Stragglers:
 
 
 def slow(own: Sequence[float], seconds: float, factor: float) -> list[int]:
-    """The processes whose own time is ``factor`` times that of the others (their median), and counts in a step of so many seconds.
+    """Return the processes that slow down the others.
+
+    Args:
+      own: each process's own seconds per step.
+      seconds: duration of a step.
+      factor: a process is slow if its own time exceeds the median of the others by this factor, and also by a tenth of
+        the step.
 
     >>> slow([0.001, 0.003], 1.0, 2.0), slow([0.1, 0.5], 1.0, 2.0)
     ([], [1])

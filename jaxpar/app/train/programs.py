@@ -1,4 +1,4 @@
-"""A run's compiled programs: the step, of whatever kind it is, and the evaluation."""
+"""A run's compiled programs: the training step of any kind, and the evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from jaxpar.sharding.hardware.topology import platform_of
 
 
 class StepPrograms:
-    """Step and evaluation of a job on a layout; a context, as a step may hold a folder on disk.
+    """Training step and evaluation of a job on a layout; a context manager, because a step may hold a folder on disk.
 
-    ``like`` is what a checkpoint is restored as, where that is not what layout, model and optimizer say alone: the state of a pipeline that is
-    not emptied between steps.
+    Attributes:
+      like: the abstract state to restore a checkpoint as, if it differs from that of :func:`jaxpar.abstract_state`: for
+        a pipeline that is not drained between steps.
+      step: the compiled step.
     """
 
     def __init__(self, job: Job, layout: jp.Layout):
@@ -29,7 +31,7 @@ class StepPrograms:
         self._first: Any = None
         self.like: Any = None
         self.late = 0
-        """After how many steps more a batch may still turn out to be bad, as it is on its way."""
+        """How many steps later a bad batch may show, because it is still in the pipeline."""
         self.step: Callable[..., Any]
         if isinstance(job.pipeline, jp.Asynchronous):
             self.late, self._flight = 1, jp.PipedreamStep(layout, job.loss_fn, **job.step_options())
@@ -38,14 +40,14 @@ class StepPrograms:
             self.like = jax.tree.map(abstract, self._first)
 
     def first_state(self, restored: Any = None) -> Any:
-        """What was restored, or the initial state."""
+        """Return the restored state, or else the initial state."""
         first, self._first = self._first, None
         if restored is not None:
             return restored
         return self._initial() if first is None else first
 
     def compile(self, state: Any, batch: Any, heldout: Any, disk: Path | None) -> None:
-        """Compile both; ``disk`` has the files of an optimizer on disk, where the state was restored."""
+        """Compile both programs; ``disk`` is the folder with the restored disk-offloaded optimizer state, if any."""
         self.step = self._opened.enter_context(
             step_of(self._job, self._layout, state, batch, flight=self._flight, restore=disk)
         )
@@ -53,15 +55,15 @@ class StepPrograms:
         self._evaluation = evaluation.lower(state, heldout).compile()
 
     def evaluate(self, state: Any, heldout: Sequence[Any]) -> float:
-        """The mean loss over batches, in nats per token."""
+        """Return the mean loss over batches, in nats per token."""
         return float(np.mean([float(self._evaluation(state, batch)["loss"]) for batch in heldout]))
 
     def flush(self, state: Any) -> Any:
-        """The state when all that is on its way between steps has come in."""
+        """Return the state after draining the pipeline."""
         return state if self._flight is None else self._flight.flush(state)[0]
 
     def rewind(self, state: Any, disk: Path | None) -> None:
-        """Be ready to go on with a state that was restored; arguments as of :meth:`compile`."""
+        """Prepare to continue from a restored state; arguments as for :meth:`compile`."""
         if isinstance(self.step, jp.DiskOffloadedStep) and disk is not None:
             self.step.rewind(state, disk)
 
@@ -80,12 +82,12 @@ class StepPrograms:
 
 
 def put(layout: jp.Layout, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A batch on the layout's devices."""
+    """Place a batch on the layout's devices."""
     return {name: jp.shard_array(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
 
 
 def _nothing(job: Job) -> dict[str, np.ndarray]:
-    """A batch as this process will have them, of zeros."""
+    """A batch of zeros with this process's shapes."""
     data = job.config.data
     return {name: np.zeros((data.batch // jax.process_count(), data.seq), np.int32) for name in job.batch_names()}
 
@@ -100,7 +102,12 @@ def step_of(
     flight: jp.PipedreamStep | None = None,
     restore: Path | None = None,
 ) -> Iterator[Callable[..., Any]]:
-    """The compiled step, which may hold a folder on disk for as long as the run lasts, restored from another one."""
+    """The compiled step; it may hold a folder on disk for as long as the context is open.
+
+    Args:
+      flight: the step of a pipeline that is not drained between steps.
+      restore: the folder to restore the disk-offloaded optimizer state from.
+    """
     options = job.compiler_options(platform_of(layout.mesh))
     if job.config.parallel.offload.optimizer == "disk":
         with jp.DiskOffloadedStep(layout, job.loss_fn, state, restore=restore, **job.step_options()) as step:

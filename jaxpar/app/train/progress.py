@@ -1,4 +1,4 @@
-"""The line that shows a run moving: a live bar in a terminal, plain lines anywhere else."""
+"""A run's progress line: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _LINES = 20
-"""How many lines a run prints where there is no terminal to draw a bar in."""
+"""Number of lines that a run prints without a terminal."""
 
 
 class StepLine:
-    """Shows step, loss, held-out loss, tokens/s, step time, MFU (where the peak is known) and the time left."""
+    """Shows step, loss, held-out loss, tokens/s, step time, MFU (if the peak is known) and the remaining time."""
 
     def __init__(self, console: Console, steps: int):
         self._console, self._steps, self._began = console, steps, time.perf_counter()
@@ -25,7 +25,7 @@ class StepLine:
     def update(
         self, step: int, loss: float, heldout: float, tokens_per_second: float, seconds: float, mfu: float | None
     ) -> None:
-        """Show a step that just ended."""
+        """Show a step that has just ended."""
         text = f"loss {loss:.4f}  held-out {heldout:.4f}  {tokens_per_second:,.0f} tok/s  {seconds * 1e3:.0f} ms/step"
         text += f"  MFU {mfu:.1%}" if mfu is not None else ""
         if self._console.is_terminal:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run after the step it is in; a second one ends it at once."""
+"""SIGTERM and Ctrl-C end a run after the current step; a second signal ends it immediately."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 _TWICE = 0.5
-"""Seconds within which a second Ctrl-C is the first one again: a terminal sends it to a launcher and to its processes both."""
+"""A second Ctrl-C within these seconds counts as the first: a terminal signals a launcher and its processes."""
 
 
 class Stop:
-    """Takes the signals that ask a run to end, for as long as it is open; a context.
+    """Receives the signals that end a run, while the context is open.
 
-    ``asked`` is the number of the first one that came to this process, 0 before. Handlers give way then: a second SIGTERM does what SIGTERM does, a
-    second Ctrl-C raises ``KeyboardInterrupt``. Outside of the main thread no handler can be set, and nothing is taken.
+    ``asked`` is the number of the first signal that this process received, or 0. After it the handlers are replaced: a
+    second SIGTERM has its default action, and a second Ctrl-C raises ``KeyboardInterrupt``. Outside of the main thread
+    no handler can be set, and no signal is received.
 
     >>> import os, signal
     >>> with Stop() as stop:
@@ -28,7 +29,7 @@ class Stop:
     def __init__(self) -> None:
         self.asked, self._when = 0, 0.0
         self.late = False
-        """Whether the run ends as another process was asked to: this one's own signal may come yet, and must not spoil the end."""
+        """Whether another process's signal ends the run; this process's own may still follow, and is ignored."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -53,15 +54,15 @@ class Stop:
                 raise KeyboardInterrupt
             return
         self.asked, self._when = number, now
-        # At once also while the program waits for a device, where no Python runs.
+        # The default action also works while the process waits for a device and runs no Python.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _give_back(self, number: int) -> None:
-        """The handler that was there; jax's coordination service has one of its own for SIGTERM, which no Python can set again."""
+        """Restore the previous handler, or the default if jax's coordination service set it outside of Python."""
         before = self._before.pop(number, None)
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def told(number: int) -> str:
-    """A signal as people know it."""
+    """Return a signal's name as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""What a run makes of its losses: steps that were skipped, spikes, when it rolls back, and which batches are passed over. No device is asked."""
+"""Detect skipped steps and loss spikes, decide on rollbacks, and track the batches that are skipped. Uses no device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxpar.app.config import SpikeConfig, TrainConfig
 
 _SIGMAS = 6.0
 _NORMAL = 1.4826  # median of absolute deviations → standard deviation, for a normal distribution
-_FLOOR = 1e-3  # of the median: a loss that does not move has no deviation
+_FLOOR = 1e-3  # minimum deviation relative to the median, for a loss that does not change
 
 
 class LossWatch:
-    """Judges step after step; a state that JSON can hold goes with each checkpoint.
+    """Judges each step's loss; its state is JSON and is saved with each checkpoint.
 
     Args:
-      max_consecutive_nonfinite: so many steps in a row that were not finite are trouble.
-      spike: which losses are spikes, and how many in a row are trouble; none are without it.
+      max_consecutive_nonfinite: this many consecutive steps that were not finite cause a rollback.
+      spike: which losses are spikes, and how many in a row cause a rollback; ``None`` for none.
 
     >>> watch = LossWatch(2, SpikeConfig(factor=2.0, window=3, patience=1))
     >>> for loss in (1.0, 1.1, 0.9, 1.2, 2.5):
@@ -33,13 +33,19 @@ class LossWatch:
     def __init__(self, max_consecutive_nonfinite: int, spike: SpikeConfig | None = None):
         self._most, self._spike = max_consecutive_nonfinite, spike
         self.bad = self.skipped = self.high = 0
-        """In a row, at the end: steps that were not good; of them, skipped ones, and spikes."""
+        """Consecutive steps up to the last one: not good; of these, the skipped ones, and the spikes."""
         self.bound = math.inf
         """The loss above which the last step would have been a spike."""
         self._recent: deque[float] = deque(maxlen=spike.window if spike else 1)
 
     def see(self, loss: float, *, skipped: bool = False, searching: bool = False) -> None:
-        """A step's loss; ``skipped`` if it was not finite and changed nothing, ``searching`` if that was to find the loss scale."""
+        """Judge a step.
+
+        Args:
+          loss: the loss of the step.
+          skipped: whether the step was not finite and changed nothing.
+          searching: whether that was expected, as part of finding the loss scale.
+        """
         if searching:
             self.skipped = 0
             self.bad = self.high
@@ -54,18 +60,18 @@ class LossWatch:
 
     @property
     def trouble(self) -> str | None:
-        """``skipped`` or ``spike``, where there are too many in a row."""
+        """``skipped`` or ``spike`` if there were too many in a row, else ``None``."""
         if self.skipped >= self._most:
             return "skipped"
         return "spike" if self._spike is not None and self.high >= self._spike.patience else None
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on must know."""
+        """The state to save with a checkpoint, as JSON values."""
         counts = {"bad": self.bad, "skipped": self.skipped, "high": self.high}
         return {**counts, "recent": list(self._recent)} if self._spike else counts
 
     def take_up(self, state: Mapping[str, Any]) -> None:
-        """Be as the run that saved this was; what it does not say is as at the beginning."""
+        """Restore a saved state; missing values are as in a new run."""
         self.skipped, self.high = int(state.get("skipped", 0)), int(state.get("high", 0))
         self.bad = int(state.get("bad", self.skipped))
         self._recent.clear()
@@ -75,7 +81,7 @@ class LossWatch:
         if self._spike is None:
             return math.inf
         if len(self._recent) < self._spike.window:
-            return math.nextafter(math.inf, 0)  # nothing to judge by, but infinity is none
+            return math.nextafter(math.inf, 0)  # too few losses to judge by, but infinity is always a spike
         middle = statistics.median(self._recent)
         if self._spike.factor is not None:
             return middle * self._spike.factor
@@ -85,18 +91,28 @@ class LossWatch:
 
 @dataclass
 class Passed:
-    """Batches that a run passed over, as ranges of their numbers in the stream (from 1, both ends included), and its rollbacks."""
+    """The batches that a run skipped, and the number of its rollbacks.
+
+    Attributes:
+      ranges: ranges of batch numbers in the stream, counted from 1, inclusive.
+      rollbacks: number of rollbacks.
+    """
 
     ranges: list[list[int]] = field(default_factory=list)
     rollbacks: int = 0
 
     @property
     def count(self) -> int:
-        """Of batches."""
+        """Number of batches."""
         return sum(last - first + 1 for first, last in self.ranges)
 
     def roll_back(self, step: int, to: int, saved: Mapping[str, Any]) -> tuple[int, int]:
-        """The run goes back from ``step`` to ``to``, saved with the state ``saved``; returns the first and last batch that are passed over.
+        """Record a rollback and return the first and last batch of the range that is skipped.
+
+        Args:
+          step: the step that the run rolls back from.
+          to: the step that it restores.
+          saved: the state that was saved with that step.
 
         >>> passed = Passed()
         >>> passed.roll_back(9, 6, {})
@@ -113,17 +129,17 @@ class Passed:
         return next((a, b) for a, b in self.ranges if a <= first <= b)
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The ranges and rollbacks as JSON values."""
         return {"passed": [list(pair) for pair in self.ranges], "rollbacks": self.rollbacks}
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Passed:
-        """Of a run that saved this."""
+        """Restore a saved state."""
         return Passed([[int(a), int(b)] for a, b in state.get("passed", ())], int(state.get("rollbacks", 0)))
 
 
 def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
-    """Ranges that touch, as one."""
+    """Merge ranges that touch."""
     found: list[list[int]] = []
     for first, last in ranges:
         if found and first <= found[-1][1] + 1:
@@ -134,10 +150,13 @@ def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
 
 
 def told(watch: LossWatch, number: int, loss: float, where: str) -> str:
-    """The trouble that came to a head in step ``number``, as a sentence; ``where`` its numbers first were not finite."""
+    """Describe the trouble after step ``number``; ``where`` says where the step was first not finite."""
     if watch.trouble == "skipped":
         return f"{_steps(watch.skipped, number)} not finite, first in {where}."
-    return f"{_steps(watch.high, number)} {'spikes' if watch.high > 1 else 'a spike'}: the loss is {loss:.4g}, above {watch.bound:.4g}."
+    return (
+        f"{_steps(watch.high, number)} {'spikes' if watch.high > 1 else 'a spike'}: the loss is {loss:.4g}, above "
+        f"{watch.bound:.4g}."
+    )
 
 
 def _steps(count: int, number: int) -> str:
@@ -145,7 +164,14 @@ def _steps(count: int, number: int) -> str:
 
 
 def hopeless(what: str, watch: LossWatch, passed: Passed, config: TrainConfig, *, first: int, checkpoints: bool) -> str:
-    """The error of a run that cannot roll back: ``what`` is the trouble, ``first`` its first step."""
+    """The error message of a run that cannot roll back.
+
+    Args:
+      what: the trouble, as a sentence.
+      watch, passed, config: the state and settings of the run.
+      first: the first bad step.
+      checkpoints: whether the run keeps checkpoints.
+    """
     kept = "Nothing of them was kept" if watch.trouble == "skipped" else "They changed the state"
     remedies = ["a smaller optimizer.learning_rate or a clip_norm"]
     if watch.trouble == "skipped":

@@ -1,4 +1,4 @@
-"""What a run says before its first step and after its last."""
+"""The reports of a run before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -21,10 +21,25 @@ from jaxpar.data import Text
 
 @dataclass
 class Summary:
-    """What a run ended with. Losses in nats per token, times in seconds, ``mfu`` as a fraction or ``None``, ``skipped`` in a row at the end.
+    """The results of a run.
 
-    ``signal`` is the one that ended it, or 0, and ``left`` whether that was before its first step; ``goodput`` the account of :class:`jaxpar.app.train.goodput.Goodput`; ``passed`` the batches that were
-    passed over, as ranges; ``slow`` the processes that kept the others waiting at the end.
+    Attributes:
+      steps: the last step.
+      losses: training loss of steps 1, 2, ..., in nats per token.
+      evals: (step, held-out loss) pairs.
+      step_times: seconds of each step of this process.
+      bigram: the bigram entropy of the held-out text, in nats per token.
+      tokens_per_second: of the median step.
+      mfu: model FLOP utilization as a fraction, ``None`` if the peak is unknown.
+      compile_seconds, seconds: duration of the compile, and of everything.
+      signal: the signal that ended the run, or 0.
+      left: whether the run ended before its first step.
+      skipped: number of consecutive skipped steps at the end.
+      rollbacks: number of rollbacks.
+      passed: ranges of batches that were skipped by rollbacks.
+      own_times: each process's own seconds per step.
+      slow: the processes that slowed down the others at the end.
+      goodput: the record of :class:`jaxpar.app.train.goodput.Goodput`.
     """
 
     steps: int = 0
@@ -56,7 +71,7 @@ class Summary:
         return self.evals[-1][1] if self.evals else math.nan
 
     def latest(self) -> dict[str, float]:
-        """What is known of the last step, as far as it is finite: its loss, and the held-out one if it was looked for."""
+        """The finite metrics of the last step: its loss, and its held-out loss if it was evaluated."""
         found = {"loss": self.losses[-1]} if self.losses else {}
         if self.evals and self.evals[-1][0] == self.steps:
             found["heldout_loss"] = self.evals[-1][1]
@@ -64,7 +79,7 @@ class Summary:
 
 
 def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None:
-    """What will run and where, checked: the mesh, the bytes on each device, the text.
+    """Check the layout and print the mesh, the bytes on each device, and the text.
 
     Raises:
       LayoutError: the layout does not fit.
@@ -86,8 +101,8 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
         f"{job.model.dtype} compute"
     )
     console.print(
-        f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on each "
-        f"device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes whole on every device)"
+        f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on "
+        f"each device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes whole on every device)"
     )
     console.print(
         f"text    {text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
@@ -98,7 +113,7 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
 
 
 def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
-    """One screen at the end, and the picture: not on SIGTERM, after which a machine is taken away soon."""
+    """Print the summary and draw the loss curve, except after SIGTERM, when the machine may soon be taken away."""
     hurry = summary.interrupted and signals.told(summary.signal) == "SIGTERM"
     if not hurry and jax.process_index() == 0:
         speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
@@ -131,7 +146,7 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
 
 
 def _speed(summary: Summary, console: Console) -> None:
-    """Where the time went."""
+    """Print speed, MFU and goodput."""
     if summary.step_times:
         console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
     if summary.mfu is not None:
@@ -143,7 +158,7 @@ def _speed(summary: Summary, console: Console) -> None:
 
 
 def ranges(passed: list[list[int]]) -> str:
-    """Ranges of batches as text.
+    """Return ranges of batches as text.
 
     >>> ranges([[7, 11], [20, 20]])
     '7 to 11, 20'

@@ -1,4 +1,4 @@
-"""``jaxpar verify``: a run's layout against one device."""
+"""``jaxpar verify``: compare a run's layout with one device."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from jaxpar.training.one_bit_adam import NAME, without_signs
 
 
 def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
-    """Run ``steps`` steps of a job on one device and in its layout, in fp32, and print how far they are apart.
+    """Run ``steps`` steps of a job on one device and in its layout, in fp32, and print their differences.
 
     Args:
       job: the run. It is recast to fp32 with the highest matmul precision, so that the bound can be tight.
-      steps: how many steps, at least 1.
+      steps: number of steps, at least 1.
       bound: the largest relative difference allowed, in the loss and in any gradient tensor.
-      console: where the verdict goes.
+      console: receives the verdict.
+
+    Returns:
+      The differences, and whether they are within the bound.
 
     Raises:
-      ConfigError: ``steps`` is below 1, or the optimizer's state is on disk.
+      ConfigError: ``steps`` is below 1, the optimizer state is on disk, or the pipeline is asynchronous.
     """
     if steps < 1:
         raise ConfigError(f"verify: steps is {steps}, but at least 1 is wanted.")
     if job.config.parallel.offload.optimizer == "disk":
         raise ConfigError(
-            "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
-            "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
+            "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: "
+            "--set parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
         )
     if isinstance(job.pipeline, jp.Asynchronous):
         raise ConfigError(
-            f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are of weights of steps before, so no step is that of one device. "
-            f"Remedy: --set parallel.pipeline.schedule=1f1b."
+            f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are of weights of steps "
+            "before, so no step is that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
         )
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)

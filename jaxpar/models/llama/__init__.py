@@ -1,4 +1,4 @@
-"""A Llama in Flax NNX: model, decoding, pipeline, sequence chunks."""
+"""A Llama in Flax NNX: the model, cached decoding, the pipeline loss, and sequence chunks."""
 
 from jaxpar.models.llama.config import PRESETS, LlamaConfig, preset
 from jaxpar.models.llama.layers import layer_shapes

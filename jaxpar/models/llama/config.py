@@ -1,4 +1,4 @@
-"""Sizes and numerics of a Llama, and presets."""
+"""``LlamaConfig``, the sizes and numerics of a Llama, and its presets."""
 
 from __future__ import annotations
 
@@ -12,23 +12,43 @@ from jaxpar.parallel.overlap.interleave import Cut, check_count
 from jaxpar.training.remat import OUTPUT, RematPolicy
 
 NAMES = (SAVED, KEPT, OUTPUT, "qkv", "mlp_hidden")
-"""What tensors of a layer are called, for :class:`jaxpar.RematPolicy`."""
+"""Checkpoint names of a layer's tensors that :class:`jaxpar.RematPolicy` may save or offload."""
 
 
 def halved(config: LlamaConfig) -> bool:
-    """Whether sequences are cut."""
+    """Whether the layers run on two halves of each sequence (``copies_dim="seq"``)."""
     return config.copies > 1 and config.copies_dim == "seq"
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and numerics of a Llama. ``dtype`` computes, ``param_dtype`` is stored.
+    """Sizes and numerics of a Llama.
 
-    ``remat`` is what the backward pass computes again, a policy's name or a :class:`jaxpar.RematPolicy`; ``reshard_after_forward`` gathers sharded
-    weights anew for it, from all or within groups of so many devices. ``copies`` runs the layers on so many parts of each device's rows (:func:`jaxpar.interleave_batches`), or, with ``copies_dim="seq"``, of its tokens. ``rope_factor`` > 1 stretches the low rotary frequencies as Llama 3.1 does, from ``rope_original_seq`` positions.
+    Attributes:
+      vocab: vocabulary size.
+      embed: width of the residual stream.
+      layers: number of blocks.
+      heads: query heads.
+      kv_heads: key/value heads; must divide ``heads``.
+      head_dim: size of one head; must be even.
+      mlp: hidden width of the gated MLP.
+      rope_theta: base of the rotary frequencies.
+      rope_factor: above 1, stretches the low rotary frequencies by this factor, as Llama 3.1 does.
+      rope_original_seq: the context length, in positions, before the stretch.
+      norm_eps: epsilon of the RMS norms.
+      tie_embeddings: use the embedding table, transposed, as the output head.
+      dtype: the compute dtype.
+      param_dtype: the dtype in which parameters are stored.
+      remat: what the backward pass recomputes: the name of a policy, or a :class:`jaxpar.RematPolicy`.
+      reshard_after_forward: gather sharded weights again for the backward pass. A number gathers them again within
+        groups of that many devices. False keeps the gathered weights.
+      context: how attention splits the sequence over devices.
+      copies: run the layers on this many parts of each device's batch (:func:`jaxpar.interleave_batches`).
+      copies_dim: ``batch`` splits each device's rows into these parts, ``seq`` its tokens.
 
     Raises:
-      ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, or ``remat`` does not fit the layers.
+      ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, ``remat`` does not fit the layers,
+        ``copies`` is not 1 or 2, or ``copies`` does not fit ``context`` or ``reshard_after_forward``.
     """
 
     vocab: int = 256
@@ -65,29 +85,30 @@ class LlamaConfig:
         check_count(self.copies, self.copies_dim)
         if halved(self) and self.context.load_balance is not None:
             raise ConfigError(
-                f"overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is {self.context.load_balance!r}. Remedy: leave "
-                f"the order out, or overlap.dim: batch."
+                f"overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's load_balance is "
+                f"{self.context.load_balance!r}. Remedy: leave it out, or overlap.dim: batch."
             )
         if self.copies > 1 and not isinstance(self.reshard_after_forward, bool):
             raise ConfigError(
-                f"overlap.ways is {self.copies}, but reshard_after_forward is {self.reshard_after_forward}: the copies gather a layer's weights once for both, from all devices. "
+                f"overlap.ways is {self.copies}, but reshard_after_forward is {self.reshard_after_forward}: the copies "
+                f"gather a layer's weights once for both, from all devices. "
                 f"Remedy: reshard_after_forward: true or false, or overlap: {{ways: 1}}."
             )
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that take part in a matmul for every token (all but norms and the embedding lookup)."""
+        """Number of parameters used in a matmul for every token: all but the norms and the embedding lookup."""
         attention = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
 
     @property
     def params(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
         return self.matmul_params + lookup + (2 * self.layers + 1) * self.embed
 
     def flops_per_token(self, seq: int) -> float:
-        """Training FLOPs a token (forward + backward, no recompute), causal attention counted at half of seq²."""
+        """Training FLOPs per token: forward and backward without recomputation, causal attention at half of seq²."""
         return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * self.head_dim * seq
 
 
@@ -134,7 +155,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str, **changes: Any) -> LlamaConfig:
-    """A preset by name, with some fields changed.
+    """Return the preset called ``name`` with ``changes`` applied to its fields.
 
     >>> preset("1b").params
     1104218112

@@ -1,4 +1,4 @@
-"""The Llama's forward passes with a cache of keys and values, for :class:`jaxpar.Generator`.
+"""The Llama's forward passes with a key/value cache, for :class:`jaxpar.Generator`.
 
 Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim.
 """
@@ -33,23 +33,25 @@ SUMMED = {
     "up": (-2,),
     "down": (-2,),
 }
-"""The dims of each matrix that its product sums over: in int8 they share a scale."""
+"""Contracting dims of each matrix. An int8 matrix shares one scale along these dims."""
 _INT8 = "int8"
 
 
 def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> DecoderFns:
-    """How a Llama of this configuration generates. Recomputation and copies are for training, and change nothing here.
+    """Return the cached forward passes of a Llama, for :class:`jaxpar.Generator`.
 
     Args:
-      config: of the training.
-      weights: ``int8`` keeps every matrix in 8-bit integers, with a scale for each of its columns (:class:`jaxpar.Int8`); norms stay. ``None``: in
-        the dtype of the compute. :meth:`jaxpar.Generator.prepare` rounds them.
-      cache: ``int8`` keeps keys and values in 8-bit integers, with a scale for each token and head. ``None``: in the dtype of the compute.
+      config: the configuration of the training; ``remat`` and ``copies`` have no effect here.
+      weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.Int8`); norms are
+        unchanged. ``None`` stores matrices in the compute dtype. :meth:`jaxpar.Generator.prepare` quantizes the
+        weights.
+      cache: ``int8`` stores keys and values as 8-bit integers with a scale per token and head. ``None`` stores them in
+        the compute dtype.
 
     Raises:
-      ConfigError: another word.
+      ConfigError: ``weights`` or ``cache`` is neither ``int8`` nor ``None``.
 
-    >>> from jaxpar.models.llama.model import preset
+    >>> from jaxpar.models.llama import preset
     >>> cached_llama(preset("tiny"), cache="int8").cache(1, 16)["keys"].values.value.dtype
     dtype('int8')
     """
@@ -89,7 +91,7 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
 
 def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-    """What the layers make of whole prompts, and the cache of their keys and values, of dtype ``kept``."""
+    """Run full prompts through the layers; return the last activations and the key/value cache in dtype ``kept``."""
     rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
     leaves, block_of = layers
 
@@ -109,7 +111,7 @@ def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slot
 def _token(
     config: LlamaConfig, layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any
 ) -> tuple[jax.Array, Any]:
-    """What the layers make of one token of each row, and the cache with it."""
+    """Run one token of each row through the layers; return the last activations and the updated cache."""
     rope = rope_table(at_B[:, None], config)
     leaves, block_of = layers
 
@@ -125,13 +127,13 @@ def _token(
         return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
 
     numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
-    # The cache goes from layer to layer whole: stacked anew from layers, all of it would be copied in every step.
+    # Carry the full cache through the scan: as a stacked output, every step would copy it.
     carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
     return carry
 
 
 def _matrices(dtype: Any, kept: str | None) -> Callable[[Any], Any]:
-    """Every parameter but those of norms in the dtype of the compute, or in int8."""
+    """Return a function that casts all parameters but norms to the compute dtype, or quantizes them to int8."""
 
     def one(path: Any, x: Any) -> Any:
         if "norm" in jax.tree_util.keystr(path):

@@ -1,4 +1,4 @@
-"""The Llama's layers in two copies: which branches they are, and how tokens lie for them."""
+"""The Llama's blocks as branches for overlapped copies, and the token order that sequence halves need."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from jaxpar.models.llama.layers import Block, Rope
 
 HALVES = "halves"
-"""The order of tokens for copies that are halves of sequences; see :func:`jaxpar.parallel.overlap.interleave.order_of_halves`."""
+"""Name of the token order for copies that are sequence halves
+(:func:`jaxpar.parallel.overlap.interleave.order_of_halves`)."""
 type Side = tuple[Rope, jax.Array | None]
 type KeyValueCarry = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def laid_for_halves(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
-    """The order's name, the tokens' positions [1, seq], and arrays [batch, seq] in it."""
+    """Return the order's name, the token positions [1, seq], and the arrays [batch, seq] permuted to this order."""
     at = order_of_halves(arrays_BS[0].shape[1])
     return HALVES, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
 
@@ -33,15 +34,23 @@ def laid_for_halves(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Ar
 def interleaved_block(
     count: int, dim: Cut, context: Context, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, Any], Any]:
-    """A block on so many parts of each device's rows, or of its tokens.
+    """Return a block that runs on ``count`` parts of each device's rows (``dim="batch"``) or tokens (``dim="seq"``).
+
+    Args:
+      count: number of parts.
+      dim: the dim that is split.
+      context: the attention options of the model.
+      rope: cosines and sines of the rotary angles.
+      order: the name of the token order, or ``None`` for the natural one.
+      documents_BS: document of each token [batch, seq] int, or ``None``.
 
     Raises:
-      ConfigError: the batch brings an order of its own.
+      ConfigError: ``order`` is an array that came with the batch.
     """
     if order is not None and not isinstance(order, str):
         raise ConfigError(
-            f"overlap.ways is {count}, but parallel.context's load_balance is 'balanced', which copies cannot take. Remedy: load_balance: zigzag, or "
-            f"overlap: {{ways: 1}}."
+            f"overlap.ways is {count}, but parallel.context's load_balance is 'balanced', which copies cannot take. "
+            f"Remedy: load_balance: zigzag, or overlap: {{ways: 1}}."
         )
 
     def mixed(block: Block, h_BSE: jax.Array, side: Side) -> jax.Array:
@@ -84,5 +93,5 @@ def interleaved_block(
 
 
 def _behind(before: Any, x_BS: Any) -> Any:
-    """Keys, values or documents of the tokens before, and then these."""
+    """Concatenate keys, values or documents of the earlier tokens with those of this part."""
     return x_BS if before is None else jnp.concatenate([before, x_BS], 1)

@@ -19,21 +19,22 @@ from jaxpar.parallel.zero.gather import sharded_dot
 from jaxpar.training.remat import OUTPUT
 
 type Rope = tuple[jax.Array, jax.Array]
-
-
+"""Cosines and sines of the rotary angles, as :func:`rope_table` returns them."""
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""``attend(q, k, v) -> o``: queries and output [batch, seq, heads, head_dim], keys and values
+[batch, seq, kv_heads, head_dim]."""
 
 
 def _kernel(
     key: jax.Array, shape: tuple[int, ...], dims: tuple[str, ...], fan_in: int, config: LlamaConfig
 ) -> nnx.Param:
-    """A weight, truncated normal with variance 1 / fan_in."""
+    """Initialize a weight from a truncated normal with variance 1 / fan_in."""
     init = axes(jax.nn.initializers.truncated_normal(stddev=1 / math.sqrt(fan_in)))(*dims)
     return nnx.Param(init(key, shape, jnp.dtype(config.param_dtype)))
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019), computed in at least fp32."""
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), computed in at least fp32."""
 
     def __init__(self, config: LlamaConfig):
         ones = axes(jax.nn.initializers.ones)("norm")
@@ -43,12 +44,13 @@ class RMSNorm(nnx.Module):
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
         wide = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        # Else the compiler norms anew inside of each matmul that reads this: three times the work, a third of its own time.
+        # Without the barrier the compiler recomputes the norm inside each matmul that reads it. That is three times the
+        # work, and a third of the compile time.
         return jax.lax.optimization_barrier((wide * self.scale[...]).astype(self.dtype))
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         c = config
@@ -71,9 +73,22 @@ class Attention(nnx.Module):
         *,
         half: bool = False,
     ) -> jax.Array:
-        """[batch, seq, embed]; or only the first ``half`` of the work, what each head makes of the tokens: [batch, seq, heads, head_dim]."""
+        """Apply attention to ``x_BSE`` [batch, seq, embed].
+
+        Args:
+          x_BSE: the normed residual stream.
+          rope: rotary angles of the tokens.
+          order: the order in which the tokens are sharded over the sequence; ``None`` for the natural one.
+          documents_BS: document of each token [batch, seq] int; tokens attend within their document.
+          attend: replaces the attention itself, for example to use a cache.
+          half: stop before the output projection, which :meth:`output` applies.
+
+        Returns:
+          [batch, seq, embed]; with ``half`` the heads' outputs [batch, seq, heads, head_dim].
+        """
         kv_dims = ("embed", "kv_heads", "head_dim")
-        # One by one: gathered together they come too late to hide behind the matmul before.
+        # One call each: a single all-gather of the three weights would finish too late to overlap with the previous
+        # matmul.
         (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
         (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.how)
         (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.how)
@@ -85,7 +100,7 @@ class Attention(nnx.Module):
         return y_BSE
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
-        """The other half."""
+        """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
         (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
         return y_BSE
 
@@ -101,7 +116,10 @@ class SwiGLU(nnx.Module):
         self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
 
     def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
-        """[batch, seq, embed]; or only the first ``half`` of the work, the gated units: [batch, seq, mlp]."""
+        """Apply the MLP to ``x_BSE`` [batch, seq, embed].
+
+        With ``half`` stop before the down projection, which :meth:`output` applies, and return [batch, seq, mlp].
+        """
         dims = ("embed", "mlp")
         gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
@@ -112,13 +130,16 @@ class SwiGLU(nnx.Module):
         return y_BSE
 
     def output(self, hidden_BSF: jax.Array) -> jax.Array:
-        """The other half."""
+        """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
         (y_BSE,) = sharded_dot(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.how)
         return y_BSE
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each on the normed residual stream; ``attend(q, k, v)`` in the place of its own, if given."""
+    """One layer: attention and MLP, each on the normed residual stream.
+
+    ``attend(q, k, v)`` replaces the layer's own attention.
+    """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config)
@@ -142,27 +163,27 @@ class Block(nnx.Module):
 
 
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Queries and keys of a layer, of tokens [batch, seq]."""
+    """Return the shapes of a layer's queries and keys for tokens of ``shape`` [batch, seq]."""
     c = config
     q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
     return q, k
 
 
 def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:
-    """Cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021), in fp32."""
+    """Return fp32 cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021)."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_factor > 1:
-        # Llama 3.1: wavelengths beyond the original window are stretched, those well inside it kept, with a ramp between.
+        # Llama 3.1 stretches wavelengths beyond the original window, keeps those well inside it, and ramps between.
         turns = config.rope_original_seq * frequency / (2 * math.pi)
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_factor)
     angle = positions_BS[..., None, None].astype(jnp.float32) * frequency
-    # Else they are computed again in every layer.
+    # The barrier keeps the compiler from recomputing them in every layer.
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def rotate(x_BSHD: jax.Array, rope: Rope) -> jax.Array:
-    """Turn the pairs (i, i + head_dim / 2) of each head by the angles of its position."""
+    """Rotate the pairs (i, i + head_dim / 2) of each head by the angles of their position."""
     cos, sin = rope
     low, high = jnp.split(x_BSHD, 2, axis=-1)
     return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).astype(x_BSHD.dtype)

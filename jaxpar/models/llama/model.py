@@ -1,9 +1,9 @@
 """The Llama family (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783) in NNX.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU; layers stacked and scanned. Everything about parallelism is in
-the logical dims: of the parameters (``axes``) and of the activations (``hint``). The residual stream between blocks has the
-dim ``residual_seq``, inside attention and MLP it is ``seq``: a table that sends ``residual_seq`` to ``model`` too is
-Megatron's sequence parallelism (arXiv:2205.05198).
+The model uses RMSNorm, rotary positions, grouped-query attention and SwiGLU; its layers are stacked and scanned. All
+parallelism follows from the logical dims of the parameters (``axes``) and of the activations (``hint``). The residual
+stream between blocks has the dim ``residual_seq``; inside attention and MLP the dim is ``seq``. Rules that shard
+``residual_seq`` over ``model`` as well give Megatron's sequence parallelism (arXiv:2205.05198).
 
 Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, V vocabulary.
 """
@@ -33,7 +33,7 @@ from jaxpar.training.remat import SAVED_EMBED, RematPolicy
 
 
 class Llama(nnx.Module):
-    """A Llama: tokens [batch, seq] int → logits [batch, seq, vocab] in ``config.dtype``.
+    """A Llama: maps tokens [batch, seq] int to logits [batch, seq, vocab] in ``config.dtype``.
 
     >>> import jaxpar as jp
     >>> from flax import nnx
@@ -63,9 +63,15 @@ class Llama(nnx.Module):
         return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
 
     def laid(self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None) -> tuple[Laid, Any, tuple[jax.Array, ...]]:
-        """Tokens and targets as :meth:`hidden` takes them fastest, their positions, and the order that they lie in.
+        """Return arrays [batch, seq] in the token order that is fastest for :meth:`hidden`.
 
-        ``order_BS`` is one that comes with the batch; see :meth:`jaxpar.parallel.attention.context.Context.laid`.
+        Args:
+          arrays_BS: tokens, targets and, for packed documents, segment ids; each [batch, seq].
+          order_BS: an order [batch, seq] that comes with the batch; see
+            :meth:`jaxpar.parallel.attention.context.Context.laid`.
+
+        Returns:
+          The order for :meth:`hidden`, the token positions [1, seq] or ``None``, and the permuted arrays.
         """
         if halved(self.config):
             return laid_for_halves(*arrays_BS)
@@ -79,7 +85,14 @@ class Llama(nnx.Module):
         order: Laid = None,
         documents_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """What the last layer gives, normed: [batch, seq, embed] in ``config.dtype``; tokens see those of their own document."""
+        """Return the normed output of the last layer, [batch, seq, embed] in ``config.dtype``.
+
+        Args:
+          tokens_BS: token ids [batch, seq] int.
+          positions_BS: position of each token [1 or batch, seq] int; 0, 1, ... if not given.
+          order: the order of the tokens, as :meth:`laid` returns it; ``None`` for the natural one.
+          documents_BS: document of each token [batch, seq] int; tokens attend only within their document.
+        """
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         tokens_BS = hint(tokens_BS, "batch", "seq")
         if positions_BS is None:
@@ -98,14 +111,14 @@ class Llama(nnx.Module):
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
     def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
-        """:meth:`hidden` of tokens as they come, for copies that want them in an order of their own."""
+        """Run :meth:`hidden` on tokens in natural order when the copies need the order of halves."""
         given = (tokens_BS, positions_BS) if documents_BS is None else (tokens_BS, positions_BS, documents_BS)
         order, at, (tokens_BS, positions_BS, *packed) = laid_for_halves(*given)
         h_BSE = self.hidden(tokens_BS, positions_BS, order, *packed)
         return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
 
     def unembedding(self) -> jax.Array:
-        """The head [embed, vocab] in the compute dtype: its product with :meth:`hidden` is the logits."""
+        """Return the output head [embed, vocab] in the compute dtype; ``hidden @ unembedding`` gives the logits."""
         head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
@@ -113,7 +126,7 @@ class Llama(nnx.Module):
 def _stacked(
     recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
-    """A stack of layers, one after the other."""
+    """Return a function that scans over a stack of layers."""
     kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
     laid = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
@@ -127,7 +140,7 @@ def _stacked(
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
     def layers(block: Block, x_BSE: Any) -> Any:
-        # Before the layer too: it is what the layer is given that is kept.
+        # Hint the layer's input too: the input is what the backward pass keeps.
         return laid(layer(block, laid(x_BSE, *kept)), *kept) if recompute.slice_activation else layer(block, x_BSE)
 
     return layers
@@ -136,26 +149,26 @@ def _stacked(
 def remat(
     recompute: RematPolicy, reshard_after_forward: bool | int, but: Callable[[Any], Any] = lambda policy: policy
 ) -> Callable[[Any], Any]:
-    """Recomputation of a layer by a policy, or by what ``but`` makes of it."""
+    """Return a decorator that rematerializes a layer by ``recompute``; ``but`` may wrap the checkpoint policy."""
     if jax.config.jax_disable_jit:
-        return lambda f: f  # checkpointing would trace, where somebody wants to see values
+        return lambda f: f  # jax.checkpoint would trace, and disable_jit is used to inspect values.
     policy = but(recompute.rule(NAMES, reshard_after_forward=reshard_after_forward is True))
-    # prevent_cse guards against a merge with the forward pass that a scan already rules out.
+    # prevent_cse stops XLA from merging the recomputation with the forward pass, which the scan already prevents.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
 
 
 def _part(module: nnx.Module, first: int, last: int) -> nnx.Module:
-    """Some of a stack of layers."""
+    """Return layers ``first`` to ``last - 1`` of a stack."""
     graphdef, state = nnx.split(module)
     return nnx.merge(graphdef, jax.tree.map(lambda x: cut(x, first, last), state))
 
 
 def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:
-    """The module with its matrices in ``dtype``: cast before the scan, their gradients are stacked in it too."""
+    """Cast a module's matrices to ``dtype``. Cast before the scan, their gradients are stacked in ``dtype`` too."""
     graphdef, state = nnx.split(module)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 2 and not on_host(x) else x, state))
 
 
 def make_llama(config: LlamaConfig) -> Callable[[jax.Array], Llama]:
-    """``make_model`` for :func:`jaxpar.init`."""
+    """Return the ``make_model`` of a Llama for :func:`jaxpar.init`."""
     return lambda key: Llama(config, rngs=nnx.Rngs(key))

@@ -1,4 +1,4 @@
-"""The Llama's next-token loss in pieces, for pipelines."""
+"""The Llama's next-token loss as a ``PipelineLoss``, for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ type TokenBatch = dict[str, jax.Array]
 
 
 def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
-    """:func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.PipelineLoss`: batches of ``tokens`` and ``targets`` [batch, seq] int.
+    """Return :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.PipelineLoss`.
 
-    Every layer recomputes by ``config.remat``.
+    Batches hold ``tokens`` and ``targets`` [batch, seq] int. Every layer recomputes by ``config.remat``.
 
     Raises:
-      ConfigError: ``config`` asks for what differs from layer to layer, or for weights to be kept, which a pipeline gathers once anyway.
+      ConfigError: ``config.remat`` differs between layers or slices activations; or ``config.reshard_after_forward`` is
+        not ``True``, although a pipeline gathers weights once per step anyway.
     """
     dtype, recompute = jnp.dtype(config.dtype), RematPolicy.of(config.remat)
     _check(config, recompute)
@@ -42,7 +43,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
 
     def layer(block: Block, x_BSE: jax.Array, side: tuple[Rope, jax.Array | None]) -> jax.Array:
         rope, documents_BS = side
-        # A pipeline has split the sequence; alone, the layers find it whole.
+        # Under a pipeline the layer sees the local part of the sequence, otherwise all of it.
         ways, in_halves = split_ways(), halved(config)
         order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), ways)
         one = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
@@ -58,8 +59,8 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     ) -> tuple[jax.Array, ChunkCarry]:
         if config.copies > 1:
             raise ConfigError(
-                f"overlap.ways is {config.copies}, but the schedule cuts sequences into chunks, each of which carries keys and values of all rows to the "
-                f"next. Remedy: sequence_chunks: 1, or overlap: {{ways: 1}}."
+                f"overlap.ways is {config.copies}, but the schedule cuts sequences into chunks, each of which carries "
+                f"keys and values of all rows to the next. Remedy: sequence_chunks: 1, or overlap: {{ways: 1}}."
             )
         return carried_block(config, recompute)(block, x_BSE, *side, carry, chunk)
 
@@ -100,7 +101,7 @@ def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
 
 
 def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:
-    """The batch in the order in which tokens lie, with their positions."""
+    """Return the batch in the token order of the layers, with ``positions`` [batch, seq]."""
     own: TokenBatch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
     shape = batch["tokens"].shape
     if halved(config):

@@ -1,4 +1,4 @@
-"""The Llama's layers for a sequence in chunks: keys and values of the chunks before are carried to those after them."""
+"""The Llama's layers on sequence chunks: each chunk attends to the keys and values carried from earlier chunks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from jaxpar.models.llama.layers import Block, Rope, layer_shapes
 from jaxpar.models.llama.model import remat
 
 type ChunkCarry = dict[str, Any]
-"""``keys`` and ``values`` [batch, seq, kv_heads, head_dim] of a layer, and ``documents`` [batch, seq] where a batch has some."""
+"""``keys`` and ``values`` [batch, seq, kv_heads, head_dim] of a layer; ``documents`` [batch, seq] if the batch is
+packed."""
 type ChunkedLayer = Callable[
     [Block, jax.Array, Rope, jax.Array | None, ChunkCarry, jax.Array], tuple[jax.Array, ChunkCarry]
 ]
 
 
 def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> ChunkCarry:
-    """The shapes of a layer's carry for all of a batch's tokens [batch, seq]."""
+    """Return the carry of a layer for all tokens [batch, seq] of a batch; keys and values are shapes."""
     _, kv = layer_shapes(config, batch["tokens"].shape)
     documents = batch.get("segment_ids")
     return {"keys": kv, "values": kv, **({} if documents is None else {"documents": documents})}
 
 
 def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
-    """A layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
+    """Return the layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
     context = config.context
 
     def run(
@@ -41,7 +42,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
             for name, whole in carry.items():
                 found[name] = jax.lax.dynamic_update_slice_in_dim(whole, parts[name], start, 1)
             segments = None if documents_BS is None else (documents_BS, found["documents"])
-            # Behind the chunk stand other microbatches' keys: causal, no query looks there.
+            # Slots after this chunk may hold another microbatch's keys. The causal mask hides them from every query.
             how: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
             return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **how)
 
@@ -61,7 +62,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
 
 
 def _but_carried(policy: Any) -> Any:
-    """A checkpoint policy that keeps no copy of what is carried: it lies with the stage, once for all chunks."""
+    """Wrap a checkpoint policy so that it never saves the carry, which the stage stores once for all chunks."""
 
     def saved(primitive: Any, *args: Any, **parameters: Any) -> Any:
         carried = primitive.name in ("dynamic_update_slice", "sharding_constraint")

@@ -1,1 +1,1 @@
-"""Attention: masks, tiles, rings, exchanges of heads, and the kernels of each accelerator."""
+"""Attention on sharded arrays: masks, tiles, rings, head exchanges and the kernels of each accelerator."""

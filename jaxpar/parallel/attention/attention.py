@@ -1,4 +1,4 @@
-"""``attention``: on global arrays, by the best means that the accelerator and the layout allow."""
+"""``attention`` on global arrays: picks the implementation and the kernel, and runs them under the ambient layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jaxpar.sharding.rules import Axes
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
 WHOLE = ("splash", "mha")
-"""Kernels that want the sequence whole."""
+"""Kernels that require the full sequence on every device."""
 
 type Dims = Sequence[str | None]
 
@@ -54,32 +54,46 @@ def attention(
     pad: bool = False,
     **options: Unpack[Options],
 ) -> jax.Array:
-    """Softmax attention under the ambient layout: causal unless ``causal=False`` is given, scaled by 1 / sqrt(head_dim) unless ``scale`` is.
+    """Returns the softmax attention of global arrays, computed under the ambient layout.
 
-    Every implementation takes every mask and every option, any number of key heads that divides the queries', and gives the same
-    result: docs/attention.md has the table. Padding never influences anything; a row without keys is 0, and so are its gradients.
+    Attention is causal unless ``causal=False``, and scores are scaled by 1 / sqrt(head_dim) unless ``scale`` is given.
+    Every implementation supports every mask, every option and grouped key heads, and returns the same result;
+    docs/attention.md has the table. Padded tokens never affect other tokens. A query that sees no key gets a result of
+    0 and gradients of 0.
 
     Args:
-      q_BSHD: queries [batch, seq, heads, head_dim].
-      k_BTKD, v_BTKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
-      impl: ``dense`` builds the scores [seq, seq]. ``flash`` does not, where the layout leaves seq whole: the accelerator's kernel for a
-        causal mask and nothing beside, tiles in plain jax for all else. Where seq is split: ``gather`` collects keys and values;
-        ``ring`` passes them from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), ``ring_self_attention`` first all keys
-        and then all values, with whole rows of scores (Li et al. 2021, arXiv:2105.13120); ``ulysses`` exchanges sequence for heads
-        (Jacobs et al. 2023, arXiv:2309.14509); ``hybrid`` does so over ``heads_axis`` and passes over the other axes. Where queries are
-        whole and keys split (decoding), ``split_kv`` joins what each device finds in its keys. ``auto`` takes what takes the least time on the
-        mesh's devices, or sends the fewest bytes where nothing is known of them; :func:`jaxpar.explain` says what and why.
-      q_dims, kv_dims: logical dims of queries and of keys and values.
-      heads_axis: for ``hybrid`` and ``auto``: the mesh axes that exchange sequence for heads.
-      pad: fill up a sequence that does not divide with tokens that nothing sees, and cut the result back.
+      q_BSHD: queries ``[batch, seq, heads, head_dim]``.
+      k_BTKD, v_BTKD: keys and values ``[batch, seq, kv_heads, head_dim]``. ``heads`` is a multiple of ``kv_heads``. The
+        values may have another head_dim than the queries and keys.
+      impl: the implementation:
+
+        * ``dense`` builds the scores ``[seq, seq]``.
+        * ``flash`` requires an unsharded sequence and never builds the scores. It runs a TPU or GPU kernel if one
+          supports the mask and the options, and tiles in plain JAX otherwise.
+        * ``gather`` all-gathers the keys and values of a sharded sequence.
+        * ``ring`` passes them from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889).
+        * ``ring_self_attention`` passes first all keys and then all values, and holds complete rows of scores (Li et
+          al. 2021, arXiv:2105.13120).
+        * ``ulysses`` exchanges sequence shards for head shards (Jacobs et al. 2023, arXiv:2309.14509).
+        * ``hybrid`` exchanges heads over ``heads_axis`` and runs a ring over the other sequence axes.
+        * ``split_kv`` is for decoding: the queries are replicated, the keys are sharded, and the devices merge their
+          partial results.
+        * ``auto`` picks the fastest of these on the mesh's devices by a roofline model. If the device's figures are
+          unknown, it picks the one that sends the fewest bytes. :func:`jaxpar.explain` reports the choice and the
+          reason.
+      q_dims: logical dims of the queries.
+      kv_dims: logical dims of the keys and values.
+      heads_axis: the mesh axes over which ``hybrid`` and ``auto`` may exchange heads.
+      pad: pad a sequence that its mesh axes do not divide with masked tokens, and slice the result back.
       options: see :class:`jaxpar.parallel.attention.options.Options`.
 
     Returns:
-      [batch, seq, heads, head_dim], laid out as the queries.
+      The result ``[batch, seq, heads, head_dim]`` with the values' head_dim, in the queries' dtype and sharded as the
+      queries.
 
     Raises:
-      LayoutError: sizes, dims or heads do not fit the layout or each other, or a position or a segment id is beyond int32.
-      ConfigError: an option that is none, or out of its range.
+      LayoutError: sizes, dims or heads do not fit the layout or each other, or a position or segment id exceeds int32.
+      ConfigError: an option is unknown or out of range.
     """
     check_impl(impl)
     keep = read_keep(impl, options)
@@ -94,7 +108,7 @@ def attention(
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
     beside, first_head = _numbered(q, beside, q_dims)
-    # What ``pad`` has added alone is 0 already.
+    # Tokens added by ``pad`` are 0 already, so only the caller's own segments need zeroing.
     segments = _as_tokens_lie(beside.segments, spread) if given else None
     q, k, v = without_padding((q, k, v), segments)
     kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
@@ -123,7 +137,7 @@ def attention(
         o = checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)
         return result_without_padding(o, segments)[:, :rows]
     if spread.q[2] != spread.kv[2]:
-        # A shard of the queries' heads would meet the wrong keys: give every query head its own, split alike.
+        # A shard of the query heads would meet the wrong key heads, so every query head gets its own key head.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
         spread = Spread(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
@@ -147,7 +161,15 @@ def shares(
     heads_axis: tuple[str, ...] = ("ulysses",),
     asks: AttentionRequest | None = None,
 ) -> tuple[int, int]:
-    """Over how many devices a ring goes, and among how many heads are exchanged, under the ambient layout; ``q`` and ``k`` may be shapes."""
+    """Returns the ring size and the number of devices that exchange heads under the ambient layout.
+
+    Args:
+      impl: the implementation, as for :func:`attention`.
+      q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+      dims: logical dims of the queries, and of the keys and values.
+      heads_axis: the mesh axes that exchange sequence for heads.
+      asks: the options on which the choice of ``auto`` depends.
+    """
     spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
     picked = choice(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, asks=asks, links=links)
@@ -156,10 +178,13 @@ def shares(
 
 
 def _numbered(q: jax.Array, beside: AttentionArrays, dims: Dims) -> tuple[AttentionArrays, Any]:
-    """Where dropout is asked for: with the places of all sequences here in the whole batch; and the number of the first head."""
+    """With dropout, adds the global index of each sequence to the arrays; also returns the index of the first head."""
     if beside.key is None:
         return beside, 0
-    remedy = "rules that name them for 'batch' and 'heads'; or jp.attention_local(batch_axis=..., q_heads_axis=...), which is for a shard_map of one's own."
+    remedy = (
+        "rules that name them for 'batch' and 'heads'; or jp.attention_local(batch_axis=..., q_heads_axis=...), which "
+        "is for a shard_map of one's own."
+    )
     rows, heads = manual_of(dims[0]), manual_of(dims[2])
     sequences, head = counted(q, rows, heads, (), per_sequence=beside.key.ndim == 2, remedy=remedy)
     return beside._replace(sequences=sequences), head
@@ -174,7 +199,7 @@ def _sharded(
     beside: AttentionArrays,
     first_head: Any,
 ) -> jax.Array:
-    """On each device's shards: kernels and rings are opaque to the partitioner."""
+    """Runs attention on each device's shards: the partitioner cannot look into kernels and rings."""
     layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
     q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
     rows, apart = spread.q[0], (*spread.q[2], *way.heads)
@@ -209,17 +234,17 @@ def _sharded(
         return compute(here, q, k, v, beside, first_head + _index(spread.q[2]) * q.shape[2])[0]
 
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    if not free:  # an enclosing shard_map has made every axis manual: these are the shards
+    if not free:  # an enclosing shard_map has made every axis manual: the arrays are shards already
         return local(q, k, v, beside)
-    # Kernels do not say over which axes their results vary.
+    # Kernels do not declare over which axes their results vary, hence check_vma=False.
     in_specs = (q_spec, kv_spec, kv_spec, specs)
-    if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # there the map takes arrays as they lie
+    if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # shard_map does not reshard under Explicit axes
         beside = jax.tree.map(lambda x, spec: lay_out(layout.mesh, x, spec), beside, specs)
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
 def _by_kernel(way: AttentionPlan, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
-    """A kernel for whole sequences; where heads are exchanged, between the exchanges."""
+    """Runs a kernel that requires the full sequence, between the two head exchanges if heads are exchanged."""
     plain = way.rules == TileSpec(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
     if kernel == "splash" and way.heads and plain:
         from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
@@ -238,7 +263,7 @@ def _by_kernel(way: AttentionPlan, arrays: Arrays, segments: Segments, kernel: K
 
 
 def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
-    """Segments [batch, seq] laid out as queries and keys are: under Explicit axes a choice between arrays requires one layout."""
+    """Shards segments like queries and keys: under Explicit axes ``jnp.where`` requires equal shardings."""
     mesh, context = current_layout().mesh, jax.sharding.get_abstract_mesh()
     if segments is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return segments
@@ -249,7 +274,7 @@ def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
 
 
 def _laid_out(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
-    """``plain`` as the compiler lays it out, under Explicit axes too: there scores have no layout that follows from queries and keys."""
+    """Lets the compiler shard ``plain``, because under Explicit axes JAX cannot derive a sharding for the scores."""
     mesh = current_layout().mesh
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
@@ -274,7 +299,7 @@ def _dense(
 ) -> jax.Array:
     plain = rules == TileSpec(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
     alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
-    # jax's own has fp32 sums for fp64 too, and of fp16 asks for a product that neither CPUs nor TPUs have.
+    # JAX's own attention accumulates fp64 in fp32, and for fp16 it requests a dot that CPUs and TPUs lack.
     if plain and alike and q.dtype.itemsize <= 4 and q.dtype != jnp.float16:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
@@ -295,7 +320,7 @@ def _dense(
 
 
 def _at(order: Any, length: int, ways: int, what: str) -> jax.Array:
-    """Positions of all tokens, as they lie."""
+    """Returns the position of every token, in the order in which the tokens are stored."""
     if isinstance(order, str):
         return jnp.asarray(permutation(order, length, ways))  # type: ignore[arg-type]
     check_given(order, length, what)
@@ -303,14 +328,14 @@ def _at(order: Any, length: int, ways: int, what: str) -> jax.Array:
 
 
 def _asks(beside: AttentionArrays, offset: int, options: Options) -> bool:
-    """Whether anything is asked for beside rules and keys that begin with the queries."""
+    """Whether any array option, query offset or token order is given."""
     return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
 def _kernel(
     arrays: Arrays, asked: tuple[TileSpec, AttentionArrays, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
 ) -> KernelChoice:
-    """What computes ``impl`` here."""
+    """Returns the kernel for ``impl`` on the shards of one device."""
     ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
     ways, platform = _share(ring), platform_of(current_layout().mesh)
     if ring and KEYS[impl] == "rows":
@@ -324,16 +349,16 @@ def _kernel(
 
 
 def _padded(arrays: Arrays, beside: AttentionArrays, dims: tuple[Dims, Dims]) -> tuple[Arrays, AttentionArrays]:
-    """Sequences filled up to what the layout's split of them wants, with tokens that are padding."""
+    """Pads the sequences with masked tokens to the multiple that their sharding requires."""
     missing = []
     for x, names in zip(arrays[:2], dims, strict=True):
-        # Any split divides so long a sequence: its axes are those that the rules want.
+        # Every sharding divides this length, so resolving it returns all axes that the rules name.
         long = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1] * current_layout().mesh.size, *x.shape[2:]), x.dtype)
         missing.append(-x.shape[1] % (2 * _share(_axes(long, names)[1])))
     if not any(missing):
         return arrays, beside
     order = beside.order
-    if order is not None:  # what is filled up stands behind all others, where nothing sees it
+    if order is not None:  # padded tokens get the positions after all others
         check_given(order, arrays[1].shape[1], "the keys' sequence")
         order = jnp.concatenate([order, len(order) + jnp.arange(missing[1], dtype=order.dtype)])
     given = beside.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
@@ -349,7 +374,7 @@ def _padded(arrays: Arrays, beside: AttentionArrays, dims: tuple[Dims, Dims]) ->
 
 
 def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
-    """The mesh axes of each dim of ``x``, without those that an enclosing ``shard_map`` has made manual."""
+    """Returns the mesh axes of each dim of ``x``, without those that an enclosing ``shard_map`` has made manual."""
     layout, manual = current_layout(), jax.sharding.get_abstract_mesh().manual_axes
     sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
     return resolve(layout.rules, sizes, tuple(dims), x.shape, itemsize=x.dtype.itemsize).axes

@@ -1,4 +1,4 @@
-"""``attention_local``: attention inside of a ``shard_map``, and what it shares with the form for global arrays."""
+"""``attention_local``: attention inside a ``shard_map``, and the code that it shares with ``attention``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS: dict[str, KeySource] = {
     "hybrid": "ring",
     "split_kv": "here",
 }
-"""Implementation → how the keys of other devices come."""
+"""Maps an implementation to how a device gets the keys of other devices."""
 
 
 def attention_local(
@@ -46,29 +46,33 @@ def attention_local(
     q_heads_axis: str | Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> jax.Array:
-    """Attention of one device's queries to the keys of all devices along ``axis``, inside of a ``shard_map`` of the caller's.
+    """Returns attention of one device's queries to all keys along ``axis``, inside the caller's ``shard_map``.
 
-    Causal unless ``causal=False`` is given. Padding never influences anything; a row without keys is 0, and so are its gradients.
+    Attention is causal unless ``causal=False``. Padded tokens never affect other tokens. A query that sees no key gets
+    a result of 0 and gradients of 0.
 
     Args:
-      q_BSHD: [batch, tokens, heads, head_dim] of this device; with ``split_kv`` all queries, the same on every device.
-      k_BTKD, v_BTKD: [batch, tokens, kv_heads, head_dim] of this device.
+      q_BSHD: this device's queries ``[batch, tokens, heads, head_dim]``. With ``split_kv``, all queries, replicated.
+      k_BTKD, v_BTKD: this device's keys and values ``[batch, tokens, kv_heads, head_dim]``.
       impl: see :func:`jaxpar.attention`.
-      axis: the mesh axes that the sequence is split over, major to minor.
-      heads_axis: for ``hybrid``, which of them, the minor ones, exchange sequence for heads.
-      batch_axis, q_heads_axis: the manual axes that split the batch, and the query heads, major to minor: with ``dropout``, sequences and heads are
-        counted over them, so that devices drop the weights that one device would. Not given, they are those of the ambient rules of ``batch`` and
-        ``heads``, and without rules ``replica``, ``data`` and ``expert``, and ``model``.
-      options: see :class:`jaxpar.parallel.attention.options.Options`. ``q_offset`` counts from the first token of all; a bias has the rows of the tokens that
-        this device computes (with an exchange of heads, of all that take part) and the columns of all keys.
+      axis: the mesh axes that shard the sequence, major to minor.
+      heads_axis: for ``hybrid``, those axes of ``axis`` that exchange sequence for heads. They must be the minor ones.
+      batch_axis: the manual axes that shard the batch, major to minor. With ``dropout``, each device needs the global
+        index of its sequences, so that it drops the same weights as a single device would. Default: the manual axes
+        that the ambient rules give ``batch``, or ``replica``, ``data`` and ``expert`` without rules.
+      q_heads_axis: the manual axes that shard the query heads, major to minor, for the same purpose. Default: the
+        manual axes that the ambient rules give ``heads``, or ``model`` without rules.
+      options: see :class:`jaxpar.parallel.attention.options.Options`. ``q_offset`` is the position of the first query
+        of the global sequence. A bias has one row for each query that this device computes (after a head exchange, the
+        queries of all participating devices) and one column for each key of the global sequence.
 
     Returns:
-      As the queries.
+      The result for this device's queries, ``[batch, tokens, heads, head_dim]`` with the values' head_dim.
 
     Raises:
-      LayoutError: heads or tokens do not divide, or an axis is not there or not manual here.
-      ConfigError: an option that is none; with ``dropout``, a manual axis of which nothing says what it splits, or other sequences than the rows of the
-        batch that are here.
+      LayoutError: heads or tokens do not divide, or an axis does not exist or is not manual here.
+      ConfigError: an option is unknown. With ``dropout``: it is unknown which dim a manual axis shards, or the number
+        of sequences is not a multiple of the number of batch rows on this device.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -83,7 +87,8 @@ def attention_local(
     check_impl(impl)
     if impl not in KEYS:
         raise ConfigError(
-            f"attention_local: impl is {impl!r}, which is for global arrays. Remedy: one of {', '.join(KEYS)}, or jp.attention."
+            f"attention_local: impl is {impl!r}, which is for global arrays. Remedy: one of {', '.join(KEYS)}, or "
+            f"jp.attention."
         )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     _check_axes(axes)
@@ -121,7 +126,7 @@ def _numbered(
     batch_axis: str | Sequence[str] | None,
     q_heads_axis: Any,
 ) -> tuple[AttentionArrays, Any]:
-    """With the places of the sequences here in the whole batch; and the number of the first head."""
+    """Adds the global index of each sequence to the arrays; returns them and the index of the first head."""
     given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
     usual = (manual_of("batch", ROWS), manual_of("heads", HEADS))
     rows, heads = (
@@ -130,7 +135,7 @@ def _numbered(
     )
     _check_axes((*rows, *heads))
     remedy = "batch_axis=... and q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
-    # Where devices along an axis are known to have the same queries, they are to drop the same weights.
+    # Devices along an axis over which the queries are replicated must drop the same weights.
     same = [axis for axis in manual_axes() if not splitting((axis,), q)]
     sequences, head = counted(
         q,
@@ -146,21 +151,26 @@ def _numbered(
 def _engine(
     way: AttentionPlan, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: AttentionArrays, split: bool
 ) -> Backend:
-    """What computes tiles of queries and keys of these lengths."""
+    """Returns the backend that computes tiles of queries and keys of these lengths."""
     shapes = [
         jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
     ]
     platform = platform_of(jax.sharding.get_abstract_mesh())
     found = find(platform, shapes, way.rules, beside, way.offset, split=split)
-    # Tiles do also what another kernel does, and are at home in anybody's shard_map.
+    # The tile kernel covers what splash does, and it also runs in a shard_map that the caller wrote.
     return "tpu" if found.kernel in ("splash", "tiles") else "jax"
 
 
 def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of the axes that the sequence is split over: the ring's, and those that exchange heads.
+    """Splits the axes that shard the sequence into the ring's axes and the axes that exchange heads.
+
+    Args:
+      impl: the implementation.
+      axes: the mesh axes that shard the sequence, major to minor.
+      heads_axis: the mesh axes that ``hybrid`` may exchange heads over.
 
     Raises:
-      LayoutError: ``hybrid`` finds none for the heads, or they are not the minor ones.
+      LayoutError: ``hybrid`` lacks an axis for the ring or for the heads, or the heads' axes are not the minor ones.
     """
     if impl in ("flash", "dense"):
         return (), ()
@@ -172,19 +182,28 @@ def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tupl
     ring = axes[: len(axes) - len(heads)]
     if not heads or not ring or axes != (*ring, *heads):
         raise LayoutError(
-            f"attention(impl='hybrid'): the sequence is split over {listing(axes)}, but a ring's axes and then {listing(heads_axis)} to exchange "
-            f"heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or impl='ring' or 'ulysses'."
+            f"attention(impl='hybrid'): the sequence is split over {listing(axes)}, but a ring's axes and then "
+            f"{listing(heads_axis)} to exchange heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh "
+            f"with both, or impl='ring' or 'ulysses'."
         )
     return ring, heads
 
 
 def ordered(way: AttentionPlan, options: Options, lengths: tuple[int, int]) -> AttentionPlan:
-    """``way`` with the order that its tokens lie in, or are brought into.
+    """Returns ``way`` with the token order, the block size and the dtype of the gradients taken from ``options``.
+
+    If the caller gives no order, a ring under a causal mask reorders the tokens into zigzag and back (``relay``).
 
     Args:
-      lengths: tokens of queries and of keys that one device has.
+      way: the plan.
+      options: the caller's options.
+      lengths: number of queries and of keys on one device, before heads are exchanged.
+
+    Raises:
+      ConfigError: the order or ``kv_grad_dtype`` is unknown.
+      LayoutError: the order does not fit the number of tokens.
     """
-    # A CPU's caches hold smaller tiles.
+    # CPU caches hold smaller tiles.
     usual = way.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else way.block
     way = replace(
         way, kv_grad_dtype=read_kv_grad_dtype(options.get("kv_grad_dtype")), block=options.get("block") or usual
@@ -197,7 +216,7 @@ def ordered(way: AttentionPlan, options: Options, lengths: tuple[int, int]) -> A
     if asked is not None and not isinstance(asked, str):
         for what, length in checked:
             check_given(asked, length, what)
-        # In arrays stand prefixes and offsets: what they let a query see is not known here.
+        # Prefixes and offsets given as arrays have no known values here, so every hop may be visible.
         known = isinstance(asked, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
         if not known or way.ways == 1 or way.whole:
             return way
@@ -210,22 +229,28 @@ def ordered(way: AttentionPlan, options: Options, lengths: tuple[int, int]) -> A
 
 
 def check_heads(heads: int, ways: int, axes: Sequence[str]) -> None:
+    """Raises LayoutError if ``ways`` devices along ``axes`` cannot exchange ``heads`` query heads."""
     if heads % ways:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise LayoutError(
-            f"attention: {heads} query heads cannot be exchanged among {ways} devices over {listing(axes)}. Remedy: as many devices as divide "
-            f"them ({', '.join(map(str, fitting))}), or impl='ring', which takes any."
+            f"attention: {heads} query heads cannot be exchanged among {ways} devices over {listing(axes)}. Remedy: as "
+            f"many devices as divide them ({', '.join(map(str, fitting))}), or impl='ring', which takes any."
         )
 
 
 def compute(
     way: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, beside: AttentionArrays, first_head: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Result and logarithm of the sums of weights of one device's shards.
+    """Returns the attention result of one device's shards and its log-sum-exp.
 
     Args:
-      beside: slopes and bias of the heads that this device computes, after heads are exchanged.
-      first_head: the number of the first query head here, before heads are exchanged.
+      way: the plan.
+      q, k, v: this device's shards ``[batch, tokens, heads or kv_heads, head_dim]``.
+      beside: array options, with slopes and bias of the heads that this device computes after the head exchange.
+      first_head: global index of this device's first query head before the head exchange.
+
+    Returns:
+      The result ``[batch, tokens, heads, head_dim]`` and the log-sum-exp of the scores ``[batch, tokens, heads]``.
     """
     ways = exchange.ways_of(way.heads)
     kv_heads = k.shape[2] * exchange.repeats(k.shape[2], ways) // ways
@@ -248,15 +273,16 @@ def compute(
 
 
 def with_sinks(o_BSHD: jax.Array, lse_BSH: jax.Array, sinks_H: jax.Array) -> jax.Array:
-    """The result with a logit of each head in its softmax. A row without keys stays 0, also beside a sink of -inf: its -inf is not looked at."""
+    """Returns the result with each head's sink logit added to the softmax denominator."""
+    # A row without keys has a log-sum-exp of -inf, which a sink of -inf would turn into NaN; its result stays 0.
     lse = jnp.where(jnp.isneginf(lse_BSH), 0, lse_BSH)
     return (o_BSHD * jax.nn.sigmoid(lse - sinks_H.astype(lse.dtype))[..., None]).astype(o_BSHD.dtype)
 
 
 def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-    """Results, and logarithms of the sums of weights, of the same queries and all devices' keys; jax differentiates it."""
+    """Merges the partial results and log-sum-exps of replicated queries over ``axes``; differentiable by JAX."""
     greatest = jax.lax.pmax(jax.lax.stop_gradient(lse), tuple(axes))
-    greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)  # no device's keys are seen
+    greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)  # the query sees no key on any device
     weight = jnp.exp(lse - greatest)
     total = jax.lax.psum(weight, tuple(axes))
     seen = total > 0
@@ -266,7 +292,7 @@ def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array
 
 
 def _alike(way: AttentionPlan, tree: Any) -> Any:
-    """All arrays differing over the axes that one of them, or the work, differs over: a shard_map may keep count of it."""
+    """Casts all arrays to vary over the same manual axes, as a ``shard_map`` with ``check_vma`` requires."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     axes = {axis for x in leaves for axis in varies_over(x)}
     if not axes:
@@ -282,7 +308,7 @@ def _alike(way: AttentionPlan, tree: Any) -> Any:
 
 
 def _own_heads(x: jax.Array, axes: Sequence[str], dim: int) -> jax.Array:
-    """The part of all heads that this device computes, once they are exchanged."""
+    """Slices out the heads that this device computes after the head exchange."""
     each = x.shape[dim] // exchange.ways_of(axes)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * each, each, dim)
 
@@ -293,6 +319,6 @@ def _check_axes(axes: Sequence[str]) -> None:
     if missing:
         there = listing(manual) if manual else "none"
         raise LayoutError(
-            f"attention_local: {listing(missing)} is no manual axis here; manual are: {there}. Remedy: call it inside of jax.shard_map over "
-            f"{listing(axes)}, or jp.attention outside of one."
+            f"attention_local: {listing(missing)} is no manual axis here; manual are: {there}. Remedy: call it inside "
+            f"of jax.shard_map over {listing(axes)}, or jp.attention outside of one."
         )

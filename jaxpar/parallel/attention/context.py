@@ -1,4 +1,4 @@
-"""``Context``: how a model's attention goes over a split sequence, said once for all its layers."""
+"""``Context``: how all layers of a model compute attention over a sharded sequence."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.utils.checks import is_count
 
 BALANCED = "balanced"
-"""The order of a ring whose devices have even work in packed documents: the batch brings it, as of :func:`jaxpar.balanced_packing`."""
+"""A ring order that balances packed documents; each batch contains it, from :func:`jaxpar.balanced_packing`."""
 HEADS_AXIS = ("ulysses",)
 type Laid = str | jax.Array | None
-"""How tokens lie: a name, the position of each [seq], or as they come."""
+"""A token order: a name, the position of each token [seq], or ``None`` for the natural order."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What :func:`jaxpar.attention` is given in every layer.
+    """The options that every layer of a model passes to :func:`jaxpar.attention`.
 
     Attributes:
-      impl: the implementation.
-      load_balance: how tokens lie along the devices of a ring; ``None`` for zigzag where there is a ring and the sequence divides, as they come
-        elsewhere. Tokens are brought into it once, before the first layer, and with them targets and positions. ``balanced`` is what the
-        batch brings as ``order``; see :meth:`laid`.
-      grad_dtype: the dtype in which gradients of keys and values go from device to device.
-      block: tokens of a tile's side, at most; ``None`` for what suits the device.
-      keep_gathered_kv: for ``gather``: what is gathered in the forward pass stays for the backward pass, if the policy saves what attention makes.
+      impl: the implementation, any but ``split_kv``.
+      load_balance: the order of the tokens along the devices of a ring: ``contiguous``, ``zigzag``, ``striped`` or
+        ``balanced``. The model reorders tokens, targets and positions once, before the first layer. ``balanced`` takes
+        the order from the batch; see :meth:`laid`. Default: zigzag if there is a ring and the sequence divides, else
+        contiguous.
+      grad_dtype: the dtype in which devices send gradients of keys and values, ``float32`` or ``bfloat16``.
+      block: the maximum number of tokens on a tile's side; ``None`` picks a size for the device.
+      keep_gathered_kv: for ``gather``: keep the gathered keys and values for the backward pass, if the remat policy
+        saves attention outputs.
 
     Raises:
-      ConfigError: a name that is none, a block of no tokens, or ``keep_gathered_kv`` where nothing is gathered.
+      ConfigError: a name is unknown, ``block`` is not a positive integer, or ``keep_gathered_kv`` is set and ``impl``
+        is not ``gather``.
     """
 
     impl: Impl = "auto"
@@ -51,7 +54,7 @@ class Context:
     keep_gathered_kv: bool = False
 
     def __post_init__(self) -> None:
-        # A model's queries are split as its keys are: nothing to merge.
+        # A model shards its queries like its keys, so split_kv would have nothing to merge.
         checks = (
             ("impl", self.impl, tuple(name for name in IMPLS if name != "split_kv")),
             ("load_balance", self.load_balance, (None, *ORDERS, BALANCED)),
@@ -61,26 +64,30 @@ class Context:
             if value not in known:
                 names = [option for option in known if option is not None]
                 raise ConfigError(
-                    f"context: {name} is {value!r}, but one of {', '.join(names)} is wanted.{did_you_mean(str(value), names)}"
+                    f"context: {name} is {value!r}, but one of {', '.join(names)} is "
+                    f"wanted.{did_you_mean(str(value), names)}"
                 )
         if self.block is not None and not is_count(self.block):
             raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
         if self.keep_gathered_kv and self.impl != "gather":
             raise ConfigError(
-                f"context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, and impl is {self.impl!r}. Remedy: impl: gather, "
-                f"or leave keep_gathered_kv out."
+                f"context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, and impl "
+                f"is {self.impl!r}. Remedy: impl: gather, or leave keep_gathered_kv out."
             )
 
     def laid(self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None) -> tuple[Laid, Any, tuple[Any, ...]]:
-        """The order of the tokens, their positions [1, seq] where it is not the natural one, and arrays [batch, seq] in it.
+        """Returns the token order, the positions ``[1, seq]`` in that order, and the arrays reordered.
+
+        The order and the positions are ``None`` if the natural order is kept.
 
         Args:
-          q, k: queries and keys of a layer, as arrays or shapes [batch, seq, heads, head_dim].
-          order_BS: an order that comes with the batch: the position of each token, as they are to lie, the same in all rows. Where there
-            is no ring it is not looked at.
+          q, k: queries and keys of a layer ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+          arrays_BS: arrays ``[batch, seq]`` to reorder, such as tokens and targets.
+          order_BS: the order in the batch: the position of each token ``[batch, seq]``, the same in all rows. Ignored
+            if there is no ring.
 
         Raises:
-          LayoutError: the order is ``balanced``, and none comes.
+          LayoutError: the order is ``balanced`` and ``order_BS`` is ``None``.
         """
         ring, seq = self.ring(q, k, given=order_BS is not None), q.shape[1]
         order: Any = self.load_balance or ("zigzag" if seq % (2 * ring) == 0 else "contiguous")
@@ -88,18 +95,20 @@ class Context:
             return None, None, arrays_BS
         if order == BALANCED and order_BS is None:
             raise LayoutError(
-                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-                f"np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' data.packing: true, or load_balance: zigzag."
+                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: "
+                f"batch['order'] = np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' "
+                f"data.packing: true, or load_balance: zigzag."
             )
         at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
         name = order if order_BS is None else at
         return name, jax.numpy.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
 
     def ring(self, q: Any, k: Any, *, given: bool = False) -> int:
-        """Devices of the ring that a layer's queries and keys, or their shapes, call for under the ambient layout; 1 where there is none.
+        """Returns the number of devices in a layer's ring under the ambient layout; 1 if there is no ring.
 
         Args:
-          given: the batch brings an order.
+          q, k: queries and keys of a layer ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+          given: whether the batch contains an order.
         """
         order = "given" if given or self.load_balance == BALANCED else self.load_balance
         return shares(self.impl, q, k, asks=AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype))[0]
@@ -107,8 +116,18 @@ class Context:
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, order: Laid, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """Causal attention of queries, keys and values whose tokens lie in this order, of documents [batch, seq] that lie so too."""
-        # Asked for, contiguous is meant; else a ring lays out its tokens by itself.
+        """Returns causal attention of tokens stored in the given order.
+
+        Args:
+          q: queries ``[batch, seq, heads, head_dim]``.
+          k, v: keys and values ``[batch, seq, kv_heads, head_dim]``.
+          order: the order of the tokens, as :meth:`laid` returns it.
+          segment_ids: the document of each token ``[batch, seq]``, in the same order; negative for padding.
+
+        Returns:
+          The result ``[batch, seq, heads, head_dim]``.
+        """
+        # With order=None a ring would reorder into zigzag by itself, so an explicit contiguous must be passed on.
         order = ("contiguous" if self.load_balance == "contiguous" else None) if order is None else order
         how: dict[str, Any] = {
             "kv_grad_dtype": self.grad_dtype,
@@ -119,20 +138,22 @@ class Context:
         axes = _split_here()
         if axes:
             impl, around = self._settled(q, k, split_ways())
-            # Laid out once for all layers, or as it comes: inside a map nothing is brought into another order.
+            # The tokens were ordered before the shard_map, or stay as they are: no layer may reorder them again.
             order = order or ("contiguous" if around > 1 else None)
             return attention_local(q, k, v, impl=impl, axis=axes, heads_axis=HEADS_AXIS, order=order, **how)
         return attention(q, k, v, impl=self.impl, order=order, **how)
 
     def settled_order(self, q: Any, k: Any, ways: int = 1) -> str | None:
-        """The order by name that tokens are to lie in where a ``shard_map`` splits the sequence: the same inside of it, and before.
+        """Returns the name of the token order if a ``shard_map`` shards the sequence; ``None`` for contiguous.
+
+        The result is the same inside the ``shard_map`` and before it.
 
         Args:
-          q, k: queries and keys of a layer, as arrays or shapes; how many sequences they are does not matter.
-          ways: devices that the map has split the sequence over.
+          q, k: queries and keys of a layer, as arrays or shapes, with any batch size.
+          ways: number of devices over which the ``shard_map`` has sharded the sequence of ``q`` and ``k``.
 
         Raises:
-          ConfigError: the order is ``balanced``, which is of a batch, not of its microbatches.
+          ConfigError: the order is ``balanced``, which applies to a batch and not to its microbatches.
         """
         if self.load_balance == BALANCED:
             raise ConfigError(
@@ -143,11 +164,11 @@ class Context:
         return None if ring == 1 or order == "contiguous" else order
 
     def settled_ring(self, q: Any, k: Any) -> int:
-        """How many devices go round in that order."""
+        """Returns the number of devices in the ring inside a ``shard_map`` that shards the sequence."""
         return self._settled(q, k, 1)[1]
 
     def _settled(self, q: Any, k: Any, ways: int) -> tuple[Any, int]:
-        """The implementation inside of a map that splits the sequence, and how many devices its ring has."""
+        """Returns the implementation inside a ``shard_map`` that shards the sequence, and the size of its ring."""
         layout = current_layout()
         q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * ways, *x.shape[2:]), x.dtype) for x in (q, k))
         split: tuple[Axes, ...] = ((), _rule_axes(), (), ())
@@ -160,20 +181,20 @@ class Context:
 
 
 def _rule_axes() -> Axes:
-    """The axes, larger than 1, over which the rules split ``seq``."""
+    """Returns the mesh axes of size > 1 over which the rules shard ``seq``."""
     layout = current_layout()
     resolved = layout.resolve(("seq",))
     return () if resolved.problems else tuple(axis for axis in resolved.axes[0] if layout.sizes[axis] > 1)
 
 
 def _split_here() -> Axes:
-    """Those that an enclosing ``shard_map`` has made manual."""
+    """Returns those axes of :func:`_rule_axes` that an enclosing ``shard_map`` has made manual."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in _rule_axes() if axis in manual)
 
 
 def split_ways() -> int:
-    """Over how many devices an enclosing ``shard_map`` has split the sequence."""
+    """Returns the number of devices over which an enclosing ``shard_map`` has sharded the sequence."""
     return math.prod(current_layout().sizes[axis] for axis in _split_here())
 
 

@@ -1,8 +1,8 @@
-"""What an attention over a split sequence costs a device: scores that it computes, bytes that it sends, and, where the devices are known,
-seconds.
+"""Cost model of attention over a sharded sequence: bytes that a device sends and, on known devices, seconds.
 
-A model as that of :mod:`jaxpar.sharding.hardware.links`, of peaks and bytes. A ring's hops go beside the tiles of the keys that are there; exchanges of heads,
-gathers, the way into zigzag and back, and the last step of the gradients go beside nothing.
+It is a roofline model of peak rates and bytes, as in :mod:`jaxpar.sharding.hardware.links`. A ring's hop overlaps with
+the tiles of the keys already received. Head exchanges, gathers, the reordering into zigzag and back, and the last step
+of the gradients are exposed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxpar.sharding.rules import Axes
 BLOCK = 512
 CAUSAL = Mask(causal=True)
 FORWARD, BACKWARD = 2, 5
-"""Matmuls of a tile."""
+"""Matmuls per tile in the forward and in the backward pass."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The mesh axes of each dim of queries, and of keys and values."""
+    """The mesh axes that shard each dim of the queries, and of the keys and values."""
 
     q: tuple[Axes, ...]
     kv: tuple[Axes, ...]
@@ -41,15 +41,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What of an attention's options costs are counted from.
+    """The options of an attention that determine its cost.
 
     Attributes:
-      mask: which keys a query sees; of a function of positions, and of packed documents, nothing is taken to be hidden.
-      order: how tokens lie, a name, or ``given`` by positions; ``None`` where a ring may lay them out itself.
-      free: they do not lie so yet, but are brought into the order of a ring, if there is one, once for all layers.
-      kv_grad_dtype: the dtype of travelling gradients.
+      mask: which keys a query sees. A ``where`` function and packed documents are assumed to hide nothing.
+      order: the token order by name, or ``given`` for explicit positions; ``None`` if a ring may reorder the tokens
+        itself.
+      free: whether the caller reorders the tokens once for all layers if there is a ring.
+      kv_grad_dtype: the dtype in which devices send gradients of keys and values.
       offset: the first query's position.
-      hops: whether mask and order tell which hops of a ring see nothing; arrays may decide it.
+      hops: whether mask and order determine which hops of a ring see nothing; False if that depends on arrays.
     """
 
     mask: Mask = CAUSAL
@@ -64,13 +65,16 @@ class CostParts(NamedTuple):
     """How an implementation splits an attention. Bytes are those of one device.
 
     Attributes:
-      ring, heads: the mesh axes of a ring, or of a gather, and of the exchange of heads.
-      around, apart: devices along them.
-      queries, keys: bytes of the queries, and of keys and values (repeated as far as the exchange wants it).
-      gradients: bytes of the keys' and values' gradients, as they travel.
-      exchanged: bytes before heads are exchanged, of queries, keys and values with their gradients and results.
-      per_score: batch × heads × head_dim of the scores that one device computes.
-      lengths: tokens of queries and keys along the ring.
+      ring: the mesh axes of the ring or of the gather.
+      heads: the mesh axes of the head exchange.
+      around: number of devices along ``ring``.
+      apart: number of devices along ``heads``.
+      queries: bytes of the queries.
+      keys: bytes of the keys and values, including the key heads repeated for the head exchange.
+      gradients: bytes of the keys' and values' gradients, in the dtype in which they are sent.
+      exchanged: bytes that enter head exchanges: queries, results, keys and values, and their gradients.
+      per_score: batch × heads × head_dim of one device: the multiply-adds of one matmul per pair of query and key.
+      lengths: number of queries and of keys along the ring.
     """
 
     ring: Axes
@@ -87,12 +91,12 @@ class CostParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one device, forward and backward.
+    """The cost of one forward and one backward pass on one device.
 
     Attributes:
-      sent: bytes.
-      compute: seconds of the critical path; a ring waits in each hop for the slowest device.
-      exposed: seconds of sending with nothing beside it, and by which a hop outlasts its compute.
+      sent: bytes sent.
+      compute: compute seconds on the critical path; each hop of a ring takes as long as its slowest device.
+      exposed: seconds of communication that does not overlap with compute.
     """
 
     sent: float
@@ -114,14 +118,16 @@ def cost(
     asked: AttentionRequest | None = None,
     links: Links | None = None,
 ) -> Cost | None:
-    """What ``impl`` costs; ``None`` where it does not fit.
+    """Returns the cost of ``impl``, or ``None`` if it does not support this sharding.
 
     Args:
       impl: ``ring``, ``gather``, ``ulysses`` or ``hybrid``.
-      q, k: arrays or shapes [batch, seq, heads, head_dim].
-      sizes: of the mesh axes.
-      asked: ``None`` for a causal mask, and tokens brought into a ring's order once.
-      links: of the devices; without them there are bytes and no seconds.
+      q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+      spread: the mesh axes that shard each dim of queries and keys.
+      sizes: the sizes of the mesh axes.
+      heads_axis: the mesh axes that may exchange heads.
+      asked: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all layers.
+      links: the links of the devices. Without them only bytes are counted, and the seconds are 0.
     """
     asked = asked or AttentionRequest(free=True)
     parts = _parts(impl, q, k, spread, sizes, heads_axis, asked)
@@ -137,7 +143,7 @@ def cost(
         path = np.array([done.sum(1).max()]) if impl == "gather" else done.max(0)[list(hops)]
     ways = parts.around
     sent = parts.exchanged * (parts.apart - 1) / parts.apart
-    # Of queries, result and their gradients, and of keys, values and theirs; the gradients as wide as sums.
+    # Reordering moves q, o, k, v and all their gradients; the gradients of k and v have the dtype of the sums.
     moved = 4 * parts.queries + parts.keys * (1 + 4 / min(4, q.dtype.itemsize)) if relay else 0.0
     pairs = zigzag_pairs(ways) if relay else ()
     leaving = [sum(a != b for a, b in some) / ways for some in pairs]
@@ -160,14 +166,14 @@ def cost(
 
 
 def _waits(links: Links, parts: CostParts, hops: tuple[int, ...], seconds: Any) -> float:
-    """Seconds by which sending outlasts computing; ``seconds`` are those of one matmul of each hop."""
+    """Returns the seconds by which sending outlasts computing; ``seconds`` is the time of one matmul in each hop."""
     shift = lambda steps: [(i, (i + steps) % parts.around) for i in range(parts.around)]
     send = lambda size, steps: links.permute(parts.ring, size, shift(steps))
     waits, gaps = 0.0, [b - a for a, b in itertools.pairwise(hops)]
     for n, gap in enumerate(gaps):
         coming = send(parts.keys, gap)
         waits += max(0.0, coming - FORWARD * seconds[n])
-        # Back, gradients follow their keys, one hop behind.
+        # In the backward pass the gradients follow their keys one hop behind.
         following = send(parts.gradients, gaps[n - 1]) if n > 1 else 0.0
         waits += max(0.0, coming + following - BACKWARD * seconds[n])
     if len(gaps) > 1:
@@ -176,17 +182,17 @@ def _waits(links: Links, parts: CostParts, hops: tuple[int, ...], seconds: Any) 
 
 
 def _rate(links: Links, itemsize: int) -> float:
-    """Of matmuls at jax's default precision."""
+    """Returns the peak rate of matmuls at JAX's default precision."""
     device = links.accelerator
     return device.rate("bf16") if itemsize <= 2 or device.tf32 is None else device.rate("tf32")
 
 
 def _order(asked: AttentionRequest, parts: CostParts) -> tuple[str, bool]:
-    """How the tokens lie on a ring's devices, and whether it brings them there itself."""
+    """Returns the token order of a ring, and whether the ring itself reorders the tokens."""
     if asked.order in ORDERS and asked.order != "zigzag":
         return str(asked.order), False
     even = all(length % (2 * parts.around) == 0 for length in parts.lengths)
-    if asked.order is not None or asked.free:  # of a given order it is taken that it is as even
+    if asked.order is not None or asked.free:  # a given order is assumed to balance as well as zigzag
         return "zigzag" if even else "contiguous", False
     relay = even and asked.mask.sides == (None, 0) and asked.mask.chunk is None
     return ("zigzag" if relay else "contiguous"), relay and parts.around > 1
@@ -223,9 +229,9 @@ def _parts(
 
 @functools.lru_cache(maxsize=256)
 def work(mask: Mask, lengths: tuple[int, int], offset: int, ways: int, order: str) -> Any:
-    """Scores of the tiles that the mask leaves, [ways, hops]: in hop h a device has the keys of the one h places before it.
+    """Counts the scores in visible tiles [ways, hops]: in hop h a device has the keys of the device h places before it.
 
-    From the first and last positions of blocks; of a long sequence in larger blocks.
+    The count uses only the minimum and maximum positions of blocks, and larger blocks for long sequences.
 
     >>> (work(Mask(causal=True), (4096, 4096), 0, 2, "zigzag") // 512**2).tolist()
     [[10, 8], [10, 8]]
@@ -237,7 +243,7 @@ def work(mask: Mask, lengths: tuple[int, int], offset: int, ways: int, order: st
     for length, first in zip(lengths, (offset, 0), strict=True):
         each = side(length // ways // parts, max(BLOCK, length // 512))
         at = np.stack([np.asarray(positions(order, length, ways, i)) for i in range(ways)])  # type: ignore[arg-type]
-        # A last block that is not full ends where the others of its device do.
+        # reduceat, because the last block of a device may be shorter than the others.
         starts = np.arange(0, at.shape[1], each)
         low, high = np.minimum.reduceat(at, starts, 1), np.maximum.reduceat(at, starts, 1)
         ends.append((low + first, high + first))

@@ -1,4 +1,4 @@
-"""Integers that a caller gives, as the int32 that positions and segments are compared in: exact, or an error; none wraps around."""
+"""Converts the caller's positions and segment ids to int32: a value that does not fit raises instead of wrapping."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy as np
 from jaxpar.errors import LayoutError
 
 LEAST, GREATEST = -(2**31), 2**31 - 1
-"""Of int32. ``LEAST`` is :data:`jaxpar.parallel.attention.tiled.tile.PAD`."""
+"""The range of int32. ``LEAST`` equals :data:`jaxpar.parallel.attention.tiled.tile.PAD`."""
 
 
 def exact_ids(name: str, ids: Any) -> jax.Array:
-    """Segment ids as int32, or as int64 where they are traced and wider.
+    """Returns segment ids as int32, or as int64 if they are traced in a wider dtype.
 
     Args:
-      name: what to call them in an error.
-      ids: integers [batch, seq], numpy's or jax's.
+      name: their name in an error message.
+      ids: integers ``[batch, seq]``, a numpy or JAX array.
 
     Raises:
-      LayoutError: an id is not an int32 number, or ids are traced in a dtype whose numbers no signed integer here holds.
+      LayoutError: an id exceeds int32, or traced ids have a dtype that the widest enabled signed dtype cannot
+        represent.
     """
     if not _may_exceed(ids.dtype):
         return jnp.asarray(ids, jnp.int32)
@@ -32,26 +33,27 @@ def exact_ids(name: str, ids: Any) -> jax.Array:
         if len(outside):
             row, token = outside[0]
             raise LayoutError(
-                f"attention: {name}: token {token} of sequence {row} has the id {values[row, token]}, which is beyond int32. Remedy: number the "
-                f"documents of each sequence from 0, with -1 for padding."
+                f"attention: {name}: token {token} of sequence {row} has the id {values[row, token]}, which is beyond "
+                f"int32. Remedy: number the documents of each sequence from 0, with -1 for padding."
             )
         return jnp.asarray(values.astype(np.int32))
     if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 or ids.dtype == np.uint64:
         raise LayoutError(
-            f"attention: {name}: they are traced {ids.dtype.name}, which may be beyond int32. Remedy: number the documents of each sequence "
-            f"from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
+            f"attention: {name}: they are traced {ids.dtype.name}, which may be beyond int32. Remedy: number the "
+            f"documents of each sequence from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
         )
     return jnp.asarray(ids, jnp.int64)
 
 
 def exact_offset(offset: Any, queries: int) -> Any:
-    """The first query's position: a plain integer or ``None`` as such, an array as int32.
+    """Returns the first query's position: a plain integer or ``None`` unchanged, an array as int32.
 
     Args:
-      queries: how many there are; all of their positions must be int32, and none the least int32.
+      offset: the position, an integer or a scalar array.
+      queries: number of queries; all their positions must be int32 and greater than its minimum.
 
     Raises:
-      LayoutError: a position is beyond that, or ``offset`` is not an integer.
+      LayoutError: a known position is out of that range, or ``offset`` is not an integer.
     """
     if offset is None:
         return None
@@ -64,8 +66,9 @@ def exact_offset(offset: Any, queries: int) -> Any:
         number = int(offset)
         if not LEAST < number <= GREATEST - queries + 1:
             raise LayoutError(
-                f"attention: q_offset is {number}, so that {queries} queries stand at {number} to {number + queries - 1}, but positions "
-                f"are int32 above its least number. Remedy: a q_offset from {LEAST + 1} to {GREATEST - queries + 1}."
+                f"attention: q_offset is {number}, so that {queries} queries stand at {number} to "
+                f"{number + queries - 1}, but positions are int32 above its least number. Remedy: a q_offset from "
+                f"{LEAST + 1} to {GREATEST - queries + 1}."
             )
     if isinstance(offset, int):
         return offset
@@ -77,29 +80,34 @@ def exact_offset(offset: Any, queries: int) -> Any:
 
 
 def exact_positions(name: str, positions: Any) -> jax.Array:
-    """Positions [seq] as int32.
+    """Returns positions ``[seq]`` as int32.
+
+    Args:
+      name: their name in an error message.
+      positions: integers ``[seq]``.
 
     Raises:
-      LayoutError: they are not integers [seq], or one that is known here is not an int32 number above the least.
+      LayoutError: ``positions`` are not integers ``[seq]``, or a known position exceeds int32 or is its minimum.
     """
     given = positions if hasattr(positions, "dtype") else np.asarray(positions)
     if given.ndim != 1 or not jnp.issubdtype(given.dtype, jnp.integer):
         raise LayoutError(
-            f"attention: {name} is {kind_of(given)}, but a name, or the position of each token, integers [seq], is wanted."
+            f"attention: {name} is {kind_of(given)}, but a name, or the position of each token, integers [seq], is "
+            f"wanted."
         )
     if _may_exceed(given.dtype) and _known(given):
         values = np.asarray(given)
         outside = np.flatnonzero((values <= LEAST) | (values > GREATEST))
         if len(outside):
             raise LayoutError(
-                f"attention: {name}: token {outside[0]} has the position {values[outside[0]]}, but positions are int32 above its least number. "
-                f"Remedy: positions from 0."
+                f"attention: {name}: token {outside[0]} has the position {values[outside[0]]}, but positions are int32 "
+                f"above its least number. Remedy: positions from 0."
             )
     return clipped(given, LEAST + 1, GREATEST)
 
 
 def clipped(x: Any, least: int = LEAST, greatest: int = GREATEST) -> jax.Array:
-    """Integers as int32, those below ``least`` or above ``greatest`` as these. Exact for lengths: no position is beyond int32."""
+    """Returns integers clipped to [least, greatest] as int32; exact for prefix lengths, since positions are int32."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     if _may_exceed(x.dtype):
         xp: Any = jnp if isinstance(x, jax.Array) else np
@@ -109,18 +117,18 @@ def clipped(x: Any, least: int = LEAST, greatest: int = GREATEST) -> jax.Array:
 
 
 def kind_of(x: Any) -> str:
-    """Dtype and shape of an array, the dtype as jax takes it: ``int32[2, 3]``."""
+    """Returns the canonical dtype and the shape of an array as text, such as ``int32[2, 3]``."""
     dtype = x.dtype if x.dtype == object else jax.dtypes.canonicalize_dtype(x.dtype)
     return f"{dtype}{list(x.shape)}"
 
 
 def _may_exceed(dtype: Any) -> bool:
-    """Whether a dtype has integers that int32 has not."""
+    """Whether a dtype has values outside int32."""
     return dtype == np.uint32 or dtype.itemsize > 4
 
 
 def _known(x: Any) -> bool:
-    """Whether the numbers of an array can be read here: it is not traced, and lies on devices of this process."""
+    """Whether this process can read the values of an array: it is not traced, and it is addressable or replicated."""
     if not isinstance(x, jax.Array):
         return True
     return not isinstance(x, jax.core.Tracer) and (x.is_fully_addressable or x.is_fully_replicated)

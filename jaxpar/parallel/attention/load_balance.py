@@ -1,6 +1,7 @@
-"""Which device computes how much of an attention: counted from positions, without devices and without anything of size seq².
+"""``balance``: how much of an attention each device computes, counted from positions alone.
 
-A tile is a block of queries against a block of keys, the unit that :mod:`jaxpar.parallel.attention.tiled.blockwise` visits or leaves out.
+Counting needs no devices and no array of size seq². A tile is a block of queries against a block of keys, the unit that
+:mod:`jaxpar.parallel.attention.tiled.blockwise` visits or skips.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ type Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """All tiles of an attention, rows and columns in the order in which the tokens lie.
+    """All tiles of an attention, with rows and columns in the order in which the tokens are stored.
 
     Attributes:
-      first: the least position in each block [n].
-      device: whose each block is [n].
-      visible: scores in each tile that the mask leaves [n, n].
-      visited: whether each tile is computed [n, n].
-      block: tokens of a tile's side.
+      first: the minimum position in each block ``[n]``.
+      device: the device that stores each block ``[n]``.
+      visible: number of visible scores in each tile ``[n, n]``.
+      visited: whether each tile is computed ``[n, n]``.
+      block: tokens on a tile's side.
     """
 
     first: Ints
@@ -42,21 +43,22 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Scores of a tile."""
+        """The number of scores in a tile."""
         return self.block**2
 
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """How many scores each device computes, of one head of one sequence.
+    """How many scores of one head of one sequence each device computes.
 
     Attributes:
-      mask, seq, ways, impl: what was asked.
+      mask, seq, ways, impl: the arguments of :func:`balance`.
       order: the order's name; ``given`` for a permutation.
-      block: tokens of a tile's side.
-      visible: [ways, hops] scores that the mask leaves: of a tile on the diagonal those on and below it. All of a device's work
-        stands in one column where it needs not wait for its neighbours.
-      visited: [ways, hops] scores of the tiles that are computed, which are computed whole, those on the diagonal too.
+      block: tokens on a tile's side.
+      visible: number of visible scores ``[ways, hops]``. A tile on the causal diagonal counts those on and below it.
+        There is only one column if no device waits for another (``gather``, ``ulysses``).
+      visited: number of scores in computed tiles ``[ways, hops]``. A computed tile counts in full, also on the
+        diagonal.
     """
 
     mask: Mask
@@ -70,26 +72,26 @@ class Balance:
 
     @property
     def per_device(self) -> list[float]:
-        """Visible scores of each device."""
+        """The visible scores of each device."""
         return [float(n) for n in self.visible.sum(1)]
 
     @property
     def per_hop(self) -> list[float]:
-        """Visible scores of the slowest device in each hop: a ring goes on when all are done."""
+        """The visible scores of the slowest device in each hop, for which the other devices of a ring wait."""
         return [float(n) for n in self.visible.max(0)]
 
     @property
     def ratio(self) -> float:
-        """The critical path, the slowest device of each hop, over the mean of all devices' work; in visible scores. 1 is even."""
+        """The critical path (each hop's slowest device) over the mean work per device, in visible scores; at best 1."""
         return _ratio(self.visible)
 
     @property
     def tile_ratio(self) -> float:
-        """As :attr:`ratio`, in scores of tiles that are computed."""
+        """The same as :attr:`ratio`, in scores of computed tiles."""
         return _ratio(self.visited)
 
     def report(self) -> str:
-        """A table, one row a device."""
+        """Returns a table with one row per device."""
         mean = self.visible.sum() / self.ways
         share = lambda n: f"{100 * n / mean:.1f} %" if mean else "-"
         rows = [("device", "visible scores", "of the mean", "in computed tiles")]
@@ -103,7 +105,10 @@ class Balance:
             [
                 f"{told(self.mask)}: {self.seq:,} tokens over {self.ways} devices, {how}, tiles of {self.block}",
                 *table,
-                f"critical path{hops}: {self.ratio:.3f} × the mean in visible scores, {self.tile_ratio:.3f} × in computed tiles",
+                (
+                    f"critical path{hops}: {self.ratio:.3f} × the mean in visible scores, {self.tile_ratio:.3f} × in "
+                    f"computed tiles"
+                ),
             ]
         )
 
@@ -119,36 +124,46 @@ def balance(
     impl: Impl = "ring",
     ulysses: int = 1,
 ) -> Balance:
-    """How evenly an attention's work is spread over the devices that its sequence is split over.
+    """Returns how much of an attention's work each device of a sharded sequence computes.
 
     Args:
-      mask: which keys a query sees. A function ``where`` is called for every tile that the rest of the mask leaves: seq² numbers
-        in all, a tile at a time.
-      seq: tokens, of queries and of keys.
-      ways: devices that the sequence is split over.
-      order: how the tokens lie on them; or the position of each token as they lie [seq], as of :func:`jaxpar.balanced_packing`.
-      block: tokens of a tile's side, at most, as for :func:`jaxpar.attention`.
-      segment_ids: [seq], in the order of positions; a token sees those of its own segment, padding is below 0.
-      impl: ``ring`` waits in each hop for the slowest device, ``ring_self_attention`` too, and computes all scores of a hop; ``gather``
-        waits for nobody in between; ``ulysses`` gives every device all tokens of some heads; in ``hybrid`` a ring goes over groups of
-        devices, each of which has all tokens of its group and some heads.
-      ulysses: devices of such a group.
+      mask: which keys a query sees. A ``where`` function is called tile by tile for all tiles that the rest of the mask
+        does not hide, up to seq² positions in total.
+      seq: number of queries, and of keys.
+      ways: number of devices that shard the sequence.
+      order: the order of the tokens on the devices, or the position of each stored token ``[seq]``, such as
+        :func:`jaxpar.balanced_packing` returns.
+      block: the maximum number of tokens on a tile's side, as for :func:`jaxpar.attention`.
+      segment_ids: integers ``[seq]`` in the order of positions. A token sees only its own segment; negative ids are
+        padding.
+      impl: with ``ring`` and ``ring_self_attention`` each hop takes as long as its slowest device, and
+        ``ring_self_attention`` computes all scores of a hop. With ``gather`` no device waits between tiles. With
+        ``ulysses`` each device has all tokens of some heads. With ``hybrid`` the ring consists of groups of devices;
+        each device has all tokens of its group and some heads.
+      ulysses: number of devices in such a group.
+
+    Returns:
+      The scores per device and hop.
 
     Raises:
-      ConfigError: no such order or implementation.
-      LayoutError: the sequence or the devices do not divide, or ``order`` or ``segment_ids`` do not fit it.
+      ConfigError: the order or the implementation is unknown.
+      LayoutError: the sequence or the devices do not divide, or ``order`` or ``segment_ids`` do not fit the sequence.
 
-    >>> round(balance(Mask(causal=True), 4096, 8).ratio, 3), balance(Mask(causal=True), 4096, 8, "contiguous").ratio > 1.8
+    >>> (
+    ...     round(balance(Mask(causal=True), 4096, 8).ratio, 3),
+    ...     balance(Mask(causal=True), 4096, 8, "contiguous").ratio > 1.8,
+    ... )
     (1.0, True)
     """
     if impl not in IMPLS:
         raise ConfigError(
-            f"balance: unknown impl {impl!r}.{did_you_mean(str(impl), IMPLS)} The implementations are: {', '.join(IMPLS)}."
+            f"balance: unknown impl {impl!r}.{did_you_mean(str(impl), IMPLS)} The implementations are: "
+            f"{', '.join(IMPLS)}."
         )
     if (impl == "hybrid") != (ulysses > 1) or ways % ulysses:
         raise LayoutError(
-            f"balance: impl {impl!r} on {ways} devices, of which {ulysses} exchange heads. Remedy: with impl='hybrid' a number of them, 2 or more, "
-            f"that divides {ways}; without it ulysses=1."
+            f"balance: impl {impl!r} on {ways} devices, of which {ulysses} exchange heads. Remedy: with impl='hybrid' "
+            f"a number of them, 2 or more, that divides {ways}; without it ulysses=1."
         )
     apart = ways if impl == "ulysses" else ulysses
     parts = ways // apart
@@ -158,30 +173,30 @@ def balance(
     visible = _by_hop(found.visible, found.device, parts)
     visited = _by_hop(found.visited * found.size, found.device, parts)
     if impl == "ring_self_attention":
-        # Rows of scores are whole; a hop that shows nothing to anybody is left out.
+        # Rows of scores are computed in full; a hop that no device needs is skipped.
         visited = np.where(visited.any(0), (seq // ways) ** 2, 0) * np.ones_like(visited)
     if impl in ("gather", "ulysses"):
         visible, visited = visible.sum(1, keepdims=True), visited.sum(1, keepdims=True)
-    # Every device of a group has all of its tokens and a share of the heads.
+    # Every device of a group has all tokens of the group and a share of the heads.
     visible, visited = (np.repeat(x / apart, apart, 0) for x in (visible, visited))
     name = order if isinstance(order, str) else "given"
     return Balance(mask, seq, ways, impl, name, found.block, visible, visited)
 
 
 def places(order: Order | np.ndarray[Any, Any], seq: int, ways: int) -> Ints:
-    """Positions of the tokens of each device [ways, seq / ways].
+    """Returns the positions of each device's tokens ``[ways, seq / ways]``.
 
     Raises:
-      ConfigError: no such order.
-      LayoutError: the sequence does not divide, or a permutation is none.
+      ConfigError: the order is unknown.
+      LayoutError: the sequence does not divide, or ``order`` is not a permutation.
     """
     if isinstance(order, str):
         return permutation(order, seq, ways).astype(np.int64).reshape(ways, -1)
     given = np.asarray(order)
     if given.shape != (seq,) or not np.array_equal(np.sort(given), np.arange(seq)):
         raise LayoutError(
-            f"balance: order is {given.dtype}{list(given.shape)}, but a permutation of {seq} positions is wanted. Remedy: "
-            f"jp.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
+            f"balance: order is {given.dtype}{list(given.shape)}, but a permutation of {seq} positions is wanted. "
+            f"Remedy: jp.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
         )
     if seq % ways:
         raise LayoutError(f"balance: {seq} tokens cannot be split over {ways} devices. Remedy: a multiple of {ways}.")
@@ -189,14 +204,21 @@ def places(order: Order | np.ndarray[Any, Any], seq: int, ways: int) -> Ints:
 
 
 def grid_of(mask: Mask, seq: int, ways: int, order: Any, *, block: int, segment_ids: Any = None) -> Grid:
-    """The tiles of an attention; for arguments and errors see :func:`balance`."""
+    """Returns the tiles of an attention; for arguments and errors see :func:`balance`."""
     at = places(order, seq, ways)
     halves = 2 if isinstance(order, str) and order == "zigzag" and ways > 1 else 1
     return grid(mask, at, side(at.shape[1] // halves, block), _segments(segment_ids, seq))
 
 
 def grid(mask: Mask, at: Ints, block: int, segment_ids: Ints | None = None) -> Grid:
-    """The tiles of queries and keys that stand at ``at`` [ways, length], in blocks of so many tokens; ``segment_ids`` by position."""
+    """Returns the tiles of queries and keys in blocks of ``block`` tokens.
+
+    Args:
+      mask: which keys a query sees.
+      at: the positions of each device's tokens ``[ways, length]``.
+      block: tokens on a tile's side.
+      segment_ids: integers ``[seq]`` in the order of positions.
+    """
     cut = lambda x, fill: np.moveaxis(in_blocks(x, block, 1, fill), 0, 1).reshape(-1, block)
     positions = cut(at, PAD)
     own = np.zeros(at.size, np.int64) if segment_ids is None else numbered(segment_ids)
@@ -221,7 +243,7 @@ def grid(mask: Mask, at: Ints, block: int, segment_ids: Ints | None = None) -> G
 
 
 def told(mask: Mask) -> str:
-    """A mask in words.
+    """Returns a description of a mask.
 
     >>> told(Mask(window=128)), told(Mask(causal=False))
     ('causal, window 128', 'everything')
@@ -233,9 +255,9 @@ def told(mask: Mask) -> str:
 
 
 def _look(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
-    """Fills in ``visible`` of the tiles ``some``: a function of positions says only by its values what it hides."""
+    """Fills in ``visible`` for the tiles in ``some`` by evaluating the mask at every position."""
     for i, j in np.argwhere(some):
-        # A function meets positions of tokens only: what fills up a block has the last one's, and no segment.
+        # ``where`` must only get positions of real tokens: filler tokens get the block's last position, and no segment.
         q, k = (np.where(x == PAD, x.max(), x) for x in (positions[i], positions[j]))
         seen = np.asarray(mask.visible(q[:, None], k[None]))
         same = (segments[i][:, None] == segments[j][None]) & (segments[i] >= 0)[:, None]
@@ -243,16 +265,16 @@ def _look(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints)
 
 
 def _count(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
-    """Fills in ``visible`` of the tiles ``some``, query by query: what a query sees are whole ranges of positions."""
+    """Fills in ``visible`` for the tiles in ``some``: the keys that a query sees are contiguous ranges of positions."""
     length = int(positions.max()) + 1
-    # A size beyond all positions limits nothing, whatever number it is.
+    # Clamp sizes of any magnitude to the number of positions, so that the sums below do not overflow.
     within_reach = lambda size: None if size is None else min(size, length)
     before, behind = map(within_reach, mask.sides)
     prefix, chunk = within_reach(mask.prefix), within_reach(mask.chunk)
     for j in np.flatnonzero(some.any(0)):
         rows = np.flatnonzero(some[:, j])
         q, own = positions[rows], segments[rows]
-        # Keys by segment and then by position: what a query sees of its own segment stands together.
+        # Sorted by segment and then by position, the keys that a query sees are contiguous.
         keys = np.sort((segments[j] * length + positions[j])[segments[j] >= 0])
         least, most = np.zeros_like(q), np.full_like(q, length - 1)
         if chunk is not None:
@@ -272,7 +294,7 @@ def _count(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints
 
 
 def _by_hop(tiles: Any, device: Ints, ways: int) -> Any:
-    """Of tiles [n, n], sums [ways, hops]: in hop h a device has the keys of the one h places before it."""
+    """Sums tiles [n, n] to [ways, hops]: in hop h a device has the keys of the device h places before it."""
     each = len(device) // ways
     pairs = tiles.reshape(ways, each, ways, each).sum((1, 3))
     index = np.arange(ways)
@@ -290,13 +312,16 @@ def _segments(segment_ids: Any, seq: int) -> Ints | None:
     ids = np.asarray(segment_ids)
     if ids.shape != (seq,) or not np.issubdtype(ids.dtype, np.integer):
         raise LayoutError(
-            f"balance: segment_ids are {ids.dtype}{list(ids.shape)}, but integers [{seq}], one for each token of one sequence, are wanted."
+            f"balance: segment_ids are {ids.dtype}{list(ids.shape)}, but integers [{seq}], one for each token of one "
+            f"sequence, are wanted."
         )
     return ids
 
 
 def numbered(segment_ids: Any) -> Ints:
-    """Segment ids of any integer dtype, numbered from 0 by size; padding is -1. The same segments, in numbers that products do not overflow.
+    """Renumbers segment ids of any integer dtype from 0 in ascending order, so that products do not overflow.
+
+    Padding becomes -1.
 
     >>> numbered(np.array([7, -3, 2**62, 7])).tolist()
     [0, -1, 1, 0]

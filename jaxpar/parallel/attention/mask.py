@@ -1,4 +1,4 @@
-"""``Mask``: which keys a query sees, as a rule on positions. Nothing of size seq² is built from it but a tile at a time."""
+"""``Mask``: which keys a query sees, as a rule on positions. It is evaluated tile by tile, never for all seq² pairs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ type Rule = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Mask:
-    """A query at position q sees a key at position k if all that is given here holds.
+    """Which keys a query sees: the query at position q sees the key at position k if all given conditions hold.
 
-    A mask is causal unless it says ``causal=False``, whatever else it says. Then a later token never changes an earlier result, with one
-    exception: ``prefix`` shows all tokens of the prefix to each other.
+    A mask is causal unless ``causal=False``, whatever else it contains. A later token then never changes an earlier
+    result, with one exception: all tokens of a ``prefix`` see each other.
 
     Attributes:
-      causal: ``k <= q``. ``None``, the default, means ``True``, and is stored as such.
-      window: the query's last ``window`` tokens, itself included; with ``causal=False`` as many tokens behind it too. Or a pair (tokens
-        before, tokens behind), each 0 or more, or ``None`` for no limit on that side. Of any size.
-      prefix: every query sees the keys before this position, whatever ``causal`` and ``window`` say (prefix-LM). Of any size.
-      chunk: ``q // chunk == k // chunk`` (chunked-local attention). Of any size.
-      where: a function of positions, ``where(q, k)``, of broadcasting integer arrays, to booleans. It is called with a tile's
-        positions at a time, and may be called with any positions of the sequence.
+      causal: ``k <= q``. ``None``, the default, means ``True`` and is stored as ``True``.
+      window: the last ``window`` tokens up to and including the query; with ``causal=False`` also the ``window - 1``
+        tokens after it. Or a pair (tokens before, tokens after), each 0 or more, or ``None`` for no limit on that side.
+        Of any size.
+      prefix: every query also sees the keys before this position, regardless of ``causal`` and ``window`` (prefix-LM).
+        Of any size.
+      chunk: ``q // chunk == k // chunk`` (chunked local attention). Of any size.
+      where: a function ``where(q, k)`` from integer arrays of positions, which broadcast, to booleans. It is called for
+        one tile at a time, with any positions of the sequence.
 
     Raises:
-      ConfigError: a size is not a number of tokens, ``where`` does not take two positions, or a window shows tokens behind the query
-        where ``causal=False`` is missing.
+      ConfigError: a size is not a number of tokens, ``where`` does not take two positions, or a window shows tokens
+        after the query without ``causal=False``.
 
     >>> Mask(window=2).visible(4, 3), Mask(window=2).visible(4, 2), Mask(window=2).visible(4, 5)
     (True, False, False)
@@ -52,12 +54,12 @@ class Mask:
                 raise ConfigError(
                     f"mask: window is {sides!r}, but (tokens before, tokens behind), 0 or more or None, is wanted."
                 )
-            # Beside causal=True, None limits nothing; beside an unsaid ``causal`` it may mean all tokens behind.
+            # With an explicit causal=True, None adds no limit; without ``causal``, None may mean all later tokens.
             behind, allowed = sides[1], {None: (0,), True: (0, None)}.get(self.causal)
             if allowed is not None and behind not in allowed:
                 raise ConfigError(
-                    f"mask: window is {sides!r}, which shows tokens behind the query, but the mask is causal. Remedy: causal=False for a mask "
-                    f"of two sides, or window=({sides[0]}, 0) for a causal one."
+                    f"mask: window is {sides!r}, which shows tokens behind the query, but the mask is causal. Remedy: "
+                    f"causal=False for a mask of two sides, or window=({sides[0]}, 0) for a causal one."
                 )
         elif self.window is not None and not is_count(self.window, 1):
             raise ConfigError(f"mask: window is {self.window!r}, but a number of tokens, 1 or more, is wanted.")
@@ -71,7 +73,7 @@ class Mask:
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """How many tokens before and behind itself a query sees at most; ``None`` for all."""
+        """The maximum number of tokens that a query sees before and after itself; ``None`` for no limit."""
         before, behind = self.window if isinstance(self.window, tuple) else (None, None)
         if isinstance(self.window, int):
             before, behind = self.window - 1, None if self.causal else self.window - 1
@@ -83,7 +85,12 @@ class Mask:
         return self.sides == (None, None) and self.chunk is None and self.where is None
 
     def visible(self, q: Any, k: Any, prefix: Any = None) -> Any:
-        """Whether ``q`` sees ``k``: positions that broadcast, as numbers, numpy's or jax's; ``prefix`` replaces the mask's own."""
+        """Whether the query at position ``q`` sees the key at position ``k``.
+
+        Args:
+          q, k: positions, which broadcast: Python integers, numpy arrays or JAX arrays.
+          prefix: replaces the mask's own ``prefix``.
+        """
         seen: Any = True
         before, behind = self.sides
         if before is not None:
@@ -100,13 +107,14 @@ class Mask:
         return seen
 
     def bounds(self, q: tuple[Any, Any], k: tuple[Any, Any], prefix: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-        """Of blocks of tokens: whether some query may see some key, and whether every query surely sees every key.
+        """Whether some query of a block may see some key of a block, and whether every query sees every key.
 
-        ``where`` is left out of the first and refuses the second: what a function of positions says is only known from its values.
+        A mask with ``where`` is only known from its values: the first result ignores ``where``, and the second is
+        False.
 
         Args:
-          q, k: the least and the greatest position of a block, numbers or arrays that broadcast.
-          prefix: the least and the greatest length of the prefixes; they replace the mask's own.
+          q, k: the minimum and maximum position of a block, as integers or arrays that broadcast.
+          prefix: the minimum and maximum prefix length; they replace the mask's own.
         """
         some: Any = True
         every: Any = True
@@ -126,17 +134,18 @@ class Mask:
 
 
 def mask_of(causal: bool | None, mask: Mask | Rule | None) -> Mask:
-    """The mask that ``causal`` and ``mask`` ask for: causal, unless ``causal`` is ``False`` or the mask says so.
+    """Returns the mask given by the options ``causal`` and ``mask``; it is causal unless one of them says otherwise.
 
     Raises:
-      ConfigError: both say something, or ``mask`` is no mask.
+      ConfigError: ``causal`` contradicts the mask, or ``mask`` is neither a mask nor a function.
     """
     if mask is None:
         return Mask(causal=causal is not False)
     if isinstance(mask, Mask):
         if causal is not None and causal is not mask.causal:
             raise ConfigError(
-                f"attention: causal is {causal}, but the mask says causal={mask.causal}. Remedy: leave causal out, or say it in the mask."
+                f"attention: causal is {causal}, but the mask says causal={mask.causal}. Remedy: leave causal out, or "
+                f"say it in the mask."
             )
         return mask
     if not callable(mask):
@@ -147,7 +156,7 @@ def mask_of(causal: bool | None, mask: Mask | Rule | None) -> Mask:
 
 
 def _ends(x: Any) -> tuple[int, int]:
-    """The least and the greatest number of the dtype of ``x``; a Python integer counts as int32, as all positions do."""
+    """Returns the minimum and maximum of the dtype of ``x``; a Python integer counts as int32, as positions do."""
     if isinstance(x, int):
         return -(2**31), 2**31 - 1
     numbers: int = 256**x.dtype.itemsize
@@ -155,7 +164,7 @@ def _ends(x: Any) -> tuple[int, int]:
 
 
 def _less(x: Any, tokens: int) -> Any:
-    """``x - tokens``, or the least number of its dtype where that is less: it must not wrap around to a large one."""
+    """Returns ``x - tokens``, saturated at the minimum of the dtype instead of wrapping around."""
     least, greatest = _ends(x)
     tokens = min(tokens, greatest - least)
     while tokens:
@@ -166,7 +175,7 @@ def _less(x: Any, tokens: int) -> Any:
 
 
 def _more(x: Any, tokens: int) -> Any:
-    """``x + tokens``, or the greatest number of its dtype."""
+    """Returns ``x + tokens``, saturated at the maximum of the dtype."""
     least, greatest = _ends(x)
     tokens = min(tokens, greatest - least)
     while tokens:
@@ -177,12 +186,12 @@ def _more(x: Any, tokens: int) -> Any:
 
 
 def _below(x: Any, length: Any) -> Any:
-    """``x < length``, also where ``length`` is an integer beyond the dtype of ``x``."""
+    """Returns ``x < length``, also if ``length`` is an integer that exceeds the dtype of ``x``."""
     return x <= min(length - 1, _ends(x)[1]) if isinstance(length, int) else x < length
 
 
 def _chunk(x: Any, size: int) -> Any:
-    """``x // size``, also where ``size`` is beyond the dtype of ``x``: then it is 0, and -1 below 0."""
+    """Returns ``x // size``; if ``size`` exceeds the dtype of ``x``, that is 0, or -1 for negative ``x``."""
     return x // size if size <= _ends(x)[1] else (x < 0) * -1
 
 
@@ -197,4 +206,4 @@ def _check_arity(where: Any) -> None:
             f"mask: where takes ({wanted}), but it is called with two positions. Remedy: a function where(q, k)."
         ) from None
     except ValueError:
-        pass  # a builtin that tells nothing of its arguments
+        pass  # a builtin without a signature

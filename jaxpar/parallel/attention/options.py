@@ -1,4 +1,4 @@
-"""What a caller asks of attention, checked before anything is computed."""
+"""Options of ``attention`` and ``attention_local``: reads and checks them before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,37 +22,44 @@ KV_GRAD_DTYPES = ("float32", "bfloat16")
 
 
 class Options(TypedDict, total=False):
-    """What :func:`jaxpar.attention` and :func:`jaxpar.attention_local` take beside queries, keys and values.
+    """Keyword options of :func:`jaxpar.attention` and :func:`jaxpar.attention_local`.
 
     Attributes:
-      causal: a query sees the keys up to its own position. It does, unless ``False`` stands here or in the :class:`jaxpar.Mask`.
-      mask: a :class:`jaxpar.Mask`, or a function of two positions, which is causal too unless ``causal=False`` stands beside it.
-      segment_ids: integers [batch, seq], or a pair of them for queries and keys: a token sees those of its own segment. A
-        negative number is padding. Padding never influences anything, also not if its queries, keys, values or the gradient of its result are
-        NaN: no token sees it, and its result and gradients are 0. Ids are int32; of others, those that are known here must fit, and traced int64
-        are compared as they are.
-      prefix: how many keys every query sees whatever the mask says of them: an integer, or one for each sequence [batch]. Of any size.
-      scale: of the scores; 1 / sqrt(head_dim) if not given.
-      softcap: ``softcap * tanh(score / softcap)`` in the place of the score (Gemma 2), before biases.
-      alibi: slopes [heads] of ``-slope * |q - k|``, or ``True`` for those of Press et al. 2021 (arXiv:2108.12409).
-      bias: added to the scores, [batch or 1, heads or 1, queries, keys], its rows and columns in the order of the tokens in ``q`` and ``k``. A key
-        whose score it brings to -1e30 or below (-inf, or the least number of fp32 or bf16; that of fp16 is greater) is hidden. A row
-        without keys is 0, and so are its gradients.
-      sinks: a logit [heads] that takes part in every softmax and adds nothing (attention sinks).
-      dropout: the share of weights that are dropped; the others grow accordingly. The same ``key`` drops the same ones in
-        every layout.
-      key: of the dropout, a jax PRNG key, or one for each sequence [batch]. With one key a weight is drawn for by the place of its sequence in the whole
-        batch, its head and its two positions; with a key for each sequence by that key, its head and its positions.
-      q_offset: the position of the first query, where that of the first key is 0; an integer of any sign, which may be traced. All positions
-        are int32, above its least number; of a traced offset that is not checked.
-      order: how the tokens lie along the devices of a ring; ``None`` for as they come, and a ring under a causal mask then lays them
-        out in zigzag and back by itself. Or the position of each token, as they lie [seq], of all devices and for all sequences:
-        what :func:`jaxpar.balanced_packing` gives; it may be traced.
-      kv_grad_dtype: the dtype in which gradients of keys and values go from device to device.
-      keep_gathered_kv: for ``gather``: the keys and values of all devices stay from the forward to the backward pass, which then gathers nothing. Under
-        a policy of recomputation they are among what attention makes (``save_attention``), by the name ``attention_keys``; where that is not
-        saved, they are gathered again.
-      block: tokens of a tile's side, at most; ``None`` for 512, and 256 on CPUs.
+      causal: whether a query sees only the keys up to its own position. Default: the mask's ``causal``, or ``True``.
+      mask: a :class:`jaxpar.Mask`, or a function of two positions. The function's mask is also causal unless
+        ``causal=False``.
+      segment_ids: integers ``[batch, seq]``, or a pair of such arrays for queries and keys. A token sees only its own
+        segment. A negative id is padding: no token sees it, and its result and gradients are 0, even if its queries,
+        keys, values or incoming gradient are NaN. Ids are int32. Ids of wider dtypes must fit int32 if their values are
+        known; traced int64 ids are compared as int64.
+      prefix: the number of leading keys that every query sees regardless of ``causal`` and ``window``: an integer of
+        any size, or integers ``[batch]``.
+      scale: factor of the scores. Default: 1 / sqrt(head_dim).
+      softcap: replaces each score by ``softcap * tanh(score / softcap)`` (Gemma 2), before biases are added.
+      alibi: slopes ``[heads]``; ``-slope * |q - k|`` is added to the scores. ``True`` selects the slopes of Press et
+        al. 2021 (arXiv:2108.12409).
+      bias: added to the scores, ``[batch or 1, heads or 1, queries, keys]``, with rows and columns in the order of the
+        tokens in ``q`` and ``k``. A bias hides a key if it lowers the score to -1e30 or less. -inf and the minimum of
+        fp32 or bf16 do so; the minimum of fp16 does not. A query that sees no key gets a result of 0 and gradients of
+        0.
+      sinks: a logit ``[heads]`` that joins the denominator of every softmax and has no value (attention sinks).
+      dropout: the fraction of weights to drop; the other weights are scaled by 1 / (1 - dropout). The same ``key``
+        drops the same weights under every layout.
+      key: the JAX PRNG key of the dropout, or one key per sequence ``[batch]``. A single key is combined with the index
+        of the sequence in the global batch, the head and the two positions of a weight. A key per sequence is combined
+        with the head and the two positions.
+      q_offset: the position of the first query, relative to the first key: an integer of either sign, which may be
+        traced. All positions must be int32 and greater than the minimum of int32; a traced offset is not checked.
+      order: how the tokens are ordered along the devices of a ring: ``contiguous``, ``zigzag`` or ``striped``. With
+        ``None`` the tokens are in their natural order, and a ring under a causal mask reorders them into zigzag and
+        back. Alternatively the position of each token ``[seq]``, the same for all sequences, such as
+        :func:`jaxpar.balanced_packing` returns; it may be traced.
+      kv_grad_dtype: the dtype in which devices send gradients of keys and values, ``float32`` or ``bfloat16``. Default:
+        the dtype of the sums.
+      keep_gathered_kv: for ``gather``: keep the gathered keys and values for the backward pass, which then gathers
+        nothing. A remat policy that saves attention outputs (``save_attention``) also saves them, under the name
+        ``attention_keys``. If the policy does not save them, the backward pass gathers them again.
+      block: the maximum number of tokens on a tile's side. Default: 512, or 256 on CPUs.
     """
 
     causal: bool | None
@@ -74,7 +81,7 @@ class Options(TypedDict, total=False):
 
 
 def known(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that there is not."""
+    """Raises ConfigError for an unknown option."""
     names = tuple(Options.__annotations__)
     for name in options:
         if name not in names:
@@ -86,14 +93,16 @@ def known(options: Mapping[str, Any]) -> None:
 def read(
     q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | None = None, queries: int | None = None
 ) -> tuple[TileSpec, AttentionArrays, int]:
-    """What is to be computed, the arrays beside, and the first query's position where it is a plain number.
+    """Returns the static spec, the array options, and the first query's position (0 if it is an array).
 
     Args:
-      tokens: rows and columns of a bias, where they are not those of ``q`` and ``k``.
-      queries: those of all devices, where they are more than ``q`` has.
+      q, k, v: queries, keys and values ``[batch, seq, heads, head_dim]``.
+      options: the caller's options.
+      tokens: expected number of rows and columns of a bias. Default: the lengths of ``q`` and ``k``.
+      queries: number of queries on all devices. Default: the length of ``q``.
 
     Raises:
-      ConfigError, LayoutError: what is asked for does not fit; see :func:`jaxpar.attention`.
+      ConfigError, LayoutError: an option is invalid; see :func:`jaxpar.attention`.
     """
     known(options)
     _check_shapes(q, k, v)
@@ -102,9 +111,9 @@ def read(
     offset, prefix = exact_offset(options.get("q_offset"), queries or q.shape[1]), options.get("prefix")
     if offset is None and q.shape[1] != k.shape[1] and mask.sides != (None, None):
         raise LayoutError(
-            f"attention: {q.shape[1]} queries and {k.shape[1]} keys under a mask that compares their positions, but nothing says where the "
-            f"first query stands. Remedy: q_offset={k.shape[1] - q.shape[1]} if the last query is at the last key, q_offset=0 if the "
-            f"first is at the first, or causal=False."
+            f"attention: {q.shape[1]} queries and {k.shape[1]} keys under a mask that compares their positions, but "
+            f"nothing says where the first query stands. Remedy: q_offset={k.shape[1] - q.shape[1]} if the last query "
+            f"is at the last key, q_offset=0 if the first is at the first, or causal=False."
         )
     if isinstance(prefix, int):
         mask, prefix = replace(mask, prefix=prefix), None
@@ -117,8 +126,8 @@ def read(
         raise ConfigError(f"attention: dropout is {dropout!r}, but a share from 0 to below 1 is wanted.")
     if dropout and key is None:
         raise ConfigError(
-            f"attention: dropout is {dropout}, but there is no key to draw from. Remedy: key=jax.random.key(...), another in every step, or "
-            f"dropout=0."
+            f"attention: dropout is {dropout}, but there is no key to draw from. Remedy: key=jax.random.key(...), "
+            f"another in every step, or dropout=0."
         )
     beside = AttentionArrays(
         _segments(q, k, options.get("segment_ids")),
@@ -136,27 +145,30 @@ def read(
 
 
 def read_kv_grad_dtype(kv_grad_dtype: str | None) -> str | None:
+    """Returns ``kv_grad_dtype``; raises ConfigError if it is unknown."""
     if kv_grad_dtype is not None and kv_grad_dtype not in KV_GRAD_DTYPES:
         raise ConfigError(
-            f"attention: kv_grad_dtype is {kv_grad_dtype!r}, but {' or '.join(map(repr, KV_GRAD_DTYPES))} is wanted.{did_you_mean(str(kv_grad_dtype), KV_GRAD_DTYPES)}"
+            f"attention: kv_grad_dtype is {kv_grad_dtype!r}, but {' or '.join(map(repr, KV_GRAD_DTYPES))} is "
+            f"wanted.{did_you_mean(str(kv_grad_dtype), KV_GRAD_DTYPES)}"
         )
     return kv_grad_dtype
 
 
 def read_keep(impl: str, options: Options) -> bool:
-    """Whether gathered keys are kept; raises where nothing is gathered."""
+    """Whether gathered keys and values are kept for the backward pass; raises if ``impl`` does not gather."""
     keep = options.get("keep_gathered_kv", False)
     if not isinstance(keep, bool):
         raise ConfigError(f"attention: keep_gathered_kv is {keep!r}, but True or False is wanted.")
     if keep and impl != "gather":
         raise ConfigError(
-            f"attention(impl={impl!r}): keep_gathered_kv=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
-            f"Remedy: impl='gather', or leave keep_gathered_kv out."
+            f"attention(impl={impl!r}): keep_gathered_kv=True keeps gathered keys and values for the backward pass, "
+            f"but only impl 'gather' gathers them. Remedy: impl='gather', or leave keep_gathered_kv out."
         )
     return keep
 
 
 def check_impl(impl: str) -> None:
+    """Raises ConfigError for an unknown implementation."""
     if impl not in IMPLS:
         raise ConfigError(
             f"attention: unknown impl {impl!r}.{did_you_mean(impl, IMPLS)} The implementations are: {', '.join(IMPLS)}."
@@ -169,11 +181,13 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
         raise LayoutError(f"attention: {sizes}, but [batch, seq, heads, head_dim] is wanted of each.")
     if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise LayoutError(
-            f"attention: {sizes}, but one batch, as many keys as values of as many heads, and one head_dim of queries and keys are wanted."
+            f"attention: {sizes}, but one batch, as many keys as values of as many heads, and one head_dim of queries "
+            f"and keys are wanted."
         )
     if q.shape[2] % k.shape[2]:
         raise LayoutError(
-            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key heads, so they cannot share them evenly."
+            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key heads, so they cannot share them "
+            f"evenly."
         )
 
 
@@ -185,9 +199,10 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
     for name, x, tokens in zip(("queries", "keys"), pair, (q, k), strict=True):
         if jnp.shape(x) != tokens.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
             raise LayoutError(
-                f"attention: segment_ids of the {name} are {kind_of(x)}, but integers {list(tokens.shape[:2])}, one for each token, are wanted."
+                f"attention: segment_ids of the {name} are {kind_of(x)}, but integers {list(tokens.shape[:2])}, one "
+                f"for each token, are wanted."
             )
-    if not isinstance(ids, tuple):  # one array, so that a kernel that wants one for both can tell
+    if not isinstance(ids, tuple):  # the same object twice, so that a kernel that requires equal ids can check for it
         both = exact_ids("segment_ids", pair[0])
         return both, both
     a, b = (exact_ids(f"segment_ids of the {name}", x) for name, x in zip(("queries", "keys"), pair, strict=True))
@@ -201,7 +216,8 @@ def _prefix(q: Any, prefix: Any) -> jax.Array:
     lengths = jnp.atleast_1d(clipped(given))
     if lengths.shape not in ((1,), (q.shape[0],)):
         raise LayoutError(
-            f"attention: prefix has shape {list(lengths.shape)}, but a number, or one for each of {q.shape[0]} sequences, is wanted."
+            f"attention: prefix has shape {list(lengths.shape)}, but a number, or one for each of {q.shape[0]} "
+            f"sequences, is wanted."
         )
     return lengths
 
@@ -213,8 +229,10 @@ def _slopes(heads: int, alibi: Any) -> Any:
 
 
 def standard_slopes(heads: int) -> list[float]:
-    """The slopes of Press et al.: for a power of two, from 2^(-8 / heads) down to 2^-8; else those of the power below and every other of
-    the one above.
+    """Returns the ALiBi slopes [heads] of Press et al. 2021 (arXiv:2108.12409).
+
+    If ``heads`` is a power of two, they go geometrically from 2^(-8 / heads) to 2^-8. Otherwise they are the slopes of
+    the next lower power of two, then every other slope of the next higher one.
 
     >>> standard_slopes(4)
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -231,32 +249,34 @@ def _bias(q: Any, bias: Any, tokens: tuple[int, int]) -> Any:
     shape = jnp.shape(bias)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != tokens:
         raise LayoutError(
-            f"attention: bias has shape {list(shape)}, but [{batch} or 1, {heads} or 1, {tokens[0]}, {tokens[1]}] (batch, heads, queries, keys) "
-            f"is wanted."
+            f"attention: bias has shape {list(shape)}, but [{batch} or 1, {heads} or 1, {tokens[0]}, {tokens[1]}] "
+            f"(batch, heads, queries, keys) is wanted."
         )
     return bias
 
 
 def check_order(impl: str, options: Options, ring: Sequence[str], heads: Sequence[str]) -> None:
-    """Raises where tokens are said to lie in the order of a ring that there is not."""
+    """Raises LayoutError for a ring order if the sequence is exchanged for heads and there is no ring."""
     order = options.get("order")
     if isinstance(order, str) and order != "contiguous" and heads and not ring:
         raise LayoutError(
-            f"attention(impl={impl!r}): order {order!r} says how tokens lie along the devices of a ring, but there is none: the sequence is "
-            f"exchanged for heads over {listing(heads)}. Remedy: impl='ring' or 'hybrid', or order='contiguous' for tokens as they come."
+            f"attention(impl={impl!r}): order {order!r} says how tokens lie along the devices of a ring, but there is "
+            f"none: the sequence is exchanged for heads over {listing(heads)}. Remedy: impl='ring' or 'hybrid', or "
+            f"order='contiguous' for tokens as they come."
         )
 
 
 def _per_head(name: str, heads: int, x: Any) -> Any:
     if x is not None and jnp.shape(x) != (heads,):
         raise LayoutError(
-            f"attention: {name} has shape {list(jnp.shape(x))}, but one number for each of {heads} query heads is wanted."
+            f"attention: {name} has shape {list(jnp.shape(x))}, but one number for each of {heads} query heads is "
+            f"wanted."
         )
     return x
 
 
 def _words(key: Any, batch: int) -> jax.Array:
-    """Two 32-bit words of a PRNG key of any kind, [2]; of a key for each sequence [batch, 2]."""
+    """Returns two 32-bit words of any kind of PRNG key, [2]; [batch, 2] for one key per sequence."""
     data = key if jnp.issubdtype(key.dtype, jnp.unsignedinteger) else jax.random.key_data(key)
     *lead, width = data.shape
     if lead not in ([], [batch]):

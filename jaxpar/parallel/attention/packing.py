@@ -1,6 +1,7 @@
-"""``balanced_packing``: packed documents laid on devices so that each has as much to compute.
+"""``balanced_packing``: an order of packed documents that gives all devices of a ring equal work.
 
-Zigzag evens out one triangle, not many of different sizes: where documents are packed, a device may get the ends of the long ones.
+Zigzag balances the triangle of a single causal document. With packed documents, one device may still get the expensive
+ends of several long documents.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxpar.utils.checks import is_count
 
 CAUSAL = Mask(causal=True)
 TRIES = 4000
-"""So many swaps are tried at most: some half a second for 64 pieces."""
+"""The maximum number of swaps to try; about half a second for 64 pieces."""
 
 
 def balanced_packing(
@@ -28,28 +29,30 @@ def balanced_packing(
     chunks: int = 8,
     impl: Literal["ring", "gather"] = "ring",
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """An order of packed documents in which the devices of a ring have even work.
+    """Returns an order of packed documents that gives the devices of a ring nearly equal work.
 
-    The sequence is cut into ``chunks * ways`` pieces, and each device gets ``chunks`` of them: the heaviest that is left goes to the
-    device with the least so far (Graham 1969). Zigzag and striped pieces are tried too, and then pairs of pieces are swapped as long as
-    that shortens the critical path, so that it is never longer than zigzag's.
+    The function cuts the sequence into ``chunks * ways`` pieces and gives each device ``chunks`` of them: the heaviest
+    remaining piece goes to the device with the least work so far (Graham 1969). It also tries zigzag and striped
+    pieces, starts from the best of the three, and then swaps pairs of pieces if that shortens the critical path. The
+    result is therefore never worse than zigzag.
 
     Args:
-      segment_ids: [seq], or [batch, seq] for rows that are to lie alike: their work is summed. ``np.repeat(range(n), lengths)`` of
-        the lengths of n documents; padding is below 0.
-      ways: devices.
+      segment_ids: integers ``[seq]``, or ``[batch, seq]`` for rows that share one order; their work is summed. For n
+        documents, ``np.repeat(range(n), lengths)``. Negative ids are padding.
+      ways: number of devices.
       mask: which keys a query sees within its document.
-      chunks: pieces for each device, an even number; more are evener, and make more tiles that are masked in part.
-      impl: ``ring`` for the least sum of each hop's slowest device, ``gather`` for the least work of the busiest device.
+      chunks: pieces per device, an even number. More pieces balance better and create more partially masked tiles.
+      impl: ``ring`` minimizes the sum over hops of the slowest device's work; ``gather`` minimizes the busiest device's
+        work.
 
     Returns:
-      The position of each token [seq], as they lie: ``x[:, order]`` brings tokens, segments and targets into this order, and ``order``
-      are then the positions of all rows. :func:`jaxpar.attention` and :func:`jaxpar.balance` take it for their ``order``; with a
-      ``block`` that divides ``seq / (chunks * ways)`` no tile spans two pieces.
+      The position of each token, int32 ``[seq]``. ``x[:, order]`` reorders tokens, segments and targets, and ``order``
+      then holds the positions of every row. Pass it as ``order`` to :func:`jaxpar.attention` and
+      :func:`jaxpar.balance`. If ``block`` divides ``seq / (chunks * ways)``, no tile spans two pieces.
 
     Raises:
-      ConfigError: ``chunks`` or ``impl`` is none.
-      LayoutError: the sequence does not divide into so many pieces.
+      ConfigError: ``chunks`` or ``impl`` is invalid.
+      LayoutError: the sequence does not divide into ``chunks * ways`` pieces.
 
     >>> balanced_packing(np.repeat([0, 1], [4, 4]), 2, chunks=2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -64,8 +67,8 @@ def balanced_packing(
         fits = [n for n in range(2, chunks, 2) if seq % (n * ways) == 0]
         other = f" or chunks={fits[-1]}" if fits else ""
         raise LayoutError(
-            f"balanced_packing: {seq} tokens cannot be cut into {chunks} pieces for each of {ways} devices. Remedy: a multiple of "
-            f"{chunks * ways}{other}."
+            f"balanced_packing: {seq} tokens cannot be cut into {chunks} pieces for each of {ways} devices. Remedy: a "
+            f"multiple of {chunks * ways}{other}."
         )
     each = seq // (chunks * ways)
     work = sum(grid(mask, np.arange(seq)[None], each, row).visible for row in ids)
@@ -77,7 +80,7 @@ def balanced_packing(
 
 
 def _candidates(load: Ints, ways: int, chunks: int) -> Iterator[Ints]:
-    """Who has each piece [chunks * ways]."""
+    """Yields the device of each piece [chunks * ways] for zigzag, striped and heaviest-first."""
     half = np.repeat(np.arange(ways), chunks // 2)
     yield np.concatenate([half, half[::-1]])
     yield np.arange(len(load)) % ways
@@ -89,7 +92,7 @@ def _candidates(load: Ints, ways: int, chunks: int) -> Iterator[Ints]:
 
 
 def _cost(work: Any, owner: Ints, ways: int, impl: str) -> tuple[float, float]:
-    """The critical path, and the busiest device's work."""
+    """Returns the quantity that ``impl`` minimizes, and a second one that breaks ties."""
     mine = np.eye(ways)[owner]
     pairs = mine.T @ work @ mine
     index = np.arange(ways)
@@ -99,7 +102,7 @@ def _cost(work: Any, owner: Ints, ways: int, impl: str) -> tuple[float, float]:
 
 
 def _swapped(owner: Ints, cost: Callable[[Ints], tuple[float, float]]) -> Ints:
-    """``owner`` after swaps of two pieces, each of which makes it cheaper."""
+    """Returns ``owner`` after random swaps of two pieces, keeping each swap that lowers the cost."""
     best, rng = cost(owner), np.random.default_rng(0)
     for a, b in rng.integers(0, len(owner), (min(TRIES, len(owner) ** 2), 2)):
         if owner[a] == owner[b]:

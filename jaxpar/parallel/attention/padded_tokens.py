@@ -1,6 +1,6 @@
-"""Padding never influences anything: numbers of padded tokens, NaN too, are replaced by 0 before attention and after it.
+"""Replaces padded tokens by 0 before and after attention, so that padding never affects other tokens.
 
-A mask does not do that: a weight of 0 times a value that is NaN is NaN.
+A mask alone is not enough: a weight of 0 times a value of NaN is NaN.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ type Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def without_padding(arrays: Arrays, segments: Segments) -> Arrays:
-    """Queries, keys and values [batch, tokens, heads, head_dim] with 0 for padded tokens, and 0 for their gradients.
+    """Returns queries, keys and values with padded tokens, and thereby their gradients, set to 0.
 
     Args:
-      segments: of queries and of keys [batch, tokens], below 0 for padding; ``None`` returns the arrays as they are.
+      arrays: queries, keys and values ``[batch, tokens, heads, head_dim]``.
+      segments: segment ids of queries and of keys ``[batch, tokens]``, negative for padding. ``None`` returns the
+        arrays unchanged.
     """
     if segments is None:
         return arrays
@@ -28,7 +30,7 @@ def without_padding(arrays: Arrays, segments: Segments) -> Arrays:
 
 
 def result_without_padding(o_BSHD: jax.Array, segments: Segments) -> jax.Array:
-    """As :func:`without_padding`, of the result: so the gradient that comes back for padded tokens is 0 too."""
+    """Returns the result with padded tokens set to 0, so that their incoming gradient is 0 too."""
     return o_BSHD if segments is None else _zeroed(o_BSHD, segments[0])
 
 

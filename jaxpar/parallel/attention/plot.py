@@ -1,4 +1,4 @@
-"""``draw_mask``: a picture of the tiles that each device computes."""
+"""``draw_mask``: plots the tiles that each device computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LISTED = 16
-"""The legend names so many devices; of more, the busiest and the idlest."""
+"""The maximum number of devices in the legend; with more, it lists only the busiest and the least busy."""
 PALE = 0.6
-"""How much white is in the colour of a tile that the mask leaves in part."""
+"""The fraction of white in the colour of a partially masked tile."""
 
 
 def draw_mask(
@@ -30,25 +30,28 @@ def draw_mask(
     block: int = 512,
     segment_ids: Any = None,
 ) -> Figure:
-    """A picture of the tiles that each device computes: its colour is that of the device that has the queries.
+    """Plots the tiles that each device computes, in the colour of the device that stores the queries.
 
-    Tiles that the mask leaves whole are dark, those that it leaves in part lighter; white ones are not computed. Rows and
-    columns go by position, however the tokens lie. The legend has each device's share of the work.
+    Unmasked tiles are dark, partially masked tiles are lighter, and skipped tiles are white. Rows and columns are
+    sorted by position, whatever the order of the tokens. The legend shows each device's share of the work.
 
     Args:
       mask: the mask.
-      path: where to save it, in the format of its ending.
+      path: file to save the figure to; the suffix selects the format.
       seq, ways, order, block, segment_ids: as for :func:`jaxpar.balance`.
 
+    Returns:
+      The matplotlib figure.
+
     Raises:
-      ConfigError, LayoutError: as :func:`jaxpar.balance`.
+      ConfigError, LayoutError: as for :func:`jaxpar.balance`.
       MissingExtraError: matplotlib is not installed.
 
     >>> draw_mask(Mask(causal=True), seq=64, ways=4).axes[0].get_title(loc="left")
     'causal: 64 tokens over 4 devices, zigzag, tiles of 8'
     """
     found = grid_of(mask, seq, ways, order, block=block, segment_ids=segment_ids)
-    # One after the other, as no picture shows who waits for whom.
+    # impl="gather" sums the work over hops: the picture does not show the waiting within a ring.
     work = balance(mask, seq, ways, order, block=block, segment_ids=segment_ids, impl="gather")
     figure = new_figure("draw_mask()", figsize=(8.6, 4.8), layout="constrained")
     ax = figure.subplots()
@@ -64,14 +67,14 @@ def draw_mask(
 
 
 def hues(ways: int) -> Any:
-    """A colour for each device [ways, 3]."""
+    """Returns an RGB colour for each device [ways, 3]."""
     from matplotlib import colormaps
 
     return 0.85 * colormaps["turbo"](np.linspace(0.08, 0.92, ways))[:, :3]
 
 
 def painted(found: Grid, colours: Any) -> Any:
-    """The colour of each tile [n, n, 3], rows and columns by position."""
+    """Returns the RGB colour of each tile [n, n, 3], with rows and columns sorted by position."""
     by = np.argsort(found.first, kind="stable")
     whole = (found.visible == found.size)[..., None]
     dark = colours[found.device][:, None]
@@ -80,7 +83,7 @@ def painted(found: Grid, colours: Any) -> Any:
 
 
 def _label(ax: Any, found: Grid, seq: int) -> None:
-    """The position at which a block begins, of at most nine."""
+    """Labels both axes with the first position of at most nine blocks."""
     first = [*np.sort(found.first).tolist(), seq]
     every = -(-len(first) // 9)
     ticks = range(0, len(first), every)

@@ -1,4 +1,4 @@
-"""Which implementation a layout, the sizes of queries and keys, and the devices call for."""
+"""Selects the implementation of an attention from the layout, the sizes of queries and keys, and the devices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxpar.sharding.hardware.links import Links
 from jaxpar.utils.contexts import attention_observer
 
 DENSE = 512 * 512
-"""So few scores of a head ``auto`` computes at once: they are no more than a tile."""
+"""The maximum number of scores per head for which ``auto`` picks ``dense``: one tile."""
 ROOM = 64
-"""The part of a device's memory, one of so many, that keys of all devices may take for ``auto`` to gather them."""
+"""``auto`` considers ``gather`` only if the gathered keys, values and gradients fit 1 / ROOM of a device's memory."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation, the kernel that computes in it (empty for plain jax), and why."""
+    """An implementation, its kernel (empty for plain JAX), and the reason for the choice."""
 
     impl: str
     kernel: Kernel
@@ -40,17 +40,21 @@ def choice(
     asks: AttentionRequest | None = None,
     links: Links | None = None,
 ) -> Choice:
-    """What ``asked`` comes to.
+    """Returns the implementation and the kernel that a request resolves to.
 
     Args:
-      q, k: arrays or shapes [batch, seq, heads, head_dim].
-      sizes: of the mesh axes.
-      kernel: what computes an implementation.
-      asks: mask, order and dtype of travel; ``None`` for a causal mask and tokens brought into a ring's order once.
-      links: of the mesh's devices. With them ``auto`` takes what takes the least time, without what sends the fewest bytes.
+      asked: the requested implementation, or ``auto``.
+      q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+      spread: the mesh axes that shard each dim of queries and keys.
+      sizes: the sizes of the mesh axes.
+      heads_axis: the mesh axes that may exchange heads.
+      kernel: returns the kernel for an implementation.
+      asks: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all layers.
+      links: the links of the mesh's devices. With links ``auto`` picks the fastest implementation, otherwise the one
+        that sends the fewest bytes.
 
     Raises:
-      LayoutError: the implementation cannot work with dims split in this way.
+      LayoutError: the implementation does not support dims sharded in this way.
     """
     seq, said = spread.q[1], f"impl {asked!r} was asked for"
     if asked == "dense":
@@ -60,7 +64,8 @@ def choice(
             return Choice("dense", "", "the head dim is split")
         split = listing(spread.q[3] or spread.kv[3])
         raise LayoutError(
-            f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: impl='auto' or 'dense'."
+            f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: "
+            f"impl='auto' or 'dense'."
         )
     over = lambda axes: listing(axes) if axes else "nothing"
     apart = f"the queries' sequence is split over {over(seq)}, the keys' over {over(spread.kv[1])}"
@@ -70,8 +75,8 @@ def choice(
         )
     if asked == "split_kv":
         raise LayoutError(
-            f"attention(impl='merge'): it wants queries whole, and keys split over axes that split nothing of the queries, but {apart}. Remedy: "
-            f"impl='auto'."
+            f"attention(impl='split_kv'): it wants queries whole, and keys split over axes that split nothing of the "
+            f"queries, but {apart}. Remedy: impl='auto'."
         )
     if seq != spread.kv[1]:
         if asked == "auto":
@@ -88,16 +93,16 @@ def choice(
         return _by("flash", "the sequence is whole", found)
     if asked == "flash":
         raise LayoutError(
-            f"attention(impl='flash'): it wants the sequence whole, but the layout splits it over {listing(seq)}. Remedy: impl='auto', or one for "
-            f"a split sequence: 'ring', 'ulysses', 'gather'."
+            f"attention(impl='flash'): it wants the sequence whole, but the layout splits it over {listing(seq)}. "
+            f"Remedy: impl='auto', or one for a split sequence: 'ring', 'ulysses', 'gather'."
         )
     if asked != "auto":
         return _by(asked, said, kernel(asked))
     names = ["ulysses", "hybrid", "ring"]
     if asks is not None and asks.order in ("zigzag", "striped") and not asks.free:
-        names.remove("ulysses")  # no ring, and so no order of its devices
-    links = links if q.dtype.itemsize <= 4 else None  # of fp64 no maker tells
-    # By bytes not ``gather``: it sends what a ring sends, which then does not travel while it computes.
+        names.remove("ulysses")  # it has no ring, so a ring order cannot apply
+    links = links if q.dtype.itemsize <= 4 else None  # vendors publish no fp64 peak
+    # Bytes alone cannot rank ``gather``: it sends as much as a ring, but none of it overlaps with compute.
     names += (
         ["gather"] if links is not None and _gathered(q, k, spread, sizes) <= links.accelerator.hbm_bytes / ROOM else []
     )
@@ -110,13 +115,13 @@ def choice(
 
 
 def _merges(spread: Spread) -> bool:
-    """Whether every device has all of the queries that belong to its keys, and others have other keys."""
+    """Whether ``split_kv`` applies: the keys' sequence is sharded over axes over which the queries are replicated."""
     taken = {axis for axes in spread.q for axis in axes}
     return bool(spread.kv[1]) and not spread.q[1] and not taken & set(spread.kv[1]) and spread.q[0] == spread.kv[0]
 
 
 def _told(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
-    """What each implementation costs, the cheapest first."""
+    """Describes the cost of each implementation, cheapest first."""
     mib = lambda cost: f"{cost.sent / 2**20:.4g}"
     if links is None:
         return f"MiB that a device sends, forward and backward: {', '.join(f'{impl} {mib(c)}' for impl, c in ranked)}"
@@ -129,7 +134,7 @@ def _told(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
 
 
 def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float:
-    """Bytes of the keys and values of all devices of a ring, and of their gradients in four bytes a number."""
+    """Returns the bytes of gathered keys and values and of their gradients, at four bytes per gradient."""
     shares = [axis for axes in (spread.kv[0], spread.kv[2]) for axis in axes]
     numbers = 2.0 * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3]
     for axis in shares:
@@ -138,11 +143,12 @@ def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float
 
 
 def choosing(callback: Callable[[str, Any, Any, Choice], None]) -> AbstractContextManager[None]:
-    """While active, ``callback(call_site, q, k, choice)`` is told what ``auto`` takes."""
+    """While active, each ``auto`` attention calls ``callback(call_site, q, k, choice)``."""
     return attention_observer(callback)
 
 
 def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
+    """Reports a choice of ``auto`` to the callback of :func:`choosing`, if there is one."""
     if attention_observer.value is not None:
         attention_observer.value(site(), q, k, picked)
 
@@ -155,11 +161,21 @@ def _by(impl: str, why: str, found: KernelChoice) -> Choice:
 def sends(
     impl: str, q: Any, k: Any, spread: Spread, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
 ) -> float:
-    """Bytes that a device sends in one forward and one backward pass of causal attention, tokens lying in a ring's order; 0 where the
-    implementation does not fit.
+    """Returns the bytes that a device sends in one forward and one backward pass of causal attention.
 
-    Keys and values, and with them their gradients in four bytes a number, go a whole ring; queries, results and their gradients are
-    exchanged once each.
+    A ring of n devices sends keys and values n - 1 times in each pass, and their gradients (four bytes per number)
+    n - 1 times. A head exchange sends queries, results, keys, values and all their gradients once. Tokens are assumed
+    to be in the ring's order already.
+
+    Args:
+      impl: ``ring``, ``gather``, ``ulysses`` or ``hybrid``.
+      q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+      spread: the mesh axes that shard each dim of queries and keys.
+      sizes: the sizes of the mesh axes.
+      heads_axis: the mesh axes that may exchange heads.
+
+    Returns:
+      Bytes; 0 if the implementation does not support this sharding.
     """
     found = cost(impl, q, k, spread, sizes, heads_axis)
     return 0 if found is None else found.sent

@@ -1,1 +1,1 @@
-"""Collectives in rounds, quantized, one bit a number, in buckets."""
+"""Collectives in several rounds, in int8, in one bit per number, and in buckets."""

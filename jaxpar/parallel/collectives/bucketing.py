@@ -1,7 +1,7 @@
-"""``CollectiveFusion``: how many collectives the gradients and weights of a step take.
+"""``CollectiveFusion``: how many collectives a step uses for its gradients and weights.
 
-A compiler puts small collectives together by thresholds of its own. A size sets that threshold; a list of layers makes the groups here, each
-one array and one collective, in an order that no compiler undoes.
+A compiler combines small collectives up to thresholds of its own. A size sets this threshold. A list of layers instead
+makes the groups here: each group is one array and one collective, and the compiler cannot reorder or merge them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import over
 
 _LANES, _TILE = 1024, 16
-"""Whole tiles stay a reduce-scatter to the TPU's compiler; odd numbers of rows would be an all-reduce and a slice."""
+"""The TPU compiler keeps a reduce-scatter of full tiles; other numbers of rows become an all-reduce and a slice."""
 _ENDLESS = 2**30
 _OPTIONS = {
     ("tpu", "reduce"): ("xla_jf_crs_combiner_threshold_in_bytes", "xla_jf_crs_combiner_threshold_count"),
-    # Combines gathers at any size, whatever its name says; counts the gathered bytes.
+    # Combines gathers of any size, despite its name, and counts the gathered bytes.
     ("tpu", "gather"): ("xla_all_gather_latency_bound_threshold_in_bytes", "xla_all_gather_combiner_threshold_count"),
     ("gpu", "reduce"): ("xla_gpu_all_reduce_combine_threshold_bytes",),
     ("gpu", "gather"): ("xla_gpu_all_gather_combine_threshold_bytes",),
@@ -39,14 +39,24 @@ type BucketSize = str | int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class CollectiveFusion:
-    """For all-reduces of gradients, gathers of weights and scatters of gradients each: what goes in one collective.
+    """Which collectives are fused: all-reduces of gradients, gathers of weights and reduce-scatters of gradients.
 
-    ``"auto"`` leaves it to the compiler. A size, as ``"64MiB"`` or 0, is the compiler's threshold: collectives are put together up to so many
-    bytes of what is reduced or of what is gathered; larger tensors stay alone. A list, as ``(4, 8)``, puts layers 0–3, 4–7 and those from 8 on
-    in one collective each (of each dtype; what is no layer goes with the first): where each device sums by itself (stages 0 and 1).
+    Each attribute is one of:
+
+    - ``"auto"``: the compiler decides.
+    - a size such as ``"64MiB"``, or 0: the compiler's threshold. It combines collectives up to this many bytes of
+      reduced or gathered data; larger tensors stay separate.
+    - a list such as ``(4, 8)``: layers 0–3, 4–7, and those from 8 on each use one collective per dtype. Parameters
+      outside the layers belong to the first group. It applies where each device sums its own gradients (stages 0 and
+      1).
+
+    Attributes:
+      reduce: for all-reduces of gradients.
+      gather: for all-gathers of weights.
+      scatter: for reduce-scatters of gradients.
 
     Raises:
-      ConfigError: none of these, or layers that do not rise.
+      ConfigError: another value, or layers that do not increase.
 
     >>> CollectiveFusion(reduce="64MiB").groups("reduce", 12) is None
     True
@@ -66,17 +76,22 @@ class CollectiveFusion:
                 whole = all(isinstance(point, int) and not isinstance(point, bool) for point in points)
                 if not whole or not points or list(points) != sorted({*points}) or points[0] < 1:
                     raise ConfigError(
-                        f"fusion: {field.name} is {list(points)}, but layers that rise, from 1 on, are wanted: each begins a group."
+                        f"fusion: {field.name} is {list(points)}, but layers that rise, from 1 on, are wanted: each "
+                        f"begins a group."
                     )
                 object.__setattr__(self, field.name, points)
             elif value != "auto":
                 object.__setattr__(self, field.name, _size(value, field.name))
 
     def groups(self, kind: str, layers: int) -> list[tuple[int, int]] | None:
-        """Runs of layers (first, one beyond the last) that go together, or ``None`` where the compiler decides.
+        """Returns the groups of layers as (first, last + 1), or ``None`` where the compiler decides.
+
+        Args:
+          kind: ``reduce``, ``gather`` or ``scatter``.
+          layers: the number of layers of the model.
 
         Raises:
-          ConfigError: a group begins beyond the last layer.
+          ConfigError: a group begins after the last layer.
         """
         value = getattr(self, kind)
         if not isinstance(value, tuple):
@@ -90,10 +105,10 @@ class CollectiveFusion:
         return list(itertools.pairwise(edges))
 
     def compiler_options(self, layout: Layout) -> dict[str, int]:
-        """The sizes as the compiler of the layout's platform takes them.
+        """Returns the sizes as options of the compiler for the layout's platform.
 
         Raises:
-          ConfigError: that compiler has no such option, and would put together what it likes.
+          ConfigError: this compiler has no such option.
         """
         platform = platform_of(layout.mesh)
         found: dict[str, int] = {}
@@ -104,10 +119,10 @@ class CollectiveFusion:
             names = _OPTIONS.get((platform, kind))
             if names is None:
                 raise ConfigError(
-                    f"fusion: {kind} is {size} bytes, but the compiler for {platform} takes no size for this. Remedy: a list of "
-                    f"layers that begin groups, or auto."
+                    f"fusion: {kind} is {size} bytes, but the compiler for {platform} takes no size for this. Remedy: "
+                    f"a list of layers that begin groups, or auto."
                 )
-            # XLA:GPU counts a device's part of what is scattered.
+            # XLA:GPU counts the bytes of one device's shard of the result.
             parts = math.prod(layout.sizes[a] for a in layout.resolve(("batch",)).axes[0]) if kind == "scatter" else 1
             found |= dict(zip(names, (size // parts, _ENDLESS), strict=False))
         return found
@@ -131,20 +146,23 @@ def in_groups(
     *,
     gathers: bool,
 ) -> list[jax.Array]:
-    """Arrays crossed group by group, each group of one dtype and the same axes as one array, the last layers first.
+    """Returns the arrays after their collectives, one per group, dtype and set of axes; the last layers go first.
 
     Args:
-      parts: the axes that each array is, or will be, split over.
-      layered: whether its first dim is the layers.
-      cross: the collective, of [ways, rows, 1024] over the axes along the first dim; of [1, rows, 1024] over none.
-      gathers: whether the arrays are parts that become whole, or the other way round.
+      arrays: the local arrays.
+      parts: the axes that shard each array: before a gather, or after a reduction.
+      layered: for each array, whether its first dim is the layers.
+      groups: the groups of layers, as of :meth:`CollectiveFusion.groups`.
+      cross: the collective over the given axes along the first dim. Its argument is ``[ways, rows, 1024]`` for a
+        reduction, and ``[1, rows, 1024]`` for a gather or without axes.
+      gathers: whether the collective gathers, rather than reduces.
     """
     pieces: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays))}
     before: list[jax.Array] = []
     for number, (first, last) in reversed(list(enumerate(groups))):
         chosen = [i for i in range(len(arrays)) if layered[i] or number == 0]
         given = [arrays[i][first:last] if layered[i] else arrays[i] for i in chosen]
-        # Behind all of the group before, or a compiler would put both together.
+        # The barrier keeps the compiler from merging this group with the previous one.
         given, _ = jax.lax.optimization_barrier((given, before))
         before = _group(given, [parts[i] for i in chosen], cross, gathers)
         for i, piece in zip(chosen, before, strict=True):
@@ -185,7 +203,7 @@ def _dim(part: Parts) -> int:
 
 
 def _pack(x: jax.Array, dim: int, ways: int) -> jax.Array:
-    """As [ways, rows, 1024]: rows of lanes stay a reduce-scatter to the TPU's compiler, a flat array would not."""
+    """Returns ``x`` as ``[ways, rows, 1024]``; the TPU compiler would not keep a reduce-scatter of a flat array."""
     flat = jnp.moveaxis(x, dim, 0).reshape(ways, -1)
     return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % _LANES))).reshape(ways, -1, _LANES)
 
@@ -197,14 +215,15 @@ def _unpack(rows: jax.Array, shape: tuple[int, ...], dim: int, into: int, out: i
 
 
 def check_groups(paths: Sequence[str], parts: Sequence[Parts], layered: Sequence[bool]) -> None:
-    """Raises ConfigError where the groups cannot be made."""
+    """Raises a ConfigError where the groups cannot be made."""
     if not any(layered):
         raise ConfigError(
-            f"fusion: groups are made of layers, but no parameter has {LAYERS!r} as its first dim. Remedy: a size, or auto."
+            f"fusion: groups are made of layers, but no parameter has {LAYERS!r} as its first dim. Remedy: a size, or "
+            f"auto."
         )
     for path, part, has_layers in zip(paths, parts, layered, strict=True):
         if sum(map(bool, part.dims)) > 1 or (has_layers and part.dims[0]):
             raise ConfigError(
-                f"fusion: {path} is split over {', '.join(a for axes in part.dims for a in axes)} along its layers or along several dims, "
-                f"so its groups would not be parts of it. Remedy: a size, or auto."
+                f"fusion: {path} is split over {', '.join(a for axes in part.dims for a in axes)} along its layers or "
+                f"along several dims, so its groups would not be parts of it. Remedy: a size, or auto."
             )

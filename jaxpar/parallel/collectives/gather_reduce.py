@@ -1,4 +1,4 @@
-"""How weights and gradients cross the mesh inside a ``shard_map``: the dtype they are sent in, and what is gathered, scattered or summed."""
+"""Gathers of weights and reductions of gradients inside a ``shard_map``, in the dtypes of the step's precision."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.utils.contexts import step_precision
 
 SMALL = 64 * 1024
-"""Tensors of fewer bytes that are summed whole cross as they are, whatever was asked for: their time is not the bytes'."""
+"""All-reduced gradients with fewer bytes are never sent in int8: their time does not depend on the bytes."""
 
 
 def asking(precision: Precision) -> AbstractContextManager[None]:
-    """While active, :func:`jaxpar.sharded_dot` crosses the mesh as ``precision`` asks for."""
+    """Returns a context in which :func:`jaxpar.sharded_dot` uses ``precision``."""
     return step_precision(precision)
 
 
 def asked() -> Precision:
-    """What :func:`asking` was given, or nothing in particular."""
+    """Returns the precision given to :func:`asking`, or the default precision outside of it."""
     found: Precision | None = step_precision.value
     return Precision() if found is None else found
 
 
 def summing(dtype: Any, *, inside: bool = False) -> Any:
-    """The dtype, if a wider one than ``dtype``, in which a gradient is to be summed by whoever makes it; nothing within a ``shard_map``, if not ``inside``.
+    """Returns the dtype in which a gradient computed in ``dtype`` is summed, if it is wider; else ``None``.
 
-    Nor outside of a step: who takes gradients by themselves has asked for no dtype.
+    It is ``None`` outside of a step, which sets no precision. It is also ``None`` inside a ``shard_map`` unless
+    ``inside`` is true, because the code around the ``shard_map`` reduces the gradients.
     """
     aside = step_precision.value is None or (jax.sharding.get_abstract_mesh().manual_axes and not inside)
     return None if aside else asked().summing(dtype)
 
 
 def batch_axes(layout: Layout) -> Axes:
-    """The mesh axes, larger than 1, that the rules split the dim ``batch`` over.
+    """Returns the mesh axes, of a size above 1, that shard the dim ``batch``.
 
     Raises:
       LayoutError: the rules do not know ``batch``.
@@ -54,24 +55,24 @@ def batch_axes(layout: Layout) -> Axes:
     resolved = layout.resolve(("batch",))
     if resolved.problems:
         raise LayoutError(
-            "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: "
-            "add it, as batch='data'."
+            "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do "
+            "not have. Remedy: add it, as batch='data'."
         )
     return resolved.axes[0]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """For each dim of a tensor the manual axes among its axes. A class of its own, so that it is a leaf."""
+    """The manual axes that shard each dim of a tensor. It is a class, so that jax treats it as a leaf."""
 
     dims: tuple[Axes, ...]
 
 
 def parts_of(resolved: Resolved, axes: Axes) -> Parts:
-    """Which of ``axes`` a resolved tensor is split over.
+    """Returns the axes among ``axes`` that shard each dim of a resolved tensor.
 
     Raises:
-      LayoutError: it could not be resolved.
+      LayoutError: the tensor has problems.
     """
     if resolved.problems:
         raise LayoutError(resolved.problems)
@@ -79,7 +80,7 @@ def parts_of(resolved: Resolved, axes: Axes) -> Parts:
 
 
 def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
-    """The whole of a weight from its parts, in the dtype of the compute."""
+    """Returns the full weight from its shards, in the compute dtype."""
     split = [(dim, axes) for dim, axes in enumerate(parts.dims) if axes]
     if split and precision.gather == INT8:
         dtype = precision.computing(w).dtype
@@ -87,7 +88,7 @@ def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
             w = as_rows(functools.partial(quantized.gather_packed, axes=axes, dtype=dtype), w, dim)
         return w
     if split:
-        # Behind a barrier, or the cast moves behind the gather, which then sends the wider dtype.
+        # Without the barrier XLA moves the cast behind the gather, which then sends the wider dtype.
         w = jax.lax.optimization_barrier(precision.crossing(w))
     for dim, axes in split:
         w = as_rows(functools.partial(hierarchical.gather_local, axes=axes), w, dim)
@@ -95,13 +96,16 @@ def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
 
 
 def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> jax.Array:
-    """A gradient summed over ``axes``, in fp32 or wider: scattered over those in ``parts``, whole over the others."""
+    """Returns a gradient summed over ``axes``, in fp32 or wider.
+
+    It is reduce-scattered over the axes in ``parts``, and all-reduced over the others.
+    """
     small = grad.size * grad.dtype.itemsize < SMALL
     packs = precision.reduce == INT8
     grad = precision.reducing(grad)
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not.
+        # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
         grad = wide(grad)
     scatter = quantized.scatter_packed if packs else hierarchical.scatter_local
     for dim, split in enumerate(parts.dims):
@@ -111,15 +115,16 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
     if left and packs and not small:
         grad = quantized.sum_packed(grad, left)
     elif left:
-        # Behind a barrier, or the TPU's compiler sums in the dtype that the gradient was cast from.
+        # Without the barrier the TPU compiler sums in the dtype from which the gradient was cast.
         grad = jax.lax.psum(jax.lax.optimization_barrier(grad), left)
     return wide(grad)
 
 
 def as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
-    """``f(x, dim=dim)`` of ``x`` as [before, dim, after]: of heads, the TPU's compiler would split or join its tiles.
+    """Returns ``f(x, dim=dim)``, computed on ``x`` as ``[before, dim, after]``.
 
-    Not where the layout has axes left that may split what would become one dim.
+    With more dims, as those of heads, the TPU compiler would split or join tiles. ``x`` keeps its shape where the
+    layout has automatic axes, which may shard the dims that would be joined.
     """
     used = {axis for axis, size in current_layout().sizes.items() if size > 1}
     if x.ndim <= 3 or used - set(jax.sharding.get_abstract_mesh().manual_axes):
@@ -130,5 +135,5 @@ def as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
 
 
 def wide(x: jax.typing.ArrayLike) -> jax.Array:
-    """In fp32 or wider."""
+    """Returns ``x`` in fp32 or wider."""
     return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))

@@ -1,10 +1,11 @@
-"""``all_to_all_local``, ``gather_local``, ``scatter_local``: collectives in rounds, where the TPU compiler does worse at once.
+"""``all_to_all_local``, ``gather_local``, ``scatter_local``: collectives in rounds, where XLA:TPU compiles one badly.
 
-The TPU compiler routes an all-to-all hop by hop. Of up to 64 devices that takes it a second; of 256 half a minute for each
-one in the program, and more from there. Two rounds among 16 are routed at once, for twice the bytes. An all-gather
-among all devices of a closed 3-D torus it makes an all-reduce of zeros and the one part that each has, twice the bytes, and
-takes three times as long for it as for a line and then a plane. A reduce-scatter over all of a torus of 16 or more it makes an
-all-reduce and a slice.
+- The TPU compiler routes an all-to-all hop by hop. That takes about a second of compile time for up to 64 devices, half
+  a minute per all-to-all for 256, and more beyond. Two rounds among 16 devices each are routed immediately, but send
+  twice the bytes.
+- It compiles an all-gather among all devices of a closed 3-D torus to an all-reduce of zeros and each device's part:
+  twice the bytes, and three times the compile time of a gather along a line and then one over a plane.
+- It compiles a reduce-scatter over all of a torus of 16 or more devices to an all-reduce and a slice.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ from jaxpar.errors import LayoutError
 from jaxpar.sharding.hardware.topology import torus_of
 
 MOST = 64
-"""Devices of one round of an all-to-all."""
+"""The most devices in one round of an all-to-all."""
 GATHERED = {3: 64}
-"""Dims of a torus → the least number of chips, all of them, that the compiler does not gather among at once."""
+"""Dims of a torus → the number of chips from which on a gather among all of them takes two rounds."""
 SCATTERED = {2: 16, 3: 16}
-"""The same of a reduce-scatter."""
+"""Dims of a torus → the number of chips from which on a reduce-scatter among all of them takes two rounds."""
 
 
 def all_to_all_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int, concat_dim: int) -> jax.Array:
-    """``jax.lax.all_to_all(..., tiled=True)`` inside a ``shard_map``, in rounds where many devices take part.
+    """Returns ``jax.lax.all_to_all(..., tiled=True)`` inside a ``shard_map``, in rounds if there are many devices.
 
     Args:
-      x: its dim ``split_dim`` is cut into as many pieces as there are devices, and each sent to its own.
+      x: the local array. Its dim ``split_dim`` is split into one piece per device; piece i goes to device i.
       axes: the mesh axes to exchange over, major to minor.
-      split_dim, concat_dim: the pieces that arrive are joined along ``concat_dim``, in the order of the devices.
+      split_dim: the dim to split.
+      concat_dim: the dim along which the received pieces are joined, in device order.
+
+    Returns:
+      The local array after the exchange.
 
     Raises:
-      LayoutError: the devices do not divide ``split_dim``.
+      LayoutError: the number of devices does not divide the dim ``split_dim``.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -51,8 +56,8 @@ def all_to_all_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int,
     devices = math.prod(jax.lax.axis_size(name) for name in names)
     if x.shape[split_dim] % devices:
         raise LayoutError(
-            f"all_to_all_local(): dim {split_dim} of an array of shape {x.shape} cannot be cut into {devices} pieces, one for "
-            f"each device over {', '.join(names)}. Remedy: pad it to a multiple of {devices}."
+            f"all_to_all_local(): dim {split_dim} of an array of shape {x.shape} cannot be cut into {devices} pieces, "
+            f"one for each device over {', '.join(names)}. Remedy: pad it to a multiple of {devices}."
         )
     parts = rounds(devices, MOST)
     if len(parts) == 1:
@@ -67,13 +72,13 @@ def all_to_all_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int,
 
 
 def gather_local(x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Sequence[int] | None = None) -> jax.Array:
-    """``jax.lax.all_gather(..., tiled=True)`` inside a ``shard_map``, in rounds where :func:`gather_rounds` says so.
+    """Returns ``jax.lax.all_gather(..., tiled=True)`` inside a ``shard_map``, in the rounds of :func:`gather_rounds`.
 
     Args:
-      x: the part of one device.
+      x: the shard of this device.
       axes: the mesh axes to gather over, major to minor.
-      dim: the parts are joined along it, in the order of the devices.
-      parts: devices of each round; those of the mesh if not given. The last one goes first.
+      dim: the dim along which the shards are joined, in device order.
+      parts: the number of devices of each round, by default those of :func:`gather_rounds`. The last round runs first.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -88,15 +93,15 @@ def gather_local(x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Se
     parts = gather_rounds(jax.sharding.get_abstract_mesh(), names) if parts is None else parts
     if len(parts) == 1:
         return jax.lax.all_gather(x, names, axis=dim, tiled=True)
-    for digit in reversed(range(len(parts))):  # neighbours first, whose parts lie side by side
+    for digit in reversed(range(len(parts))):  # neighbours first, because their shards are adjacent in the result
         x = jax.lax.all_gather(x, names, axis=dim, tiled=True, axis_index_groups=_groups(parts, digit))
     return x
 
 
 def gather_across(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) -> jax.Array:
-    """The first of two rounds of a gather: among the devices that have the same place in their groups of ``group`` neighbours.
+    """The first of two rounds of a gather, among devices with the same rank in their groups of ``group`` neighbours.
 
-    What a device then has is as much of the whole as there are groups; :func:`gather_within` makes the whole of it.
+    Each device then holds one shard of every group; :func:`gather_within` completes the gather.
     """
     devices = math.prod(jax.lax.axis_size(name) for name in axes)
     if devices == group:
@@ -106,14 +111,14 @@ def gather_across(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) ->
 
 
 def gather_within(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) -> jax.Array:
-    """The second round, among the devices of a group."""
+    """The second round of a gather, within the groups; see :func:`gather_across`."""
     outer = math.prod(jax.lax.axis_size(name) for name in axes) // group
     if outer == 1:
         return gather_local(x, axes, dim=dim)
     if group == 1:
         return x
     y = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=_groups((outer, group), 1))
-    # Each brought its part of every group; in the order of the devices the groups come first.
+    # The result is ordered by rank within the group, then by group. In device order, the groups come first.
     shape = (*x.shape[:dim], group, outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
     return y.reshape(shape).swapaxes(dim, dim + 1).reshape(y.shape)
 
@@ -121,13 +126,14 @@ def gather_within(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) ->
 def scatter_local(
     x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Sequence[int] | None = None
 ) -> jax.Array:
-    """``jax.lax.psum_scatter(..., tiled=True)`` inside a ``shard_map``, in rounds where :func:`scatter_rounds` says so.
+    """Returns ``jax.lax.psum_scatter(..., tiled=True)`` in a ``shard_map``, in the rounds of :func:`scatter_rounds`.
 
     Args:
-      x: what each device adds; its dim ``dim`` is cut into as many pieces as there are devices.
+      x: this device's summand. Its dim ``dim`` is split into one piece per device.
       axes: the mesh axes to sum over, major to minor.
-      dim: each device keeps its piece of the sum along it.
-      parts: devices of each round; those of the mesh if not given. The first one goes first.
+      dim: the dim along which each device keeps its piece of the sum.
+      parts: the number of devices of each round, by default those of :func:`scatter_rounds`. The first round runs
+        first.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -142,24 +148,26 @@ def scatter_local(
     parts = scatter_rounds(jax.sharding.get_abstract_mesh(), names) if parts is None else parts
     if len(parts) == 1:
         return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    for digit in range(len(parts)):  # the reverse of a gather: large pieces first
+    for digit in range(len(parts)):  # the reverse of a gather: the largest pieces first
         groups = _groups(parts, digit)
         x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return x
 
 
 def gather_rounds(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[int, ...]:
-    """Devices of each round of an all-gather over ``axes``; the last, among neighbours, goes first.
+    """Returns the devices per round of an all-gather over ``axes``; the last round, of neighbours, runs first.
 
-    One round, but over all of a closed 3-D torus: there a line of it (about the cube root of all), then a plane.
+    There is one round, except over all of a closed 3-D torus: there one round runs along a line of it (about the cube
+    root of all devices), and then one over a plane.
     """
     return _rounds_over(mesh, axes, GATHERED)
 
 
 def scatter_rounds(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[int, ...]:
-    """Devices of each round of a reduce-scatter over ``axes``; the first goes first.
+    """Returns the devices per round of a reduce-scatter over ``axes``; the first round runs first.
 
-    One round, but over all of a torus: there all dims but one, then a line.
+    There is one round, except over all of a torus: there one round runs over all dims but one, and then one along a
+    line.
     """
     return _rounds_over(mesh, axes, SCATTERED)
 
@@ -173,13 +181,13 @@ def _rounds_over(mesh: Mesh | AbstractMesh, axes: Sequence[str], least: Mapping[
 
 
 def _groups(parts: Sequence[int], digit: int) -> list[list[int]]:
-    """Who meets in one round: with devices numbered in mixed radix, those that differ in one digit alone."""
+    """Returns the device groups of one round: in mixed radix, members differ only in the digit ``digit``."""
     outer, part, inner = math.prod(parts[:digit]), parts[digit], math.prod(parts[digit + 1 :])
     return [[(o * part + p) * inner + i for p in range(part)] for o in range(outer) for i in range(inner)]
 
 
 def rounds(devices: int, most: int = MOST) -> tuple[int, ...]:
-    """Devices of each round, as even as can be; their product is ``devices``.
+    """Returns the number of devices of each round, as equal as possible; their product is ``devices``.
 
     >>> rounds(64), rounds(256), rounds(8192), rounds(67)
     ((64,), (16, 16), (64, 8, 16), (67,))

@@ -1,8 +1,8 @@
-"""Signs on the wire: an average over devices for which each number crosses as one bit, and each block of numbers as one fp32 scale.
+"""An average over devices that sends one bit per number and one fp32 scale per block of numbers.
 
-After 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). A block x becomes sign(x) · mean|x|, the scale of least squared error. What that leaves out
-is kept as an error and added the next time: by each device for what it sends, and again for the part that it averages. What is not
-finite stays so: the scale carries it.
+After 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). A block x becomes sign(x) · mean|x|, the scale of least squared
+error. The rest is kept as an error and added the next time: by each device for what it sends, and again for the part
+that it averages. A value that is not finite makes its scale not finite.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ _BITS = 8
 
 
 class Signs(NamedTuple):
-    """uint8 ``bits`` [..., c / 8], and fp32 ``scales`` [..., blocks]; the last block may be short."""
+    """Blocks of signs: uint8 ``bits`` ``[..., c / 8]`` and fp32 ``scales`` ``[..., blocks]``.
+
+    The last block may be short.
+    """
 
     bits: jax.Array
     scales: jax.Array
 
 
 class SignPart(NamedTuple):
-    """One array as its device sees it, flat.
+    """One flat array on its device, with its errors.
 
     Attributes:
-      values: [n], what is to be averaged.
-      live: bool [n]; the others count as 0, and what comes back for them, a sign like any other, means nothing.
-      worker: [n], what this device's signs have left out so far.
-      server: [c], what the signs of the average that it makes have left out; see :func:`chunk_of`.
+      values: ``[n]``, the numbers to average.
+      live: bool ``[n]``. The other numbers count as 0, and their results are meaningless.
+      worker: ``[n]``, the error of the signs that this device has sent so far.
+      server: ``[c]``, the error of the averages that this device has sent so far; see :func:`chunk_of`.
     """
 
     values: jax.Array
@@ -45,7 +48,7 @@ class SignPart(NamedTuple):
 
 
 def chunk_of(n: int, ways: int) -> int:
-    """How many of ``n`` numbers a device averages: an equal part, in whole bytes of signs.
+    """Returns how many of ``n`` numbers each of ``ways`` devices averages: equal parts, in full bytes of signs.
 
     >>> chunk_of(1024, 8), chunk_of(1025, 8), chunk_of(3, 8)
     (128, 136, 8)
@@ -54,7 +57,7 @@ def chunk_of(n: int, ways: int) -> int:
 
 
 def pack(x: jax.Array, live: jax.Array, block: int = BLOCK) -> Signs:
-    """``x`` [..., c], c a multiple of 8, as signs; the scales are means over what is ``live``.
+    """Returns ``x`` ``[..., c]`` as signs, where c is a multiple of 8; the scales are means over the ``live`` numbers.
 
     >>> import jax.numpy as jnp
     >>> signs = pack(jnp.asarray([1.0, -2.0, 3.0, 4.0, -5.0, 6.0, 7.0, 99.0]), jnp.arange(8) < 7)
@@ -63,7 +66,7 @@ def pack(x: jax.Array, live: jax.Array, block: int = BLOCK) -> Signs:
     >>> unpack(signs, 8)
     Array([ 4., -4.,  4.,  4., -4.,  4.,  4.,  4.], dtype=float32)
     """
-    # Bit i of all bytes is taken from numbers that lie side by side, as a vector unit wants it.
+    # Bit i of all bytes comes from adjacent numbers, which suits a vector unit.
     shape = (*x.shape[:-1], _BITS, x.shape[-1] // _BITS)
     weights_81 = (1 << jnp.arange(_BITS, dtype=jnp.int32))[:, None]
     bits = jnp.sum(jnp.where((x >= 0).reshape(shape), weights_81, 0), axis=-2).astype(jnp.uint8)
@@ -73,7 +76,7 @@ def pack(x: jax.Array, live: jax.Array, block: int = BLOCK) -> Signs:
 
 
 def unpack(signs: Signs, block: int = BLOCK) -> jax.Array:
-    """Each sign times its block's scale, [..., c]."""
+    """Returns each sign times the scale of its block, fp32 ``[..., c]``."""
     bits, scales = signs
     ones = (bits[..., None, :].astype(jnp.int32) >> jnp.arange(_BITS, dtype=jnp.int32)[:, None]) & 1
     ones = ones.reshape(*bits.shape[:-1], -1)
@@ -83,15 +86,19 @@ def unpack(signs: Signs, block: int = BLOCK) -> jax.Array:
 
 
 def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int = BLOCK) -> list[SignPart]:
-    """The devices' averages of ``values`` [n], with the errors that are left, inside a ``shard_map``.
+    """Returns the averages of ``values`` ``[n]`` over devices, with the remaining errors, inside a ``shard_map``.
 
-    All arrays cross together: bits and scales once to those who average, and once back.
+    All arrays are sent together: one all-to-all of bits and scales to the devices that average, and one all-gather
+    back.
 
     Args:
-      parts: what this device has of each array.
+      parts: this device's arrays.
       axes: the mesh axes to average over.
-      index: which of their devices this is, in the order of the axes.
-      block: numbers to a scale.
+      index: the index of this device along the axes.
+      block: the numbers per scale.
+
+    Returns:
+      For each array a :class:`SignPart` with the averages as ``values`` and the new errors.
     """
     ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
     mine, sent, errors = [], [], []
@@ -115,7 +122,7 @@ def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int 
 
 
 def _chunks(x: jax.Array, ways: int) -> jax.Array:
-    """[n] as [ways, c], with zeros behind."""
+    """Returns ``[n]`` as ``[ways, c]``, padded with zeros."""
     size = ways * chunk_of(x.size, ways)
     return jnp.pad(x, (0, size - x.size)).reshape(ways, -1)
 
@@ -125,13 +132,13 @@ def _flat(x: jax.Array, n: int) -> jax.Array:
 
 
 def _blocks(x: jax.Array, block: int) -> jax.Array:
-    """[..., c] as [..., blocks, block], with zeros behind."""
+    """Returns ``[..., c]`` as ``[..., blocks, block]``, padded with zeros."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]
     return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block)
 
 
 def _sent(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
-    """[ways, ...] of each: row i goes to device i, and row j comes from device j."""
+    """Exchanges signs ``[ways, ...]``: row i goes to device i, and row j comes from device j."""
     send = lambda x: hierarchical.all_to_all_local(x, axes, split_dim=0, concat_dim=0) if axes else x
     whole = _together(signs)
     return _apart(Signs(send(whole.bits), send(whole.scales)), signs)
@@ -145,7 +152,7 @@ def _gathered(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
 
 def _together(signs: Sequence[Signs]) -> Signs:
     bits, scales = (jnp.concatenate(xs, axis=1) for xs in zip(*signs, strict=True))
-    # Behind a barrier, or the compiler might send the numbers and take their signs afterwards.
+    # Without the barrier the compiler might send the numbers and take their signs afterwards.
     return Signs(*jax.lax.optimization_barrier((bits, scales)))
 
 

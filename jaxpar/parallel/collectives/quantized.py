@@ -1,7 +1,7 @@
-"""int8 on the wire: weights gathered and gradients reduced in blocks of 8-bit integers, each block with a scale of its own.
+"""Gathers of weights and reductions of gradients in int8: they send blocks of integers, each with its scale.
 
-After ZeRO++ (Wang et al. 2023, arXiv:2306.10209). A number x of a block becomes round(x / s) with s = max|block| / 127, so none is off by more
-than max|block| / 254. What is not finite stays so: the scale carries it.
+After ZeRO++ (Wang et al. 2023, arXiv:2306.10209). A number x of a block becomes round(x / s) with s = max|block| / 127,
+so no error exceeds max|block| / 254. A value that is not finite makes its scale not finite.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from jaxpar.parallel.collectives import hierarchical
 
 BLOCK = 256
 _SHORT = 32
-"""A block shorter than this costs more for its scale than it is worth: then all of a row is one."""
+"""The shortest block whose scale is worth its bytes; if only shorter ones fit, blocks are longer than ``BLOCK``."""
 
 
 class Packed(NamedTuple):
-    """int8 ``values`` [..., n], and fp32 ``scales`` [..., n / block]."""
+    """Quantized blocks: int8 ``values`` ``[..., n]`` and fp32 ``scales`` ``[..., n / block]``."""
 
     values: jax.Array
     scales: jax.Array
 
 
 def block_of(n: int, most: int = BLOCK) -> int:
-    """The length of the blocks of a row of ``n``: its largest divisor up to ``most``, or all of it where that is short.
+    """Returns the block length for rows of ``n``.
+
+    It is the largest divisor of ``n`` up to ``most``; if that is shorter than 32, the smallest divisor above ``most``.
 
     >>> block_of(2048), block_of(96), block_of(1000), block_of(514)
     (256, 96, 250, 257)
@@ -43,7 +45,7 @@ def block_of(n: int, most: int = BLOCK) -> int:
 
 
 def pack(x: jax.Array, block: int = BLOCK) -> Packed:
-    """``x`` [..., n] in blocks along its last dim.
+    """Returns ``x`` ``[..., n]`` quantized in blocks along its last dim.
 
     >>> import jax.numpy as jnp
     >>> packed = pack(jnp.asarray([1.0, -2.0, 0.5, 2.0]))
@@ -57,24 +59,25 @@ def pack(x: jax.Array, block: int = BLOCK) -> Packed:
 
 
 def unpack(packed: Packed, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """What :func:`pack` was given, but for rounding."""
+    """Returns the array from which :func:`pack` made the blocks, up to rounding."""
     values, scales = packed
     wide_BN = values.reshape(*scales.shape, -1).astype(jnp.float32) * scales[..., None]
     return wide_BN.reshape(values.shape).astype(dtype)
 
 
 def gather_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """:func:`jaxpar.parallel.collectives.hierarchical.gather_local` that sends int8; the result is of ``dtype``."""
-    # Behind a barrier, or the compiler gathers first and rounds afterwards.
+    """The gather of :func:`jaxpar.parallel.collectives.hierarchical.gather_local` in int8; returns ``dtype``."""
+    # Without the barrier the compiler gathers first and quantizes afterwards.
     packed = jax.lax.optimization_barrier(pack(x))
     gather = functools.partial(hierarchical.gather_local, axes=axes, dim=dim)
     return unpack(Packed(gather(packed.values), gather(packed.scales)), dtype)
 
 
 def scatter_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int) -> jax.Array:
-    """:func:`jaxpar.parallel.collectives.hierarchical.scatter_local` that sends int8: an all-to-all, then a sum in fp32.
+    """The reduction of :func:`jaxpar.parallel.collectives.hierarchical.scatter_local` in int8; returns fp32.
 
-    The error of a sum of N parts is at most that of N roundings; it does not build up from hop to hop.
+    It is an all-to-all and then a sum in fp32. The error of a sum of N parts is therefore at most that of N roundings;
+    it does not grow from hop to hop.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     devices = math.prod(jax.lax.axis_size(name) for name in names)
@@ -85,12 +88,12 @@ def scatter_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int) -> jax.
 
 
 def sum_packed(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """``jax.lax.psum`` in fp32 that sends int8: scattered, then gathered."""
+    """Returns ``jax.lax.psum`` in fp32, sent in int8 by a reduce-scatter and a gather."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     devices = math.prod(jax.lax.axis_size(name) for name in names)
     dims = [dim for dim, size in enumerate(x.shape) if size % devices == 0]
     if dims:
-        dim = max(dims, key=lambda d: (d < x.ndim - 1, x.shape[d]))  # cut along the last one, blocks get short
+        dim = max(dims, key=lambda d: (d < x.ndim - 1, x.shape[d]))  # splitting the last dim would shorten the blocks
         return gather_packed(scatter_packed(x, names, dim=dim), names, dim=dim, dtype=jnp.float32)
     flat = jnp.pad(x.ravel(), (0, -x.size % devices)).reshape(devices, -1)
     whole = gather_packed(scatter_packed(flat, names, dim=0), names, dim=0, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""``Staging``: pieces on their way between disk and device; read ahead by one thread, written behind by another, few at a time."""
+"""``Staging``: a queue between disk and device; one thread reads ahead and another writes behind."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any, Self
 
 
 class Staging:
-    """A context: :meth:`get` each piece in its order, :meth:`put` what became of it, then :meth:`finish`.
+    """Reads pieces ahead in order and writes their results behind; a context manager.
 
-    A piece takes one of ``slots`` from when it is begun to be read until it is written, so the host never holds more than the
-    ``slots`` largest pieces.
+    The caller calls :meth:`get` for each piece in order, :meth:`put` with its result, and :meth:`finish` at the end. A
+    piece occupies one of ``slots`` from the start of its read to the end of its write, so the host never holds more
+    than the ``slots`` largest pieces.
 
     Args:
-      sizes: bytes of each piece.
-      read: piece → what is in it; called by the reading thread.
-      write: piece and what :meth:`put` was given; called by the writing thread.
-      slots: how many pieces may be on their way; with 1 nothing is read ahead.
-      note: told ``read``, ``written`` and the piece, each when it is done, and ``reading`` when it begins.
+      sizes: the bytes of each piece.
+      read: returns the content of a piece; the reading thread calls it.
+      write: writes the result of a piece; the writing thread calls it.
+      slots: the largest number of pieces in flight; with 1, nothing is read ahead.
+      note: called with ``reading``, ``read`` or ``written`` and the piece.
     """
 
     def __init__(
@@ -44,21 +45,25 @@ class Staging:
         return self
 
     def get(self, piece: int) -> Any:
-        """What was read of a piece, once; raises what reading raised, or an earlier write, after which nothing more is read."""
-        future, self._reads[piece] = self._reads[piece], Future()  # nobody else shall hold the bytes
+        """Returns the content of a piece; may be called once per piece.
+
+        Raises:
+          Exception: the exception of this read, or of an earlier write, after which nothing more is read.
+        """
+        future, self._reads[piece] = self._reads[piece], Future()  # drops the last reference to the bytes
         found = future.result()
         if self._stopped.is_set():
             self.finish()
         return found
 
     def put(self, piece: int, made: Any) -> None:
-        """Write what became of a piece; raises what an earlier write raised."""
+        """Queues the result of a piece for writing; raises the exception of an earlier write."""
         if self._stopped.is_set():
             self.finish()
         self._writes.append(self._threads[1].submit(self._send, piece, made))
 
     def finish(self) -> None:
-        """Wait until all is written; raises what a write raised."""
+        """Waits until all results are written; raises the exception of a failed write."""
         for write in self._writes:
             write.result()
 
@@ -95,6 +100,6 @@ class Staging:
         self._stopped.set()
         for read in self._reads:
             read.cancel()
-        self._slots.release(len(self._sizes) or 1)  # whoever waits for a slot sees that it is over
+        self._slots.release(len(self._sizes) or 1)  # wakes a reader that waits for a slot, so that it ends
         for thread in self._threads:
             thread.shutdown(wait=True)

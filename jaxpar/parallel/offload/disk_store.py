@@ -1,8 +1,8 @@
-"""``Store``: rows of bytes in files, in two generations, so that a kill at any moment leaves a whole one.
+"""``Store``: rows of bytes in files, in two generations, so that a kill at any moment leaves one that is complete.
 
-A step reads one generation and writes the other, which counts from the moment that a small record, replaced at once, names it. Files
-are read and written, not mapped into memory: a full or broken disk is then an error instead of a signal, and what lies in
-memory can be counted. Nothing here knows of jax.
+A step reads one generation and writes the other. The new one becomes current when a small record that names it is
+replaced atomically. Files are read and written rather than memory-mapped: a full or broken disk is then an error
+instead of a signal, and the bytes in memory can be counted. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ NAMES = ("a", "b")
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as the store keeps it: ``rows`` of ``row_bytes`` bytes each; ``about`` (JSON) is what its owner compares."""
+    """A tensor in the store.
+
+    Attributes:
+      name: its name in errors and file names.
+      rows: the number of rows.
+      row_bytes: bytes per row.
+      about: JSON data; a store whose data differ is not opened.
+    """
 
     name: str
     rows: int
@@ -44,7 +51,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Generation:
-    """The steps after which these bytes were the state (a skipped step changes none), and a checksum of each row."""
+    """The metadata of one complete copy of the state.
+
+    Attributes:
+      first, last: the steps after which the state was this one; a skipped step does not change it.
+      sums: a checksum (CRC-32) of each row of each tensor.
+    """
 
     first: int
     last: int
@@ -52,15 +64,15 @@ class Generation:
 
 
 class Store:
-    """A folder (0700) of one process, locked until :meth:`close`.
+    """A folder (mode 0700) of one process, locked until :meth:`close`.
 
     Args:
-      path: the folder; it is made.
-      entries: what is kept in it.
-      about: of the run, compared with what the record says, as JSON.
+      path: the folder; it is created if it is missing.
+      entries: the tensors.
+      about: JSON data about the run; a store that another run wrote is not opened.
 
     Raises:
-      DiskError: another run holds the folder, or it cannot be made.
+      DiskError: another run has locked the folder, or it cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str], entries: Sequence[Entry], about: Mapping[str, Any]):
@@ -88,32 +100,35 @@ class Store:
 
     @property
     def bytes(self) -> int:
-        """Of one generation."""
+        """The size of one generation."""
         return sum(entry.bytes for entry in self.entries)
 
     def exists(self) -> bool:
-        """Whether there is a record, and so a generation."""
+        """Returns whether there is a record, and so a complete generation."""
         return (self.path / RECORD).exists()
 
     def create(self) -> None:
-        """Make both generations' files anew, their space reserved, and zeros to begin with: :meth:`write`, then :meth:`commit`.
+        """Creates the files of both generations, filled with zeros and with their disk space reserved.
+
+        Afterwards the caller writes rows with :meth:`write` and then calls :meth:`commit`.
 
         Raises:
-          DiskError: the disk has no room.
+          DiskError: the disk has too little room.
         """
         for name in NAMES:
             for number in range(len(self.entries)):
                 self._make(name, number)
         zeros = [zlib.crc32(bytes(entry.row_bytes)) for entry in self.entries]
         self._sums = [[zero] * entry.rows for zero, entry in zip(zeros, self.entries, strict=True)]
-        # As if the generation before were the other one, so that what is written goes to the first.
+        # The second generation counts as the current one, so that the first is written.
         self._generations, self._current = {}, NAMES[1]
 
     def open(self, step: int) -> None:
-        """Take the generation that was the state after ``step``.
+        """Makes the generation that was the state after ``step`` the current one.
 
         Raises:
-          DiskError: no record, one that cannot be read, of another step, run or shape; a file that is missing or cut short.
+          DiskError: the record is missing, cannot be read, or is of another step, run or shape; or a file is missing or
+            truncated.
         """
         record = self._read_record(self.path / RECORD)
         self._compare(record)
@@ -123,12 +138,13 @@ class Store:
             steps = sorted((g.last for g in self._generations.values()), reverse=True)
             said = " and ".join(f"step {n}" for n in steps)
             raise DiskError(
-                f"{self.path} holds the optimizer's state of {said}, but the training state is at step {step}. Remedy: a "
-                f"training state of {said.replace(' and ', ' or ')}, a snapshot of step {step} (restore=), or another path."
+                f"{self.path} holds the optimizer's state of {said}, but the training state is at step {step}. Remedy: "
+                f"a training state of {said.replace(' and ', ' or ')}, a snapshot of step {step} (restore=), or "
+                f"another path."
             )
         self._current = fitting[0]
         here = self._generations[self._current]
-        self._generations[self._current] = Generation(here.first, step, here.sums)  # what follows is another future
+        self._generations[self._current] = Generation(here.first, step, here.sums)  # discards later steps
         for number, entry in enumerate(self.entries):
             file = self._file(self._current, number)
             if not file.exists():
@@ -140,10 +156,10 @@ class Store:
                 )
 
     def read(self, number: int, row: int) -> np.ndarray:
-        """A row of the current generation, as bytes.
+        """Returns a row of the current generation, uint8 ``[row_bytes]``.
 
         Raises:
-          DiskError: the disk failed, or gave other bytes than were written.
+          DiskError: the disk failed, or the checksum of the row is wrong.
         """
         entry, file = self.entries[number], self._file(self._current, number)
         buffer = np.empty(entry.row_bytes, np.uint8)
@@ -157,33 +173,38 @@ class Store:
         wanted = self._generations[self._current].sums[number][row]
         if (found := zlib.crc32(buffer)) != wanted:
             raise DiskError(
-                f"{file}: row {row} of {entry.name} is not what was written: its checksum is {found:08x}, but {wanted:08x} is "
-                f"wanted. {_SNAPSHOT}"
+                f"{file}: row {row} of {entry.name} is not what was written: its checksum is {found:08x}, but "
+                f"{wanted:08x} is wanted. {_SNAPSHOT}"
             )
         self.bytes_read += entry.row_bytes
         return buffer
 
     def begin(self) -> None:
-        """Give up the generation before the current one: from here on its files are written.
+        """Discards the generation before the current one, so that its files can be written.
 
         Raises:
-          DiskError: the disk has no room for a second generation.
+          DiskError: the disk has too little room for a second generation.
         """
         other = self._other
         if self._generations.pop(other, None) is not None:
-            self._write_record()  # first, or a kill would leave a record that names files half written
+            self._write_record()  # first, or a kill would leave a record that names incomplete files
         self._sums = [[-1] * entry.rows for entry in self.entries]
         for number, entry in enumerate(self.entries):
             file = self._file(other, number)
-            # A snapshot may share the file: that one is left to it.
+            # A snapshot may share the file by a hard link. It keeps that file, and the store creates a new one.
             if not file.exists() or file.stat().st_nlink > 1 or file.stat().st_size != entry.bytes:
                 self._make(other, number)
 
     def write(self, number: int, row: int, buffer: np.ndarray) -> None:
-        """A row, as contiguous bytes, of the generation in the making.
+        """Writes a row of the next generation.
+
+        Args:
+          number: the index of the tensor in ``entries``.
+          row: the row.
+          buffer: contiguous bytes, uint8 ``[row_bytes]``.
 
         Raises:
-          DiskError: the disk is full, or failed; the current generation stays as it is.
+          DiskError: the disk is full or failed; the current generation is not changed.
         """
         entry = self.entries[number]
         with self._naming(f"writing {entry.name}"):
@@ -195,10 +216,10 @@ class Store:
         self.bytes_written += entry.row_bytes
 
     def commit(self, step: int) -> None:
-        """Make what was written the current generation, that of ``step``, once it has reached the disk.
+        """Waits until all rows have reached the disk, and makes them the current generation, that of ``step``.
 
         Raises:
-          DiskError: a row was not written, or the disk failed; the current generation stays as it is.
+          DiskError: a row was not written, or the disk failed; the current generation is not changed.
         """
         other = self._other
         for number, entry in enumerate(self.entries):
@@ -211,18 +232,18 @@ class Store:
         self._generations[other], self._current = made, other
 
     def skip(self, step: int) -> None:
-        """``step`` changed nothing: the current generation is its state too."""
+        """Records that ``step`` did not change the state, so the current generation is its state too."""
         here = self._generations[self._current]
-        made = {name: g for name, g in self._generations.items() if g.last < step}  # another future than this one
+        made = {name: g for name, g in self._generations.items() if g.last < step}  # discards later steps
         made[self._current] = Generation(here.first, step, here.sums)
         self._write_record(made)
         self._generations = made
 
     def snapshot(self, folder: str | os.PathLike[str]) -> None:
-        """The current generation in a folder of its own: by links where the file system has them, else by copies.
+        """Writes the current generation to another folder, by hard links or, where these are not possible, by copies.
 
         Raises:
-          DiskError: the folder has one already, or the disk has no room.
+          DiskError: the folder has a snapshot already, or the disk has too little room.
         """
         target = Path(folder)
         with self._naming(f"a snapshot in {target}"):
@@ -231,22 +252,22 @@ class Store:
                 raise DiskError(f"{target} holds a snapshot already. Remedy: another folder.")
             for number in range(len(self.entries)):
                 source = self._file(self._current, number)
-                (target / source.name).unlink(missing_ok=True)  # of a snapshot that was not finished
+                (target / source.name).unlink(missing_ok=True)  # left by a snapshot that was interrupted
                 _link(source, target / source.name)
             _sync_folder(target)
             self._write_record({self._current: self._generations[self._current]}, target)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Take a snapshot in the place of what is here: then :meth:`open`.
+        """Replaces the state by a snapshot; the caller then calls :meth:`open`.
 
         Raises:
-          DiskError: there is no snapshot, or one of another run, or a file of it is missing.
+          DiskError: there is no snapshot, it is of another run, or one of its files is missing.
         """
         source = Path(folder)
         record = self._read_record(source / RECORD)
         self._compare(record)
         with self._naming(f"the snapshot in {source}"):
-            # Without a record nothing counts, until the new one does.
+            # Until the new record is written, a kill leaves a store without a state rather than a mixture.
             (self.path / RECORD).unlink(missing_ok=True)
             _sync_folder(self.path)
             self._close_files()
@@ -261,7 +282,7 @@ class Store:
             self._write_record(generations)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Closes all files and unlocks the folder."""
         self._close_files()
         if self._lock >= 0:
             os.close(self._lock)
@@ -281,7 +302,7 @@ class Store:
         return self._files[generation, number]
 
     def _make(self, generation: str, number: int) -> None:
-        """A file of zeros, its space reserved: what is written into it later cannot find the disk full."""
+        """Creates a file of zeros with its space reserved, so that later writes cannot find the disk full."""
         file, entry = self._file(generation, number), self.entries[number]
         if (old := self._files.pop((generation, number), None)) is not None:
             os.close(old)
@@ -312,7 +333,7 @@ class Store:
                 f.write(text)
                 f.flush()
                 os.fsync(f.fileno())
-            _sync_folder(folder)  # the names of the files that the record speaks of
+            _sync_folder(folder)  # the directory entries of the files that the record names
             os.replace(new, folder / RECORD)
             _sync_folder(folder)
 
@@ -331,7 +352,7 @@ class Store:
         return record
 
     def _compare(self, record: Mapping[str, Any]) -> None:
-        """Whether the record is one of this run: then it differs in its generations alone."""
+        """Raises a DiskError unless the record is one of this run; only its generations may differ."""
         mine, theirs = self._record({}), record
         for key, value in self._about.items():
             if theirs["about"].get(key) != value:
@@ -344,8 +365,8 @@ class Store:
             if here.get(name) != there.get(name):
                 was, now = (_shown(entries.get(name)) for entries in (there, here))
                 raise DiskError(
-                    f"{self.path} holds {name} as {was}, but this run has it as {now}. Remedy: the model, optimizer and rules it "
-                    f"was written with, or another path."
+                    f"{self.path} holds {name} as {was}, but this run has it as {now}. Remedy: the model, optimizer "
+                    f"and rules it was written with, or another path."
                 )
 
     @contextmanager
@@ -361,8 +382,8 @@ class Store:
             free = shutil.disk_usage(self.path).free
             held = f" Nothing is lost: step {self._generations[self._current].last} stays whole." if self._ready else ""
             raise DiskError(
-                f"{self.path}: {what}: {reason}; {free:,} bytes are free, and two generations take {2 * self.bytes:,}.{held} "
-                f"Remedy: make room, or take a path on a larger disk."
+                f"{self.path}: {what}: {reason}; {free:,} bytes are free, and two generations take "
+                f"{2 * self.bytes:,}.{held} Remedy: make room, or take a path on a larger disk."
             ) from error
 
     @property
@@ -391,11 +412,14 @@ def _said(value: Any) -> str:
 def _shown(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "nothing"
-    return f"{entry.get('dtype', 'bytes')}{entry.get('shape', [entry['rows'], entry['row_bytes']])} {entry.get('spec', '')}".strip()
+    return (
+        f"{entry.get('dtype', 'bytes')}{entry.get('shape', [entry['rows'], entry['row_bytes']])} "
+        f"{entry.get('spec', '')}"
+    ).strip()
 
 
 def _link(source: Path, target: Path) -> None:
-    """``source`` under a second name; a copy where the file system has no links, or is another one."""
+    """Links ``target`` to ``source``, or copies it where the file system has no hard links or is another one."""
     try:
         os.link(source, target)
     except OSError as error:

@@ -1,7 +1,8 @@
-"""``to_device``: a layer's weights brought from the host's memory when the layer runs, and their gradient left on the device.
+"""``to_device``: brings a layer's weights from host memory when the layer runs; their gradients stay on the device.
 
-After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A weight that waits is two arrays that go through the model together: what lies
-in the host's memory, and on the device a ghost of its shape, of which nothing but the gradient is ever made.
+After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A host-resident weight is passed through the model as
+two arrays: the weight itself, in host memory, and a zero placeholder of the same shape on the device (the *ghost*).
+Only the placeholder is differentiated, so the gradient is created on the device; XLA eliminates the zeros.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from jaxpar.sharding.names import Names
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["host", "ghost"], meta_fields=["names"])
 @dataclass(frozen=True, eq=False)
 class HostWeight:
-    """A weight in the host's memory, as a model sees it: :func:`to_device` brings it, and so does what jax computes with it.
+    """A weight in host memory, as the model sees it.
 
-    A scan over layers hands its body a layer of it, and so does an index.
+    :func:`to_device`, ``@``, ``astype`` and the functions of jax bring it to the device. A scan over stacked layers, or
+    an integer index, yields the ``HostWeight`` of one layer.
 
     Attributes:
-      host: the weight, in the host's memory.
-      ghost: zeros of its shape on the device, in the dtype that the weight is used in: what is differentiated in its place.
-      names: its logical dims, with those that have been taken away before the others.
+      host: the weight, in host memory.
+      ghost: zeros of its shape on the device, in the dtype of the compute; they are differentiated instead of ``host``.
+      names: its logical dims, preceded by the dims that scans or indices have removed.
     """
 
     host: Any
@@ -71,17 +73,18 @@ class HostWeight:
 
 
 def is_waiting(x: Any) -> bool:
-    """Whether a leaf of a model's parameters is a weight that waits."""
+    """Returns whether a leaf of a model's parameters is a :class:`HostWeight`."""
     return isinstance(x, HostWeight)
 
 
 def to_device(w: Any) -> Any:
-    """A weight on the device: one that waits in the host's memory is brought, any other is handed back as it is.
+    """Returns a weight on the device: a :class:`HostWeight` is fetched, any other value is returned as it is.
 
-    For the body of a scan over layers, inside of what it checkpoints (``jax.checkpoint``, ``nn.remat``): kept for the backward pass, the
-    weights of all layers would be on the device at once. :func:`jaxpar.gather_weight` and :func:`jaxpar.sharded_dot` begin with it.
+    Call it in the body of a scan over layers, inside the function that is checkpointed (``jax.checkpoint``,
+    ``nn.remat``). Otherwise the fetched weights of all layers are saved for the backward pass, and are on the device at
+    the same time. :func:`jaxpar.gather_weight` and :func:`jaxpar.sharded_dot` call it first.
 
-    Its gradient stays on the device, laid out by the rules of the role ``gradients``.
+    The gradient stays on the device, sharded by the rules of the role ``gradients``.
 
     >>> import jax.numpy as jnp
     >>> to_device(jnp.ones(3)).shape
@@ -92,7 +95,7 @@ def to_device(w: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fetch(names: Names, host: Any, ghost: Any) -> jax.Array:
-    # Pinned to where it lies, or the compiler would move another layout's exchange to the host.
+    # The sharding is fixed, or the compiler would move the collective of another layout to the host.
     return _lie(names, jax.device_put(host, DEVICE), "params").astype(ghost.dtype)
 
 
@@ -109,17 +112,18 @@ _fetch.defvjp(_forward, _backward)
 
 def _lie(names: Names, x: jax.Array, role: str) -> jax.Array:
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return x  # a shard: it lies as somebody has said already
+        return x  # inside a shard_map, x is a shard that already has its sharding
     layout = current_layout()
     return lay_out(layout.mesh, x, to_spec(layout.resolve(names, x.shape, role=role, dtype=x.dtype)))
 
 
 def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout | None = None) -> Any:
-    """``params`` with those in the host's memory as :class:`HostWeight`; what is so already, stays as it is.
+    """Returns ``params`` with each weight that is in host memory as a :class:`HostWeight`.
 
     Args:
       dims: ("params", *path) → logical dims.
-      layout: lays out the ghosts; without, nobody differentiates them.
+      params: the model's parameters; a leaf that is a ``HostWeight`` already is not changed.
+      layout: shards the ghosts. It may be ``None`` where nothing is differentiated.
     """
 
     def one(keys: Any, w: Any) -> Any:
@@ -135,21 +139,21 @@ def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout |
 
 
 def split(params: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """What of parameters is differentiated, ghosts in the place of those that wait; and the way back."""
+    """Returns the parameters to differentiate, with ghosts for host weights, and a function that puts them back."""
     trained = jax.tree.map(lambda w: w.ghost if is_waiting(w) else w, params, is_leaf=is_waiting)
     back = lambda w, x: HostWeight(w.host, x, w.names) if is_waiting(w) else x
     return trained, lambda xs: jax.tree.map(back, params, xs, is_leaf=is_waiting)
 
 
 def cut(x: Any, first: int, last: int) -> Any:
-    """Some layers of a stack.
+    """Returns layers ``first`` to ``last - 1`` of a stack.
 
     Raises:
-      ConfigError: they lie in the host's memory.
+      ConfigError: the stack is in host memory.
     """
     if on_host(x):
         raise ConfigError(
-            f"offload: layers {first} to {last - 1} are taken out of a stack in the host's memory, which the host would copy. Remedy: leave "
-            f"remat.layers out, or keep parameters on the device."
+            f"offload: layers {first} to {last - 1} are taken out of a stack in the host's memory, which the host "
+            f"would copy. Remedy: leave remat.layers out, or keep parameters on the device."
         )
     return x[first:last]

@@ -1,8 +1,9 @@
-"""``offload``: an optimizer's state in the host's memory or on disk, and a model's layers in the host's memory; they come a layer at a time.
+"""``offload``: keeps optimizer state in host memory or on disk, and the weights of stacked layers in host memory.
 
-After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857), with the arithmetic left on
-the device: :mod:`jaxpar.training.offload.host_update` brings the state there from the host's memory and back, :mod:`jaxpar.training.disk_step` from the disk,
-:mod:`jaxpar.parallel.offload.host_weights` a layer's weights to where it runs.
+After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857),
+except that the device does the arithmetic. :mod:`jaxpar.training.offload.host_update` brings state in host memory to
+the device and back, :mod:`jaxpar.training.disk_step` does so for state on disk, and
+:mod:`jaxpar.parallel.offload.host_weights` brings the weights of one layer at a time to the device.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from jaxpar.sharding.names import LAYERS, Names
 from jaxpar.sharding.rules import over
 
 KIND = "pinned_host"
-"""What jax calls the host's memory."""
+"""jax's name of the memory kind for host memory."""
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Offloaded(NamedTuple):
-    """An optax transform whose state's larger arrays lie in the host's memory. Made by :func:`offload`."""
+    """An optax transform whose larger state arrays are in host memory. Made by :func:`offload`."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -36,7 +37,7 @@ class Offloaded(NamedTuple):
 
 
 class OnDisk(NamedTuple):
-    """An optax transform whose state's larger arrays lie on disk: ``init`` leaves a :class:`Stored` in their place."""
+    """An optax transform whose larger state arrays are on disk; ``init`` returns a :class:`Stored` for each of them."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -48,7 +49,7 @@ class OnDisk(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["shape", "dtype"])
 @dataclass(frozen=True)
 class Stored:
-    """What stands in an optimizer's state for an array that lies on disk: no leaf of it, so nothing ever holds the array whole."""
+    """The placeholder of an array on disk. It has no leaves, so jax never allocates the array."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -62,18 +63,20 @@ def offload(
     parameters: bool = False,
     min_bytes: int | str = "64KiB",
 ) -> Any:
-    """``tx`` with its state elsewhere, but for arrays of fewer bytes: for :func:`jaxpar.init` and all that takes an optimizer.
+    """Returns ``tx`` with its larger state arrays in host memory or on disk.
+
+    The result can be passed to :func:`jaxpar.init` and to every other function that takes an optimizer.
 
     Args:
-      tx: any optax transform; on disk or with ``parameters`` one that treats every number by itself, as Adam, Lion or SGD.
-      to: ``host`` for the host's memory; ``disk`` for files, which :class:`jaxpar.DiskOffloadedStep` trains with.
-      path: the files' folder.
-      parameters: keep the weights of stacked layers there too (first logical dim ``layers``, three dims or more), and bring each layer's to the
-        device when it runs; see :func:`jaxpar.to_device`.
-      min_bytes: of the smallest array that goes there, over all devices.
+      tx: an optax transform. On disk, or with ``parameters``, it has to be elementwise, as Adam, Lion and SGD are.
+      to: ``host`` for host memory; ``disk`` for files, with which :class:`jaxpar.DiskOffloadedStep` trains.
+      path: the folder of the files; required for ``disk``.
+      parameters: also keep the weights of stacked layers in host memory (first logical dim ``layers``, three dims or
+        more), and bring those of each layer to the device when it runs; see :func:`jaxpar.to_device`.
+      min_bytes: smaller arrays stay on the device; the global size in bytes, as a number or a text such as ``64KiB``.
 
     Raises:
-      ConfigError: ``min_bytes`` is no size, or ``to``, ``path`` and ``parameters`` do not go together.
+      ConfigError: ``min_bytes`` cannot be read, or ``to``, ``path`` and ``parameters`` contradict each other.
 
     >>> import optax
     >>> offload(optax.adam(1e-3), min_bytes="1MiB").min_bytes
@@ -90,8 +93,8 @@ def offload(
         raise ConfigError(f"offload: {said}.")
     if to == "disk" and parameters:
         raise ConfigError(
-            "offload: parameters wait in the host's memory beside the optimizer's state, but to is 'disk'. Remedy: to='host', or leave "
-            "parameters out."
+            "offload: parameters wait in the host's memory beside the optimizer's state, but to is 'disk'. Remedy: "
+            "to='host', or leave parameters out."
         )
     if path is None:
         return Offloaded(tx.init, tx.update, least, parameters)
@@ -109,41 +112,44 @@ def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise ConfigError(
-        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskOffloadedStep in the place of "
-        "jp.train_step, or to='host'."
+        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskOffloadedStep in "
+        "the place of jp.train_step, or to='host'."
     )
 
 
 def hosted(tx: Any, shape: Sequence[int], dtype: Any) -> bool:
-    """Whether an array of the state of ``tx`` lies in the host's memory."""
+    """Returns whether an array of the state of ``tx`` is in host memory."""
     return isinstance(tx, Offloaded) and len(shape) > 1 and _bytes(shape, dtype) >= tx.min_bytes
 
 
 def hosted_layers(tx: Any, names: Names | None, shape: Sequence[int], dtype: Any) -> tuple[bool, str]:
-    """Whether a parameter with these logical dims lies there, the weights of a stack of layers; or why it stays, if parameters were asked for."""
+    """Returns whether a parameter with these logical dims is in host memory.
+
+    If it is not, although ``tx`` keeps parameters there, the second value is the reason.
+    """
     if not (isinstance(tx, Offloaded) and tx.parameters):
         return False, ""
     if (names or ())[:1] != (LAYERS,):
         return False, "stays on the device: no stack of layers"
-    if len(shape) < 3:  # the TPU's compiler cannot cut slices of a row from the host's memory
+    if len(shape) < 3:  # the TPU compiler cannot slice rows out of host memory
         return False, "stays on the device: rows of a stack, no matrices"
     small = _bytes(shape, dtype) < tx.min_bytes
     return not small, "stays on the device: below min_bytes" if small else ""
 
 
 def no_layers(tx: Any, some: bool) -> str | None:
-    """What is wrong where parameters were asked into the host's memory and none lies there."""
+    """Returns the problem if ``tx`` keeps parameters in host memory but none qualifies; else ``None``."""
     if some or not (isinstance(tx, Offloaded) and tx.parameters):
         return None
     return (
-        f"offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim {LAYERS!r}, three dims or "
-        f"more, {tx.min_bytes} bytes or more), so nothing would lie there. Remedy: stack the layers, as nnx.vmap with "
-        f"jaxpar.nnx.stacked({LAYERS!r}) does, a smaller min_bytes, or leave parameters out."
+        f"offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim "
+        f"{LAYERS!r}, three dims or more, {tx.min_bytes} bytes or more), so nothing would lie there. Remedy: stack the "
+        f"layers, as nnx.vmap with jaxpar.nnx.stacked({LAYERS!r}) does, a smaller min_bytes, or leave parameters out."
     )
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, traced or not, is in the host's memory."""
+    """Returns whether an array, traced or not, is in host memory."""
     return bool(jax.typeof(x).memory_space == HOST)
 
 

@@ -1,1 +1,1 @@
-"""Two half batches interleaved, so that communication overlaps with compute."""
+"""Two half batches interleaved, so that the communication of one overlaps with the compute of the other."""

@@ -1,4 +1,4 @@
-"""A layer's branches on several parts of a batch at once: beside what one part computes, what another sends crosses the mesh."""
+"""Interleaves a layer's branches on several parts of a batch: one part communicates while another computes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 @dataclass(frozen=True)
 class Branch:
-    """What a layer adds to its residual stream: ``x + second(block, first(block, before(block, x), side))``.
+    """A branch of a layer, ``x + output_projection(block, compute(block, before(block, x), side))``.
+
+    The mesh axes that shard ``residual_seq`` but not ``seq`` are manual in ``compute`` and ``output_projection``:
+    weights, heads and hidden units are those of one device.
 
     Attributes:
-      before: ``before(block, x) -> h`` token by token, as a norm. It sees what lies by ``residual_seq``.
-      compute, output_projection: ``compute(block, h, side) -> hidden`` and ``output_projection(block, hidden) -> y`` [rows, seq, embed], of about equal work. The axes that
-        split ``residual_seq`` and not ``seq`` are manual in them: weights, heads and hidden units are those of one device, and ``y`` is its share of
-        a sum over them.
-      name: of what is added, for policies of recomputation.
-      carried: ``carried(block, h, side, carry) -> (hidden, carry)`` in the place of ``compute`` where sequences are cut: ``carry`` is what it gave for the
-        tokens before these, ``None`` for the first of a sequence. Without it ``compute`` is taken, token by token.
+      before: ``before(block, x) -> h``, a function of each token such as a norm. Its input is sharded as
+        ``residual_seq``.
+      compute: ``compute(block, h, side) -> hidden``. It should take about as long as ``output_projection``.
+      output_projection: ``output_projection(block, hidden) -> y`` ``[rows, seq, embed]``, this device's summand of a
+        sum over the manual axes.
+      name: the checkpoint name of the branch's output, for remat policies.
+      carried: ``carried(block, h, side, carry) -> (hidden, carry)``, used instead of ``compute`` where sequences are
+        split. ``carry`` is its result for the preceding tokens, and ``None`` for the first ones. Without
+        ``carried``, ``compute`` is used, and has to treat each token independently.
     """
 
     before: Callable[[Any, jax.Array], jax.Array]
@@ -33,7 +38,12 @@ class Branch:
 
 
 class Crossing(Protocol):
-    """How a part's tokens cross the mesh: ``hand`` is the axes that they cross by hand, ``dim`` what was cut into parts."""
+    """The collectives between branches.
+
+    Attributes:
+      hand: the axes over which tokens are gathered and summed by permutes.
+      dim: the dim that is split into parts, ``batch`` or ``seq``.
+    """
 
     @property
     def hand(self) -> tuple[str, ...]: ...
@@ -42,10 +52,10 @@ class Crossing(Protocol):
     def dim(self) -> str: ...
 
     def together(self, h: jax.Array) -> jax.Array:
-        """What a branch is given."""
+        """Gathers the sequence for a branch."""
 
     def apart(self, y: jax.Array) -> jax.Array:
-        """What a branch adds."""
+        """Sums and scatters the output of a branch."""
 
 
 def woven(
@@ -56,11 +66,22 @@ def woven(
     sides: Sequence[Any],
     within: Callable[[int], AbstractContextManager[None]] = lambda at: nullcontext(),
 ) -> tuple[jax.Array, ...]:
-    """All branches of all parts, two steps behind each other: beside each step of one that computes, one of the other crosses the mesh.
+    """Runs all branches on all parts, and schedules them so that one part communicates while another computes.
 
-    After each of these pairs both wait for each other, or the compiler would put what crosses side by side again. Where nothing crosses but inside of a
-    branch (context parallelism alone), the second is a branch behind: attention of one stands beside the MLP of the other. What a part's branches do is
-    traced in the context ``within(part)``.
+    Each part is two steps behind the previous one. A barrier follows each pair of steps; without it the compiler would
+    schedule the communication of both parts together. If nothing is sent between branches (context parallelism alone),
+    the second part is one branch behind: the attention of one part runs next to the MLP of the other.
+
+    Args:
+      branches: the layer's branches.
+      how: the collectives between branches.
+      block: the weights, as the branches take them.
+      xs: the parts of the residual stream, ``[rows, seq, embed]`` each.
+      sides: for each part, the argument ``side`` of the branches.
+      within: returns the context in which a part is traced.
+
+    Returns:
+      The parts after the layer.
     """
     chains: list[_Chain] = []
     for x, side in zip(xs, sides, strict=True):
@@ -68,7 +89,7 @@ def woven(
     lag = 2 if how.hand else 4
     last = chains[0].steps + lag * (len(chains) - 1)
     for step in range(last):
-        # The last chain begins with what it sends, while the first computes already.
+        # The last chain begins with communication, while the first one already computes.
         here = []
         for n, chain in enumerate(chains):
             with within(n):
@@ -79,7 +100,7 @@ def woven(
 
 
 class _Chain:
-    """One part on its way through the branches: four steps each, of which the first two compute and the others cross the mesh."""
+    """One part on its way through the branches: four steps per branch, two of compute and two of communication."""
 
     def __init__(
         self, branches: Sequence[Branch], how: Crossing, block: Any, x: jax.Array, side: Any, ahead: _Chain | None
@@ -90,7 +111,7 @@ class _Chain:
         self.now: Any = how.together(branches[0].before(block, x))
 
     def take(self, step: int) -> bool:
-        """Whether the step leaves something that a later one wants."""
+        """Runs a step; returns whether a later step uses ``now``, so that it belongs to the barrier."""
         if not 0 <= step < self.steps:
             return step < 0
         branch, kind = self.branches[step // 4], step % 4

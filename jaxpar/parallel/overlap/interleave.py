@@ -1,11 +1,14 @@
-"""``interleave_batches``: a layer as chains, so that what one sends crosses the mesh beside what the other computes.
+"""``interleave_batches``: runs a layer on two half batches, so that one half communicates while the other computes.
 
-Each device's own rows, or its own tokens, are cut in halves (MindSpore's ``fine_grain_interleave``), so no byte moves for it. The axes of the batch and of the sequence
-are manual: weights are gathered once for both halves, and their gradients are summed over both before they are reduced.
+Each device's own rows, or its own tokens, are split in halves (as MindSpore's ``fine_grain_interleave`` does), so the
+split sends no bytes. The mesh axes of the batch and of the sequence are manual: weights are gathered once for both
+halves, and their gradients are summed over both before they are reduced.
 
-Chains alone hide little: the TPU's compiler overlaps no reduce-scatter, and lets both chains gather at once and compute at once. A layer in
-:class:`Branch` es is therefore woven: sequences are brought together and sums parted by permutes (:mod:`jaxpar.parallel.overlap.permute_collectives`), and barriers keep what one
-chain sends beside what the other computes, forward and backward.
+Two independent halves alone hide little. The TPU compiler overlaps no reduce-scatter, and it lets both halves gather at
+the same time and compute at the same time. A layer that consists of :class:`Branch` es is therefore interleaved
+explicitly. Permutes replace the all-gathers and reduce-scatters of the sequence
+(:mod:`jaxpar.parallel.overlap.permute_collectives`), and barriers keep what one half sends next to what the other
+computes, in the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -40,8 +43,12 @@ from jaxpar.sharding.rules import Axes
 Cut = Literal["batch", "seq"]
 COUNTS, CUTS = (1, 2), get_args(Cut)
 STRAIGHT = 8
-"""Over how many devices at most pieces go straight. Over 8 of a v5p that keeps the links busy twice as long as rings do, for five sixths of the time
-that the 70B's products take; but one product hides all pieces, and only one hop after another. Over 16 devices each has half the products to hide them."""
+"""The most devices over which pieces are sent straight to their device, rather than around rings.
+
+Over 8 devices of a v5p, straight pieces keep the links busy for twice as long as rings do: five sixths of the time that
+the products of the 70B model take. But one product hides all of them, while the hops of a ring are hidden only one
+after another. Over 16 devices, each device has half as many products to hide them.
+"""
 INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
 
 type BatchLayer = Callable[[Any, jax.Array, Any], jax.Array]
@@ -51,26 +58,33 @@ type PartRows = jax.Array | tuple[jax.Array, ...]
 def interleave_batches(
     layer: BatchLayer | Sequence[Branch], count: int = 2, *, dim: Cut = "batch"
 ) -> Callable[[Any, Any, Any], Any]:
-    """``layer(block, x, side) -> x`` that runs on ``count`` parts of each device's rows, none waiting for another, or of its tokens.
+    """Returns ``layer(block, x, side) -> x`` that runs on ``count`` independent parts of each device's rows or tokens.
+
+    The arguments of the returned function are:
+
+    - ``block``: an NNX module, whose weights are gathered as their logical dims say; or any pytree of replicated
+      arrays.
+    - ``x``: ``[rows, seq, ...]``, or the parts that :func:`cut` made. With parts, the result is parts too, so a scan
+      over layers cuts and joins once.
+    - ``side``: a pytree of arrays ``[rows or 1, seq or 1, ...]``, which are split as ``x`` is; of scalars; and of keys.
+      Each part on each device receives its own key. A value that ``layer`` captures, even a key, is the same in all
+      parts.
 
     Args:
-      layer: of one array ``x`` [rows, seq, ...]; or its branches in their order, which are woven. It is run by each device on its own rows and tokens
-        (the axes of the dims ``batch`` and ``seq`` are manual); other axes stay the compiler's. A ``jax.checkpoint`` belongs around what
-        this returns: inside of ``layer`` it would not gather anew what all parts share.
-      count: 1 or 2.
-      dim: ``batch`` cuts rows; ``seq`` cuts sequences, for branches: a part waits for the ones before it alone, for what their branches carry. The
-        tokens are to lie as :func:`order_of_halves` says.
-
-    ``block`` is an NNX module, whose weights are gathered here as their names say, or any pytree, whose leaves come whole. ``side`` is a pytree of arrays
-    [rows or 1, seq or 1, ...], cut as ``x`` is, of scalars, and of keys, of which each part on each device gets one of its own. What
-    ``layer`` takes from around itself is the same in all parts, a key too. ``x`` may be what :func:`cut` gave; then so is the result, and a scan
-    over layers cuts and joins once.
+      layer: a function of one array ``x``, or the layer's branches in order, which are interleaved explicitly. Each
+        device runs it on its own rows and tokens: the axes of the dims ``batch`` and ``seq`` are manual, other axes
+        stay automatic. Wrap the returned function in ``jax.checkpoint``, not ``layer``: inside it, the backward pass
+        could not gather again the weights that the parts share.
+      count: the number of parts, 1 or 2.
+      dim: ``batch`` splits rows. ``seq`` splits sequences, and requires branches: a part depends on earlier parts only
+        through what their branches carry. The tokens have to be in the order of :func:`order_of_halves`.
 
     Raises:
-      ConfigError: another count or dim, or a layer that is no branches whose sequences are to be cut; when called, rules that split neither
-        ``residual_seq`` nor ``seq``, or split ``seq`` where it is to be cut; rows or tokens that do not divide.
-      LayoutError: ``side`` holds an array of other rows or tokens.
-      ModelError: the module carries more than parameters.
+      ConfigError: another count or dim, or ``dim="seq"`` without branches. The returned function raises it for rules
+        that shard neither ``residual_seq`` nor ``seq``, for rules that shard ``seq`` if ``dim`` is ``seq``, and for
+        rows or tokens that cannot be split evenly.
+      LayoutError: ``side`` holds an array with other rows or tokens.
+      ModelError: the module holds variables other than parameters.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -83,8 +97,9 @@ def interleave_batches(
     check_count(count, dim)
     if dim == "seq" and callable(layer):
         raise ConfigError(
-            "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: "
-            "its branches, with Branch(carried=...) where tokens see others, or dim='batch'."
+            "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one "
+            "part of a sequence to the next. Remedy: its branches, with Branch(carried=...) where tokens see others, "
+            "or dim='batch'."
         )
 
     @numbering
@@ -126,7 +141,7 @@ def interleave_batches(
 
 
 def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array, ...]:
-    """An array [rows, seq, ...] as ``count`` of them, each with its part of each device's rows, or of its tokens.
+    """Splits an array ``[rows, seq, ...]`` into ``count`` parts, each with a part of each device's rows or tokens.
 
     Raises:
       ConfigError: as :func:`interleave_batches`.
@@ -141,7 +156,7 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
 
 
 def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
-    """The inverse of :func:`cut`."""
+    """Joins the parts that :func:`cut` made."""
     how = _How.of(current_layout(), dim, by_hand=dim == "seq")
     spec = how.spec_of_rows(by_hand=True)
     joined: jax.Array = how.inside(lambda *xs: how.joined(xs), (spec,) * len(parts), spec)(*parts)
@@ -149,9 +164,10 @@ def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
 
 
 def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The position of each of ``seq`` tokens, as they lie under the ambient layout where sequences are cut in ``count`` parts.
+    """Returns the position of each of ``seq`` tokens in the order that ``dim="seq"`` requires, int32 ``[seq]``.
 
-    Each device holds its share of the first part, then its share of the next: ``x[:, order_of_halves(seq)]`` puts tokens there.
+    Each device holds its share of the first part, and then its share of the next: ``x[:, order_of_halves(seq)]`` puts
+    the tokens into this order, under the ambient layout.
 
     Raises:
       ConfigError: as :func:`interleave_batches`.
@@ -170,20 +186,29 @@ def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int
 
 
 def check_count(count: int, dim: str = "batch") -> None:
-    """Raises ConfigError for a number of copies that is none, or a dim that is not cut."""
+    """Raises a ConfigError for an unsupported number of parts, or a dim that cannot be split."""
     if isinstance(count, bool) or count not in COUNTS:
         raise ConfigError(
-            f"overlap.ways is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or 1 for none."
+            f"overlap.ways is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or "
+            f"1 for none."
         )
     if dim not in CUTS:
         raise ConfigError(
-            f"overlap.dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each device's rows, seq its tokens."
+            f"overlap.dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each "
+            f"device's rows, seq its tokens."
         )
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """How a weight comes in: its spec, what of that is gathered inside, its dtype there, and whether its gradient's sum is to be of 32 bits."""
+    """How a weight enters the ``shard_map``.
+
+    Attributes:
+      spec: its sharding on entry.
+      parts: the axes that are gathered inside.
+      dtype: its dtype inside.
+      wide: whether it enters in fp32, so that its gradient is summed in fp32.
+    """
 
     spec: PartitionSpec
     parts: Parts
@@ -191,7 +216,7 @@ class _Entry:
     wide: bool
 
     def widened(self, w: jax.Array) -> jax.Array:
-        # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not.
+        # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
         return gather_reduce.wide(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
 
 
@@ -202,7 +227,7 @@ def _gathered(parts: Parts, dtype: Any, w: jax.Array) -> jax.Array:
 
 def _scattered(parts: Parts, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     precision, axes = gather_reduce.asked(), tuple(axis for dim in parts.dims for axis in dim)
-    # If nothing else is asked for in the dtype of the compute, as the gradients of all other gathered weights.
+    # The default is the compute dtype, or wider where `summing` says so, as for all other gathered weights.
     precision = (
         precision if precision.reduce else replace(precision, reduce=str(precision.summing(grad.dtype) or grad.dtype))
     )
@@ -213,7 +238,7 @@ _gathered.defvjp(lambda parts, dtype, w: (_gathered(parts, dtype, w), w[:0]), _s
 
 
 def _enter(entry: _Entry, w: jax.Array) -> jax.Array:
-    """A weight as the layer uses it. Sums over the axes that do not split it are ``shard_map``'s matter."""
+    """Returns a weight as the layer uses it. ``shard_map`` sums its gradient over the axes that do not shard it."""
     if not any(entry.parts.dims):
         return w.astype(entry.dtype)
     return checkpoint_name(_gathered(entry.parts, entry.dtype, w), GATHERED)
@@ -221,7 +246,16 @@ def _enter(entry: _Entry, w: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _How:
-    """What splits rows, tokens, and tokens between branches alone; without the axes that an enclosing ``shard_map`` has made manual."""
+    """The mesh axes of the interleaved layer, without those that an enclosing ``shard_map`` has made manual.
+
+    Attributes:
+      layout: the ambient layout.
+      dim: the dim that is split into parts.
+      rows: the axes that shard the rows.
+      seq: the axes that shard the tokens everywhere.
+      hand: the axes that shard the tokens only between branches; their collectives are written as permutes.
+      splits: whether the rules shard ``seq`` or ``residual_seq`` at all.
+    """
 
     layout: Layout
     dim: Cut
@@ -245,9 +279,9 @@ class _How:
         if count > 1 and not self.splits and self.layout.mesh.size > 1:
             sizes = ", ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1)
             raise ConfigError(
-                f"overlap.ways is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
-                f"parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
-                f"overlap: {{ways: 1}}."
+                f"overlap.ways is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence "
+                f"parallelism) nor 'seq' (context parallelism), so layers send nothing that the other copy could hide. "
+                f"Remedy: residual_seq: model beside heads: model, seq: context, or overlap: {{ways: 1}}."
             )
         if count > 1 and self.dim == "seq" and (self.seq or not self.hand) and self.layout.mesh.size > 1:
             split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
@@ -257,12 +291,12 @@ class _How:
                 else "the rules of 'residual_seq' split it over no axis that 'seq' and 'batch' leave"
             )
             raise ConfigError(
-                f"overlap.ways is {count} and overlap.dim is 'seq', but {why}. Remedy: residual_seq: model beside heads: model and seq: null, or "
-                f"overlap.dim: batch."
+                f"overlap.ways is {count} and overlap.dim is 'seq', but {why}. Remedy: residual_seq: model beside "
+                f"heads: model and seq: null, or overlap.dim: batch."
             )
 
     def whole_shape(self, x: PartRows) -> tuple[int, ...]:
-        """Of what was cut, or is to be."""
+        """Returns the shape of the array before it was cut into parts."""
         if not isinstance(x, tuple):
             return tuple(x.shape)
         shape = list(x[0].shape)
@@ -270,42 +304,46 @@ class _How:
         return tuple(shape)
 
     def parted(self, x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-        """On one device."""
+        """Splits a device's local array."""
         return tuple(jnp.split(x, count, CUTS.index(self.dim)))
 
     def joined(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """On one device."""
+        """Joins the parts of a device's local array."""
         return jnp.concatenate(parts, CUTS.index(self.dim))
 
     def check_parts(self, shape: Sequence[int], count: int) -> None:
-        """Whether each device's rows, or tokens, divide."""
+        """Raises a ConfigError unless each device's rows, or tokens, can be split evenly."""
         if self.dim == "seq":
             seq, ways = shape[1], self.ways(self.hand)
             if seq % (ways * count):
                 over = f" ({seq} over {ways} devices of {', '.join(self.hand)})" if ways > 1 else ""
                 raise ConfigError(
-                    f"overlap.ways is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} equal parts. Remedy: a sequence "
-                    f"of a multiple of {ways * count} tokens, or overlap: {{ways: 1}}."
+                    f"overlap.ways is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} "
+                    f"equal parts. Remedy: a sequence of a multiple of {ways * count} tokens, or overlap: {{ways: 1}}."
                 )
             return
         rows, ways = shape[0], self.ways(self.rows)
         if rows % (ways * count):
             over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
             raise ConfigError(
-                f"overlap.ways is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal parts. Remedy: a batch, or "
-                f"microbatches, of a multiple of {ways * count} rows, overlap.dim: seq, or overlap: {{ways: 1}}."
+                f"overlap.ways is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal "
+                f"parts. Remedy: a batch, or microbatches, of a multiple of {ways * count} rows, overlap.dim: seq, or "
+                f"overlap: {{ways: 1}}."
             )
 
     def together(self, h: jax.Array) -> jax.Array:
-        """From ``residual_seq`` to ``seq``."""
+        """Gathers the sequence: from the sharding of ``residual_seq`` to that of ``seq``."""
         return ppermute_all_gather(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
 
     def apart(self, y: jax.Array) -> jax.Array:
-        """From ``seq`` to ``residual_seq``, summed."""
+        """Sums and scatters the sequence: from the sharding of ``seq`` to that of ``residual_seq``."""
         return ppermute_reduce_scatter(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
 
     def _rings(self) -> tuple[int, ...]:
-        """How pieces go: straight between few devices, where a product hides them all at once; round rings where they would crowd the links."""
+        """Returns the sizes of the rings for permutes; empty where pieces are sent straight.
+
+        Between few devices one product hides all straight pieces. Between many they would congest the links of a torus.
+        """
         links = links_of(self.layout.mesh)
         found = () if links is None or links.torus is None else links.rings(self.hand)
         return found if math.prod(found) > STRAIGHT else ()
@@ -320,14 +358,14 @@ class _How:
         fits = s.shape[0] in (1, shape[0]) and (s.ndim == 1 or s.shape[1] in (1, shape[1]))
         if not fits:
             raise LayoutError(
-                f"interleave_batches(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of {shape[1]} tokens, so nothing says how to cut "
-                f"it. Remedy: [{shape[0]} or 1, {shape[1]} or 1, ...]."
+                f"interleave_batches(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of "
+                f"{shape[1]} tokens, so nothing says how to cut it. Remedy: [{shape[0]} or 1, {shape[1]} or 1, ...]."
             )
         axes = (self.rows if s.shape[0] > 1 else (), self.seq if s.ndim > 1 and s.shape[1] > 1 else ())
         return PartitionSpec(*(dim or None for dim in axes[: s.ndim]))
 
     def part(self, s: Any, shape: Sequence[int], at: int, count: int) -> Any:
-        """What one part of the rows on this device sees of something beside them."""
+        """Returns what the part ``at`` of this device's rows receives of an entry of ``side``."""
         if not jnp.ndim(s) and jnp.issubdtype(getattr(s, "dtype", jnp.float32), jax.dtypes.prng_key):
             here = jax.lax.axis_index((*self.rows, *self.seq)) if self.rows or self.seq else 0
             return jax.random.fold_in(s, here * count + at)
@@ -336,29 +374,30 @@ class _How:
         return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
 
     def rows_of_parts(self, numbers: Any, count: int) -> Callable[[int], AbstractContextManager[None]]:
-        """What says of each part which rows of the batch it has, for what draws for a row; ``numbers`` are those of all parts."""
+        """Returns, for each part, the context with its global row numbers; ``numbers`` are those of all parts."""
         cuts = numbers is not None and self.dim == "batch"
         parts = jnp.split(numbers, count) if cuts else [numbers] * count
         return lambda at: batch_rows(parts[at])
 
     def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:
-        """Of something that lies as the tokens of all devices do, those of one part: brought together, they are in order."""
+        """Returns the tokens of one part, in order, from an array that holds the tokens of all devices."""
         by_device = s.reshape(s.shape[0], self.ways(self.hand), count, -1, *s.shape[2:])
         return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
 
     def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
-        """How a weight of these dims comes in."""
+        """Returns how a weight with these logical dims enters the ``shard_map``."""
         mine, partly = self._manual(), set(self.layout.mesh.axis_names) - self._manual()
         stored, used = (self._resolved(w, names, role) for role in ("params", "activations"))
         lies, stays = (tuple(tuple(a for a in dim if a in mine) for dim in found) for found in (stored, used))
         pairs = list(zip(lies, stays, strict=True))
         if any(have[: len(want)] != want for have, want in pairs):
-            lies, pairs = stays, [(want, want) for want in stays]  # brought there by the compiler
+            lies, pairs = stays, [(want, want) for want in stays]  # the compiler reshards it before the shard_map
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
         on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
         spec = PartitionSpec(*(dim or None for dim in lies))
-        # Also within a pipeline's stage, whose own sums are wide: these are over other axes. What those split is not summed, and stays as it is: a
-        # weight cast here would be another value to its layer, and kept for the backward.
+        # This applies within a pipeline stage too: its fp32 sums are over other axes. A weight that all axes shard is
+        # not summed, so it keeps its dtype: a cast would change the value that the layer uses, and would be saved for
+        # the backward pass.
         summed = not {*self.rows, *self.seq, *self.hand} <= {axis for dim in stays for axis in dim}
         wide = summed and not any(parts.dims) and gather_reduce.summing(w.dtype, inside=True) is not None
         return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
@@ -366,7 +405,7 @@ class _How:
     def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:
         if names is None:
             return ((),) * w.ndim
-        names = names[len(names) - w.ndim :]  # of one layer of a stack
+        names = names[len(names) - w.ndim :]  # a layer of a stack lacks the first dims
         outer = jax.sharding.get_abstract_mesh().manual_axes
         sizes = {axis: size for axis, size in self.layout.sizes.items() if axis not in outer}
         found: Resolved = resolve(
@@ -383,10 +422,10 @@ class _How:
         return found.axes
 
     def inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
-        """``f`` on each device's shards."""
+        """Returns ``f`` as a ``shard_map`` over the manual axes."""
         if not (self.rows or self.seq or self.hand):
             return f
-        # Unchecked: jax would take what is gathered for different on every device.
+        # check_vma is off: jax would assume that a gathered weight differs between devices.
         return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=self._manual(), check_vma=False)
 
     def _manual(self) -> set[str]:
@@ -398,7 +437,7 @@ class _How:
 
 
 def _axes(layout: Layout, dim: str) -> Axes:
-    """The axes, larger than 1, that the rules split a dim over; none where they do not know it."""
+    """Returns the mesh axes, of a size above 1, that shard a dim; none if the rules do not know it."""
     found = layout.resolve((dim,))
     return () if found.problems else tuple(axis for axis in found.axes[0] if layout.sizes[axis] > 1)
 
@@ -406,10 +445,10 @@ def _axes(layout: Layout, dim: str) -> Axes:
 def _weights(
     block: Any,
 ) -> tuple[list[tuple[jax.Array, tuple[str | None, ...] | None]], Callable[[list[jax.Array]], Any]]:
-    """A block's arrays with the names of their dims, and what makes a block of such arrays again.
+    """Returns a block's arrays with their logical dims, and a function that builds a block from such arrays.
 
     Raises:
-      ModelError: the module carries arrays that are not trained.
+      ModelError: the module holds arrays that are not trained.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(block, nnx.Module):
@@ -421,8 +460,8 @@ def _weights(
     if jax.tree.leaves(rest):
         paths = ["/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
-            f"interleave_batches(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. Remedy: keep counters, keys and "
-            f"statistics out of it, and hand keys over in side."
+            f"interleave_batches(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. "
+            f"Remedy: keep counters, keys and statistics out of it, and hand keys over in side."
         )
     leaves, structure = jax.tree.flatten(params)
     found = [names_of(v.get_metadata(), "/".join(map(str, keys))) for keys, v in nnx.to_flat_state(params)]

@@ -1,9 +1,11 @@
-"""All-gathers and reduce-scatters as permutes: every piece straight to its device, or round rings, both ways at once.
+"""All-gathers and reduce-scatters made of permutes, which send pieces straight to their devices or around rings.
 
-As many bytes as the collectives that they stand for. But a compiler lets a permute run beside whatever does not wait for it; a TPU's lets no
-reduce-scatter, and few all-gathers. Straight, no piece waits for another, so one product beside them hides all; but on a torus they share links. Round
-a ring along each dim of the torus, one dim after the other, every hop is one link, and waits for the hop before; sums go on from hop to hop, each made
-in fp32 and sent in the dtype of what is summed.
+They send as many bytes as the collectives that they replace. The difference is overlap: XLA can run a permute next to
+any independent work, whereas XLA:TPU overlaps no reduce-scatter and few all-gathers.
+
+Straight pieces do not depend on each other, so one product can hide all of them; but on a torus they share links. Rings
+run along each dim of the torus, one dim after the other, in both directions. Every hop uses one link, and depends on
+the hop before. A reduce-scatter adds in fp32 at each hop, and sends the sum in the dtype of its input.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ import jax.numpy as jnp
 
 
 def ppermute_all_gather(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence[int] = ()) -> jax.Array:
-    """``jax.lax.all_gather(x, axes, axis=dim, tiled=True)`` inside a ``shard_map``; its gradient is :func:`ppermute_reduce_scatter`.
+    """Returns ``jax.lax.all_gather(x, axes, axis=dim, tiled=True)`` in a ``shard_map``, by permutes.
+
+    Its gradient is :func:`ppermute_reduce_scatter`.
 
     Args:
-      x: a device's piece.
-      axes: of the devices whose pieces are brought together.
-      dim: along which the pieces stand.
-      rings: the sizes of the rings that the devices form, outermost first, as :meth:`jaxpar.sharding.hardware.links.Links.rings` has them; if empty, pieces go straight.
+      x: this device's piece.
+      axes: the mesh axes to gather over, major to minor.
+      dim: the dim along which the pieces are joined.
+      rings: the sizes of the rings that the devices form, outermost first, as of
+        :meth:`jaxpar.sharding.hardware.links.Links.rings`; if empty, pieces are sent straight.
 
     >>> import jax, jax.numpy as jnp
     >>> import jaxpar as jp
@@ -40,18 +45,20 @@ def ppermute_all_gather(x: jax.Array, axes: Sequence[str], *, dim: int, rings: S
 
 
 def ppermute_reduce_scatter(x: jax.Array, axes: Sequence[str], *, dim: int, rings: Sequence[int] = ()) -> jax.Array:
-    """``jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)`` inside a ``shard_map``; its gradient is :func:`ppermute_all_gather`.
+    """Returns ``jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)`` in a ``shard_map``, by permutes.
+
+    Its gradient is :func:`ppermute_all_gather`.
 
     Args:
-      x: a device's share of the sum, whole.
-      axes, dim, rings: as of :func:`ppermute_all_gather`.
+      x: this device's summand, with all pieces.
+      axes, dim, rings: as in :func:`ppermute_all_gather`.
     """
     return _scatter(tuple(axes), tuple(rings), dim, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(axes: tuple[str, ...], rings: tuple[int, ...], dim: int, x: jax.Array) -> jax.Array:
-    for ring in reversed(_rings(axes, rings)):  # the innermost first, while pieces are smallest
+    for ring in reversed(_rings(axes, rings)):  # the innermost ring first, while the pieces are smallest
         x = ring.gathered(x, dim) if rings else ring.gathered_straight(x, dim)
     return x
 
@@ -75,7 +82,7 @@ _scatter.defvjp(
 
 @dataclass(frozen=True)
 class _Ring:
-    """The devices of ``axes``, ``count`` of them, as rings of ``ways``; neighbours in one are ``stride`` apart."""
+    """The ``count`` devices of ``axes`` as rings of ``ways`` devices; neighbours in a ring are ``stride`` apart."""
 
     axes: tuple[str, ...]
     count: int
@@ -83,22 +90,22 @@ class _Ring:
     stride: int
 
     def here(self) -> jax.Array:
-        """This device's place in its ring."""
+        """Returns this device's index in its ring."""
         return jax.lax.axis_index(self.axes) // self.stride % self.ways
 
     def sent(self, x: jax.Array, step: int) -> jax.Array:
-        """``x`` of the neighbour ``step`` places before."""
+        """Returns ``x`` of the device ``step`` places before this one in the ring."""
         to = lambda i: i + ((i // self.stride + step) % self.ways - i // self.stride % self.ways) * self.stride
         return jax.lax.ppermute(x, self.axes, [(i, to(i)) for i in range(self.count)])
 
     def gathered_straight(self, x: jax.Array, dim: int) -> jax.Array:
-        """The pieces of all devices, in their order."""
+        """Returns the pieces of all devices, in device order, each sent straight."""
         came = [x, *(self.sent(x, far) for far in range(1, self.ways))]
-        # came[far] is of the device ``far`` places before; from the last to the first they stand in the order of the devices, begun behind this one.
+        # came[far] is from `far` places before. Reversed, the pieces are in device order, starting after this device.
         return jnp.roll(jnp.concatenate(came[::-1], dim), (self.here() + 1) * x.shape[dim], dim)
 
     def scattered_straight(self, x: jax.Array, dim: int) -> jax.Array:
-        """This device's piece of the sum."""
+        """Returns this device's piece of the sum; the summands are sent straight."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
         total = self.piece(x, 0, dim).astype(wide)
         for far in range(1, self.ways):
@@ -106,24 +113,24 @@ class _Ring:
         return total.astype(x.dtype)
 
     def piece(self, x: jax.Array, far: int, dim: int) -> jax.Array:
-        """That of the device ``far`` places behind."""
+        """Returns the piece of ``x`` that belongs to the device ``far`` places after this one."""
         size = x.shape[dim] // self.ways
         return jax.lax.dynamic_slice_in_dim(x, (self.here() + far) % self.ways * size, size, dim)
 
     def gathered(self, x: jax.Array, dim: int) -> jax.Array:
-        """The same, round the ring."""
-        before, after = [x], [x]  # of the devices so many places before this one, and behind it
+        """Returns the pieces of all devices, in device order, sent around the ring in both directions."""
+        before, after = [x], [x]  # entry n is the piece of the device n places before, or after, this one
         for _ in range((self.ways - 1) // 2):
             before.append(self.sent(before[-1], 1))
             after.append(self.sent(after[-1], -1))
         came = [*after, *reversed(before[1:])]
         if self.ways % 2 == 0:
             came.insert(len(after), self._opposite(before[-1], after[-1], dim))
-        # Rolled, no piece is written twice.
+        # One concatenation and a roll write no piece twice.
         return jnp.roll(jnp.concatenate(came, dim), self.here() * x.shape[dim], dim)
 
     def _opposite(self, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
-        """The piece of the device opposite, of which each way brings a half."""
+        """Returns the piece of the opposite device; each direction brings one half of it."""
         if self.ways == 2:
             return self.sent(before, 1)
         half = before.shape[dim] // 2
@@ -131,7 +138,7 @@ class _Ring:
         return jnp.concatenate([self.sent(first[0], 1), self.sent(second[1], -1)], dim)
 
     def scattered(self, x: jax.Array, dim: int) -> jax.Array:
-        """The same, round the ring: two sums go round it, one each way, and end here."""
+        """Returns this device's piece of the sum; two partial sums travel around the ring, one in each direction."""
         size, wide = x.shape[dim] // self.ways, jnp.promote_types(x.dtype, jnp.float32)
         piece = lambda far: self.piece(x, far, dim).astype(wide)
         narrow = lambda part: part.astype(x.dtype)
@@ -153,7 +160,7 @@ class _Ring:
 
 
 def _added(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.Array:
-    """``x`` and, in its first or last places, ``part`` of it."""
+    """Returns ``x`` with ``part`` added to its first or last entries along ``dim``."""
     left = x.shape[dim] - part.shape[dim]
     around = (left, 0, 0) if last else (0, left, 0)
     pads = [around if d == dim else (0, 0, 0) for d in range(x.ndim)]
@@ -161,7 +168,7 @@ def _added(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.Array:
 
 
 def _rings(axes: tuple[str, ...], rings: tuple[int, ...]) -> list[_Ring]:
-    """Outermost first."""
+    """Returns the rings, outermost first."""
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     sizes = rings or (count,)
     strides = list(itertools.accumulate(reversed(sizes), lambda a, b: a * b, initial=1))[-2::-1]

@@ -1,4 +1,4 @@
-"""``Pipeline`` and ``Asynchronous``: how a step's layers go over the stages."""
+"""``Pipeline`` and ``Asynchronous``: how a step runs the layers of a model over pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,25 +14,37 @@ from jaxpar.utils.checks import is_count
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a step's layers go through a pipeline.
+    """How a step runs the layers of a model over pipeline stages.
 
     Attributes:
-      schedule: see :func:`jaxpar.schedule`.
-      activation_checkpointing: ``full`` keeps what a stage is given and computes its layers again for the backward; ``none`` keeps what the layers'
-        own policies of recomputation keep, for every microbatch on its way.
-      grad_reduction: ``per_step`` sums a device's own gradients over all microbatches and scatters the sums, which lie whole in fp32 till then; ``per_microbatch``
-        scatters a layer's gradients with every microbatch, which sends that many times as much, and its sums are split as the gradients are.
-        ``per_chunk`` sums those of a chunk while a stage stays with it, and scatters them when all stages have gone on to the next: of
-        ``interleaved`` once for each group of as many microbatches as there are stages, and two chunks' sums lie whole in the place of all.
-      executor: ``lockstep`` makes all stages do in a tick what any of them does, beside whatever other axes; ``independent`` makes each do its own,
-        for schedules whose stages do different things in a tick, on meshes that split nothing but batches beside stages.
-      layers: how many layers each piece has, in the order of the model; empty for all alike.
-      recompute: for each stage, how many of the first layers of each of its pieces keep their input alone and compute the rest again in the
-        backward; the others keep their residuals. Buffers are as large as the stage with most needs. Empty: all keep theirs.
-      embedding: ``per_step`` does what comes before the layers for the whole batch, outside of the ticks, and back again: what the first layer is given, and
-        its cotangent, wait whole in one place, split over all devices. ``per_microbatch`` does it for one microbatch at a time (of sequences in virtual_stages: for
-        one chunk), on all stages at once, so nothing of the batch waits; its weights are gathered for all of the ticks, and their gradients are
-        summed there, in fp32. Less memory where a batch's activations are more than these weights. It sees one device's rows of a microbatch then.
+      schedule: the order of the stages' work; see :func:`jaxpar.schedule`.
+      activation_checkpointing: ``full`` stores the input of a stage's layers and recomputes their forward in the
+        backward. ``none`` stores the residuals that the layers' own checkpoint policies save, for every microbatch in
+        flight.
+      layers: the number of layers in each piece, in model order. Empty: all pieces are equal.
+      grad_reduction: when gradients are reduced over devices. ``per_step``: each device sums its gradients over all
+        microbatches, and one reduction follows. Until then the sums are unsharded, in fp32. ``per_microbatch``: the
+        gradients of each layer are reduce-scattered for every microbatch. The sums are then sharded as the gradients
+        are, but the traffic is multiplied by the number of microbatches. ``per_chunk``: a stage sums the gradients of
+        one chunk until it changes to the next chunk. When the last stage has changed, all stages reduce-scatter the
+        sums. With ``interleaved`` this happens once per group of ``stages`` microbatches, and the sums of two chunks
+        are unsharded instead of those of all chunks.
+      executor: ``lockstep``: in a tick, all stages execute every kind of operation that any stage has in it. Works with
+        any other mesh axes. ``independent``: each stage executes only its own operations. Use it for schedules whose
+        stages do different things in a tick, on meshes in which only ``pipeline`` and the batch's axes are larger than
+        1.
+      recompute: one number per stage: how many of the first layers of each of its pieces store only their input and
+        recompute their residuals in the backward. The other layers store their residuals. Every stage allocates buffers
+        of the size that the largest stage needs. Empty: no layer recomputes.
+      embedding: ``per_step``: ``PipelineLoss.embed`` and its backward run once for the full batch, before and after the
+        ticks. The input of the first layer is stored for the full batch, sharded over all devices; its cotangent
+        overwrites it. ``per_microbatch``: they run in the ticks, on all stages in parallel, for one microbatch (or
+        sequence chunk) at a time, so nothing is stored for the full batch. The weights that ``embed`` reads are
+        gathered for all ticks, and their gradients are summed in fp32. This needs less memory where the batch's
+        activations are larger than those weights. ``embed`` then receives one device's rows of a microbatch.
+
+    Raises:
+      ConfigError: a value is unknown, or two values contradict each other.
     """
 
     schedule: Schedule
@@ -58,8 +70,9 @@ class Pipeline:
                 )
         if self.executor == "independent" and self.grad_reduction != "per_step":
             raise ConfigError(
-                f"pipeline: executor is 'independent', in which a stage's layers can hold no collective, but grad_reduction is {self.grad_reduction!r}, which scatters "
-                "gradients layer by layer. Remedy: grad_reduction='per_step', or executor='lockstep'."
+                "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but "
+                f"grad_reduction is {self.grad_reduction!r}, which scatters gradients layer by layer. Remedy: "
+                "grad_reduction='per_step', or executor='lockstep'."
             )
         self._check_recompute()
 
@@ -69,28 +82,31 @@ class Pipeline:
             raise ConfigError(f"{said}, but numbers of layers, 0 or more, are wanted.")
         if self.recompute and self.activation_checkpointing == "full":
             raise ConfigError(
-                f"{said}, but activation_checkpointing is 'full', with which every layer is computed again. Remedy: activation_checkpointing='none', or leave recompute out."
+                f"{said}, but activation_checkpointing is 'full', with which every layer is computed again. Remedy: "
+                "activation_checkpointing='none', or leave recompute out."
             )
         if self.recompute and len(self.recompute) != stages:
             raise ConfigError(
-                f"{said}, {len(self.recompute)} numbers, but the schedule has {stages} stages. Remedy: a number for each stage."
+                f"{said}, {len(self.recompute)} numbers, but the schedule has {stages} stages. Remedy: a number for "
+                "each stage."
             )
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """How layers go through a pipeline that is never emptied between steps; for :class:`jaxpar.PipedreamStep`.
+    """How a step runs layers over a pipeline that is never drained between steps; see :class:`jaxpar.PipedreamStep`.
 
     Attributes:
-      name: ``pipedream_2bw``: an update a batch, with a gradient of the version before: W(t+1) = W(t) - optimizer(gradient of batch t - 1 at W(t - 1)).
-        ``pipedream``: an update a microbatch and stage, stage s of S with a gradient that is 2 (S - 1 - s) updates late.
-      stages: devices along ``pipeline``.
-      microbatches: pieces of a batch, 2 (stages - 1) or more.
-      activation_checkpointing, layers, grad_reduction: as for :class:`Pipeline`.
+      name: ``pipedream_2bw``: one update per batch, with the gradient of the previous version: W(t+1) = W(t) -
+        optimizer(gradient of batch t - 1 at W(t - 1)). ``pipedream``: one update per microbatch and stage; stage s of S
+        uses a gradient that is 2 (S - 1 - s) updates old.
+      stages: the number of devices along ``pipeline``.
+      microbatches: the number of microbatches in a batch, at least 2 (stages - 1).
+      activation_checkpointing, layers, grad_reduction: as for :class:`Pipeline`, without ``per_chunk``.
 
     Raises:
-      ConfigError: no such name, or nothing that can be kept or reduced so.
-      ScheduleError: too few microbatches.
+      ConfigError: a value is unknown, or a size is not a positive integer.
+      ScheduleError: there are too few microbatches.
     """
 
     name: str
@@ -110,19 +126,20 @@ class Asynchronous:
             if value not in known:
                 wanted = " or ".join(map(repr, known))
                 raise ConfigError(
-                    f"asynchronous pipeline: {name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known)}"
+                    f"asynchronous pipeline: {name} is {value!r}, but {wanted} is "
+                    f"wanted.{did_you_mean(str(value), known)}"
                 )
         for name, size in (("stages", self.stages), ("microbatches", self.microbatches)):
             if not is_count(size):
                 raise ConfigError(f"asynchronous pipeline: {name} is {size!r}, but a number, 1 or more, is wanted.")
-        self.schedule  # noqa: B018 (raises where there are too few microbatches)
+        self.schedule  # noqa: B018 (raises if there are too few microbatches)
 
     @property
     def schedule(self) -> AsyncSchedule:
-        """What a call does, tick by tick."""
+        """The ticks of one call."""
         return AsyncSchedule(self.name, self.stages, self.microbatches, self.microbatches)
 
     @property
     def executor(self) -> Literal["lockstep"]:
-        """All stages do the same in every tick."""
+        """Always ``lockstep``."""
         return "lockstep"

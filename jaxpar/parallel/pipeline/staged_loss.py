@@ -1,4 +1,4 @@
-"""``PipelineLoss``: a loss that names the model's stack of layers, and what comes before and after it."""
+"""``PipelineLoss``: a loss function split into embedding, layers and head, so that a pipeline can run the layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxpar.errors import ModelError, listing
 from jaxpar.parallel.collectives.gather_reduce import wide
 
 ADDED = "loss"
-"""Under this name a layer gives what is added to the loss."""
+"""The key of the scalar that a layer adds to the loss."""
 REPORTED = "aux_loss"
-"""Under this name it is a metric."""
+"""The name of the metric that reports this scalar."""
 
 
 def _as_it_is(model: Any, batch: Any) -> Any:
@@ -29,36 +29,47 @@ def _nothing(model: Any, batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class PipelineLoss:
-    """A ``loss_fn`` in pieces, so that a pipeline can give the layers to its stages; called, it runs them one after the other.
+    """A ``loss_fn`` in parts, so that a pipeline can distribute the layers over its stages.
+
+    Called directly, it runs all layers one after the other, without a pipeline.
 
     Attributes:
-      layers: the path of the stack in the model, as ``blocks`` or ``decoder/blocks``: equal layers, their parameters stacked along a
-        first dim with the logical name ``layers``.
-      embed: ``embed(model, batch) -> x``, what the first layer is given: [rows, ...], with the sequence second if there is one.
-      layer: ``layer(block, x, side) -> x`` of one layer; the same shape and dtype come out. A policy of recomputation is its own matter
-        (``jax.checkpoint`` around what it does): what it keeps is what its backward pass is given. It may return ``(x, aux)``: a scalar is
-        added to the loss, its weight already applied, and is the metric ``aux_loss``; of a dict of scalars ``loss`` is, and all others are
-        metrics. They are summed over layers, and over microbatches averaged as the loss is.
-      head: ``head(model, x, batch) -> loss`` or ``(loss, aux)``, the mean over the rows that it is given. A metric ``weight`` in ``aux`` says how
-        much these count, 1 without.
-      prepare: ``prepare(model, batch) -> batch``, once for the whole batch: the order of tokens, positions. Arrays [rows, seq, ...]. What it computes of
-        parameters, of the layers too, has no gradient.
-      layer_inputs: ``layer_inputs(model, batch) -> arrays`` that layers want to know of a batch beside ``x``. They may be computed from parameters, but have no gradient.
+      layers: the path of the layer stack in the model, such as ``blocks`` or ``decoder/blocks``. The layers have equal
+        structure. Their parameters are stacked along a first dim with the logical name ``layers``.
+      embed: ``embed(model, batch) -> x`` computes the input of the first layer, [rows, ...], with the sequence as the
+        second dim if there is one.
+      layer: ``layer(block, x, side) -> x`` runs one layer and keeps the shape and dtype of ``x``. To set a checkpoint
+        policy, wrap its body in ``jax.checkpoint``: its backward then receives the residuals that the policy saves. It
+        may return ``(x, aux)``. A scalar ``aux`` is added to the loss, with its weight already applied, and is reported
+        as the metric ``aux_loss``. In a dict of scalars, ``loss`` is treated in this way, and all others are metrics.
+        These scalars are summed over layers and averaged over microbatches as the loss is.
+      head: ``head(model, x, batch) -> loss`` or ``(loss, aux)`` computes the mean over the rows that it receives. A
+        metric ``weight`` in ``aux`` is the weight of these rows in the mean over microbatches; the default is 1.
+      prepare: ``prepare(model, batch) -> batch`` runs once for the full batch, for instance to reorder tokens or to add
+        positions. Arrays are [rows, seq, ...]. It may read all parameters, those of the layers included, but no
+        gradient flows to them.
+      layer_inputs: ``layer_inputs(model, batch) -> arrays`` computes further inputs of the layers, which receive them
+        as ``side``. It may read parameters, but no gradient flows to them.
       dims: the logical dims of ``x``.
-      keys: layers draw random numbers: ``layer(block, x, side, keys)``, with a PRNG key for each row of ``x``, [rows]. A key is of the step, the
-        row's place in the whole batch and the layer's in the model, so that microbatches, stages and devices change nothing of what is drawn
-        (but where a sequence is split: then each part draws its own). It costs a hash a row and layer, and one a row. Keys of jax's kind
-        ``rbg`` draw otherwise in another batch: with them results depend on microbatches and devices.
-      chunked_layer: for schedules that cut sequences into chunks: ``chunked_layer(block, x, side, carry, chunk) -> (x, carry)``, a layer of one chunk of
-        a microbatch, whose number ``chunk`` is traced; ``x`` and ``side`` are of the chunk. ``carry`` is what its chunks so far have left, as keys and
-        values: it returns it with its own part written, from ``chunk * x.shape[1]`` on. Neither its result nor any gradient may depend on what
-        stands in the carry behind that part (that of another microbatch, or of later chunks), nor on what stood in it.
-      chunk_carry: ``chunk_carry(model, batch)``: the carry of a layer for all of a microbatch, arrays [rows, seq, ...] or their shapes. Integers have no
-        gradient.
+      keys: layers draw random numbers: ``layer(block, x, side, keys)`` also receives a PRNG key for each row of ``x``,
+        [rows]. A key depends on the step, the index of the row in the full batch and the index of the layer in the
+        model. Results therefore do not depend on microbatches, stages or devices, except where the sequence is sharded:
+        each shard then draws its own numbers. The cost is one hash per row and layer, and one per row. Keys of JAX's
+        ``rbg`` implementation draw different numbers in a different batch, so results with them depend on microbatches
+        and devices.
+      chunked_layer: for schedules that split sequences into chunks:
+        ``chunked_layer(block, x, side, carry, chunk) -> (x, carry)`` runs one layer on one chunk of a microbatch. ``x``
+        and ``side`` belong to the chunk, and its number ``chunk`` is traced. ``carry`` holds the data that earlier
+        chunks wrote, such as keys and values. The function returns it with the chunk's own part written at
+        ``chunk * x.shape[1]``. Neither the result nor any gradient may depend on the carry behind that part, which
+        holds values of another microbatch or of later chunks, nor on the previous content of that part.
+      chunk_carry: ``chunk_carry(model, batch)`` returns the carry of one layer for a full microbatch: arrays
+        [rows, seq, ...], or their shapes. Integer arrays have no gradient.
 
-    ``model`` is what ``make_model`` returned, for ``loss_fn``. Under a pipeline ``embed``, ``layer_inputs``, ``chunk_carry`` and ``head`` get it with shapes for the
-    parameters of its layers, and a :class:`jaxpar.errors.ModelError` says so if they read one. ``block`` is one layer: an NNX module
-    (the stack's, with one layer's arrays) or the stack's subtree of one layer's arrays.
+    ``model`` is the value that ``make_model`` returned, as for any ``loss_fn``. Under a pipeline, ``embed``,
+    ``layer_inputs``, ``chunk_carry`` and ``head`` receive shapes instead of arrays for the parameters of the layers;
+    reading one of these raises :class:`jaxpar.errors.ModelError`. ``block`` is one layer: an NNX module (the stack's
+    module with the arrays of one layer), or the stack's subtree with the arrays of one layer.
 
     >>> import jax, jax.numpy as jnp
     >>> loss = PipelineLoss(
@@ -85,31 +96,48 @@ class PipelineLoss:
 
     @property
     def path(self) -> tuple[str, ...]:
+        """The path of the layer stack as a tuple of names."""
         return tuple(self.layers.split("/"))
 
     def __call__(self, model: Any, batch: Any, key: Any = None) -> Any:
-        """What ``head`` returns, with what layers add.
+        """Returns the result of ``head``, with the layers' losses and metrics added.
+
+        Args:
+          model: as ``make_model`` returned it.
+          batch: the full batch, arrays [rows, ...].
+          key: a PRNG key; required if ``keys`` is set.
 
         Raises:
-          ModelError: layers draw random numbers, but there is no ``key``; or they return what cannot be.
+          ModelError: ``keys`` is set and ``key`` is missing, or a layer returned something other than ``x`` or
+            ``(x, aux)``.
         """
         return self.of_rows(model, (batch, self.rows(batch, key)))
 
     def rows(self, batch: Any, key: Any) -> Any:
-        """A key for each row of a whole batch; ``None`` where none are drawn from."""
+        """Returns a key for each row of a full batch, [rows], or ``None`` if layers draw no random numbers.
+
+        Raises:
+          ModelError: ``keys`` is set and ``key`` is ``None``.
+        """
         if not self.keys:
             return None
         if key is None:
             raise ModelError(
-                "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
+                "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, "
+                "batch, key=jax.random.key(0))."
             )
         count = max(
             x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)
-        )  # one row may serve all, and a scalar has none
+        )  # an array may have one row for all, and a scalar has none
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
     def of_rows(self, model: Any, given: tuple[Any, Any]) -> Any:
-        """As when called, of a batch and the keys of its rows, which may be a part of the whole."""
+        """Returns the same as :meth:`__call__`, for some or all rows of a batch.
+
+        Args:
+          model: as ``make_model`` returned it.
+          given: the batch, and the keys of its rows as :meth:`rows` returned them.
+        """
         batch, keys = given
         batch = _no_gradient(self.prepare(model, batch), but=batch)
         side = _no_gradient(self.layer_inputs(model, batch))
@@ -124,40 +152,62 @@ class PipelineLoss:
         return with_extras(self.head(model, x, batch), jax.tree.map(lambda each: each.sum(0), extras))
 
     def one(self, block: Any, x: jax.Array, side: Any, keys: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer: ``x``, and the scalars beside it, in fp32 or wider."""
+        """Runs one layer; returns ``x`` and the layer's scalars by name, in fp32 or wider.
+
+        Args:
+          block: the layer.
+          x: its input, [rows, ...].
+          side: the result of ``layer_inputs``.
+          keys: a key for each row, [rows], or ``None``.
+
+        Raises:
+          ModelError: the layer returned something other than ``x`` or ``(x, aux)``, or an array that is not a scalar in
+            ``aux``.
+        """
         found = self.layer(block, x, side, keys) if self.keys else self.layer(block, x, side)
         if not isinstance(found, tuple):
             return found, {}
         if len(found) != 2:
             raise ModelError(
-                f"PipelineLoss(layer=...) returned a tuple of {len(found)}, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. "
-                f"Remedy: return one of these; a layer carries no variables."
+                f"PipelineLoss(layer=...) returned a tuple of {len(found)}, but x or (x, aux) is wanted, aux being a "
+                "scalar or a dict of scalars. Remedy: return one of these; a layer carries no variables."
             )
         x, aux = found
         extras = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {ADDED: aux}
         for name, value in extras.items():
             if jnp.shape(value):
                 raise ModelError(
-                    f"PipelineLoss(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are summed and microbatches averaged, "
-                    f"so scalars are wanted. Remedy: return its mean."
+                    f"PipelineLoss(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are "
+                    "summed and microbatches averaged, so scalars are wanted. Remedy: return its mean."
                 )
         return x, {name: wide(value) for name, value in extras.items()}
 
 
 def _no_gradient(tree: Any, but: Any = None) -> Any:
-    """A tree whose arrays have no gradient, but for those of another tree: a pipeline computes them beside what it differentiates."""
+    """Stops the gradient of all arrays but those in ``but``, as a pipeline does not differentiate their computation."""
     same = {id(x) for x in jax.tree.leaves(but)}
     stop = lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) and id(x) not in same else x
     return jax.tree.map(stop, tree)
 
 
 def of_layer(keys: Any, number: Any) -> Any:
-    """The keys of rows, of one layer."""
+    """Folds the number of a layer into the keys of rows, [rows]; ``None`` stays ``None``."""
     return None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
 def with_extras(value: Any, extras: Mapping[str, jax.Array]) -> Any:
-    """What ``after`` returned, with what layers add to its loss and to its metrics."""
+    """Adds the layers' scalars to the loss and the metrics that ``head`` returned.
+
+    Args:
+      value: the result of ``head``.
+      extras: the layers' scalars by name, summed over layers.
+
+    Returns:
+      ``value`` if there are no extras, else a tuple ``(loss, metrics, ...)``.
+
+    Raises:
+      ModelError: a name is in both.
+    """
     if not extras:
         return value
     loss, aux, *updates = value if isinstance(value, tuple) else (value, None)
@@ -166,25 +216,26 @@ def with_extras(value: Any, extras: Mapping[str, jax.Array]) -> Any:
 
 
 def joined(metrics: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of ``after`` and those of the layers.
+    """Merges the metrics of ``head`` with those of the layers.
 
     Raises:
-      ModelError: a name is in both.
+      ModelError: a name is in both, or a layer's metric is named ``weight``.
     """
     named = {REPORTED if name == ADDED else name: value for name, value in extras.items()}
     both = sorted({*metrics, "weight"} & set(named))
     if both:
         raise ModelError(
-            f"PipelineLoss(layer=...) returned metrics named {listing(both)}, which after returns or weighs by. Remedy: rename them."
+            f"PipelineLoss(layer=...) returned metrics named {listing(both)}, which head returns or weighs by. "
+            "Remedy: rename them."
         )
     return {**metrics, **named}
 
 
 def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """The stacked arrays at a path of a model, and what makes one layer of one layer's arrays.
+    """Returns the stacked arrays at a path of a model, and a function that builds one layer from one layer's arrays.
 
     Raises:
-      ModelError: there is nothing at the path, or the stack carries arrays that are not trained.
+      ModelError: the model has nothing at the path, or the stack holds arrays that are not parameters.
     """
     nnx = sys.modules.get("flax.nnx")
     tree = model["params"] if isinstance(model, dict) and "params" in model else model
@@ -193,8 +244,8 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         if inner is None:
             have = sorted(tree) if isinstance(tree, dict) else sorted(vars(tree))
             raise ModelError(
-                f"PipelineLoss(layers={'/'.join(path)!r}): the model has no {'/'.join(path[: at + 1])!r}. Remedy: the path of its stack of layers; "
-                f"there are {listing(name for name in have if not name.startswith('_'))}."
+                f"PipelineLoss(layers={'/'.join(path)!r}): the model has no {'/'.join(path[: at + 1])!r}. Remedy: the "
+                f"path of its stack of layers; there are {listing(name for name in have if not name.startswith('_'))}."
             )
         tree = inner
     if nnx is None or not isinstance(tree, nnx.Module):
@@ -203,8 +254,9 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
     if jax.tree.leaves(rest):
         paths = ["/".join((*path, *map(str, keys))) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
-            f"PipelineLoss(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which no pipeline can: each stage sees its own microbatch. "
-            f"Remedy: keep counters and statistics out of the stack; for random numbers PipelineLoss(keys=True) in the place of keys."
+            f"PipelineLoss(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which no pipeline can: each "
+            "stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for random numbers "
+            "PipelineLoss(keys=True) in the place of keys."
         )
     structure = jax.tree.structure(params)
     return jax.tree.leaves(params), lambda leaves: nnx.merge(

@@ -1,1 +1,1 @@
-"""The dtypes of compute and collectives, fp8 matmuls, int8 arrays."""
+"""Dtypes of compute and collectives, fp8 matmuls and int8 arrays."""

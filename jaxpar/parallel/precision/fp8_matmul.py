@@ -1,8 +1,8 @@
-"""Products with weights: plain, or in 8-bit floating point where the precision says so.
+"""Products with weights, plain or in fp8, and their gradients.
 
-fp8 after Micikevicius et al. 2022 (arXiv:2209.05433), with Flax's own operations: weights and activations in e4m3, gradients in e5m2,
-each tensor scaled by its largest number at that moment. Devices that share a tensor find its scale together, unless a ``shard_map``
-gives each a tensor of its own.
+fp8 follows Micikevicius et al. 2022 (arXiv:2209.05433) and uses Flax's operations: weights and activations are in e4m3,
+gradients in e5m2, and each tensor is scaled by its current largest magnitude. The scale is that of the global tensor;
+inside a ``shard_map`` it is that of the local shard.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
 
 PRODUCT = "product"
-"""The name of products that did not go the compiler's plain way, for checkpoint policies."""
-_TINY = 1e-30  # of zeros too the scale is a normal number
+"""The checkpoint name of products that are not a plain matmul."""
+_TINY = 1e-30  # keeps the scale of an all-zero tensor positive
 
 type _DotDims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def times(x: jax.Array, w: jax.Array, summed: int, precision: Precision) -> jax.Array:
-    """``jnp.tensordot(x, w, summed)``.
+    """Returns ``jnp.tensordot(x, w, summed)``, in fp8 if the precision has it.
 
     >>> y = times(jnp.ones((2, 4)), 3 * jnp.eye(4), 1, Precision(matmul="fp8"))
     >>> y.dtype, round(float(y[0, 0]), 3)
@@ -38,14 +38,14 @@ def times(x: jax.Array, w: jax.Array, summed: int, precision: Precision) -> jax.
 
 
 def input_grad(dy: jax.Array, w: jax.Array, summed: int, precision: Precision) -> jax.Array:
-    """The gradient of ``x`` in :func:`times`."""
+    """Returns the gradient of ``x`` in :func:`times`."""
     given = dy.ndim - w.ndim + summed
     dims = (tuple(range(given, dy.ndim)), tuple(range(summed, w.ndim)))
     return _in_fp8(dy, w, dims, "e5m2") if precision.matmul == FP8 else jnp.tensordot(dy, w, dims)
 
 
 def weight_grad(x: jax.Array, dy: jax.Array, summed: int, precision: Precision, dtype: Any = None) -> jax.Array:
-    """The gradient of ``w`` in :func:`times`, made and summed over devices in ``dtype``, if given."""
+    """Returns the gradient of ``w`` in :func:`times`, computed and summed over devices in ``dtype`` if it is given."""
     rows = tuple(range(x.ndim - summed))
     if precision.matmul == FP8:
         return _in_fp8(x, dy, (rows, rows), "e4m3", "e5m2", dtype)
@@ -53,10 +53,10 @@ def weight_grad(x: jax.Array, dy: jax.Array, summed: int, precision: Precision, 
 
 
 def widened(a: jax.Array, b: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Two factors as a product of the wider ``dtype``, if given, wants them."""
+    """Returns two factors of a product whose result has the wider ``dtype``, cast where the platform requires it."""
     if dtype is None or platform_of(current_layout().mesh) != "cpu":
         return a, b
-    return a.astype(dtype), b.astype(dtype)  # XLA:CPU has no product of 16-bit numbers in 32 bits
+    return a.astype(dtype), b.astype(dtype)  # XLA:CPU has no product of 16-bit factors with a 32-bit result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -66,7 +66,7 @@ def _times(summed: int, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _forward(summed: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # As they are: a policy that drops gathered weights by name would not know their fp8 copy.
+    # The residuals are not the fp8 copies: a policy that drops gathered weights by name would not recognize these.
     return _times(summed, x, w), (x, w)
 
 
@@ -82,8 +82,8 @@ _times.defvjp(_forward, _backward)
 def _in_fp8(
     a: jax.Array, b: jax.Array, dims: _DotDims, kind_a: str = "e4m3", kind_b: str = "e4m3", dtype: Any = None
 ) -> jax.Array:
-    """Their product over ``dims``, in the dtype of both, if no other is given."""
-    from flax.linen import fp8_ops  # only where it is asked for
+    """Returns the product over ``dims``, in ``dtype`` or else in the common dtype of both factors."""
+    from flax.linen import fp8_ops  # only fp8 needs it
 
     dtype = jnp.result_type(a, b) if dtype is None else dtype
     kinds = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -92,6 +92,6 @@ def _in_fp8(
         most = jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), _TINY)
         scales.append(most / fp8_ops.get_fp8_max(kind, jnp.float32))
         quantised.append(fp8_ops.quantize(x, kind, scales[-1], jnp.float32))
-    # Partial sums of other devices are added in this dtype: in fp32 they would be twice the bytes.
+    # Devices add their partial sums in this dtype; in fp32 they would send twice the bytes.
     y = jax.lax.dot_general(quantised[0], quantised[1], (dims, ((), ())), preferred_element_type=dtype)
     return fp8_ops.dequantize(y, jnp.float32, scales[0] * scales[1]).astype(dtype)

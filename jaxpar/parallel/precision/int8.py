@@ -1,8 +1,9 @@
-"""``Int8``: an array kept in 8-bit integers, with one scale for all numbers that a product sums over.
+"""``Int8``: an array in int8, with one scale for all numbers that a product sums over.
 
-For weights that only inference reads, and for its caches. A number x becomes round(x / s) with s = max|x| / 127 over the dims that are summed,
-so none is off by more than max|x| / 254 (after Jacob et al. 2018, arXiv:1712.05877, symmetric). As the scale is the same for all that is summed, a product with
-the integers is scaled afterwards, and a compiler can cast them as it reads. What is not finite stays so: the scale carries it.
+It is for weights and caches that only inference reads. A number x becomes round(x / s) with s = max|x| / 127 over the
+summed dims, so no error exceeds max|x| / 254 (symmetric quantization, after Jacob et al. 2018, arXiv:1712.05877). All
+summed numbers share the scale, so a product multiplies the integers first and scales the result, and the compiler can
+cast the integers as it reads them. A value that is not finite makes its scale not finite.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from jaxpar.errors import ConfigError
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["summed"])
 @dataclass(frozen=True, eq=False)
 class Int8:
-    """An array in int8: ``values * scales``. A pytree, so it can stand in parameters, caches and what scans go over.
+    """An array in int8 that stands for ``values * scales``.
 
-    :func:`jaxpar.sharded_dot` and :func:`jaxpar.cached_attention` compute with it as it is; all else of jax takes it as the array that it stands for
-    (``x @ w``, ``w.astype(...)``), written out.
+    It is a pytree, so parameters, caches and the operands of a scan may contain it. :func:`jaxpar.sharded_dot` and
+    :func:`jaxpar.cached_attention` compute with the integers. Other functions of jax, ``x @ w`` and ``w.astype(...)``
+    convert it to the array that it stands for.
 
     Attributes:
-      values: int8, of the array's shape.
-      scales: fp32, of the array's shape without the dims ``summed``.
-      summed: the dims that share a scale, counted from the end (-1 is the last), so that a layer of a stack has the same.
+      values: int8, with the array's shape.
+      scales: fp32, with the array's shape without the dims in ``summed``.
+      summed: the dims that share a scale, counted from the end (-1 is the last), so that they are the same for one
+        layer as for a stack of layers.
 
     >>> import jax.numpy as jnp
     >>> w = Int8.of(jnp.asarray([[1.0, 8.0], [-2.0, 4.0]]), [0])
@@ -45,16 +48,20 @@ class Int8:
 
     @classmethod
     def of(cls, x: jax.Array, summed: Sequence[int]) -> Int8:
-        """``x`` rounded, with a scale for all of the dims ``summed``; 0 where all are 0.
+        """Returns ``x`` quantized, with one scale for all numbers along the dims ``summed``.
+
+        Args:
+          x: an array of floats.
+          summed: the dims that a product sums over.
 
         Raises:
-          ConfigError: there is no dim to share a scale, or no such dim.
+          ConfigError: ``summed`` is empty, repeats a dim, or has a dim that ``x`` lacks.
         """
         dims = tuple(sorted({dim % x.ndim - x.ndim for dim in summed if -x.ndim <= dim < x.ndim}))
         if not dims or len(dims) != len(summed):
             raise ConfigError(
-                f"Int8.of(): {list(summed)} of an array of shape {tuple(x.shape)} are to share a scale, but one or more of its {x.ndim} dims are "
-                f"wanted, each once. Remedy: the dims that the product sums over."
+                f"Int8.of(): {list(summed)} of an array of shape {tuple(x.shape)} are to share a scale, but one or "
+                f"more of its {x.ndim} dims are wanted, each once. Remedy: the dims that the product sums over."
             )
         wide = x.astype(jnp.float32)
         scales = jnp.max(jnp.abs(wide), dims, keepdims=True) / 127
@@ -75,15 +82,15 @@ class Int8:
 
     @property
     def T(self) -> Int8:
-        """A matrix turned over."""
+        """The transpose of a matrix."""
         return Int8(self.values.T, self.scales, tuple(-3 - dim for dim in self.summed))
 
     def of_scales[Name](self, dims: Sequence[Name]) -> tuple[Name, ...]:
-        """Of something for each dim of the array, as its logical dims, that for each dim of the scales."""
+        """Returns the entries of ``dims``, one per dim of the array, that belong to dims of the scales."""
         return tuple(name for at, name in enumerate(dims, -len(dims)) if at not in self.summed)
 
     def astype(self, dtype: Any) -> jax.Array:
-        """The array that this stands for."""
+        """Returns the array that this stands for."""
         at = sorted(dim % self.ndim for dim in self.summed)
         return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scales, at)).astype(dtype)
 
@@ -101,5 +108,5 @@ class Int8:
 
 
 def is_int8(x: Any) -> bool:
-    """Whether a leaf of a model's parameters is kept in 8-bit integers."""
+    """Returns whether a leaf of a model's parameters is an :class:`Int8`."""
     return isinstance(x, Int8)

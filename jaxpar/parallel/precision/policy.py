@@ -1,6 +1,6 @@
-"""``Precision``: the dtypes of a step, and the scale of its loss.
+"""``Precision``: the dtypes of a training step, and dynamic loss scaling.
 
-Weights are kept as the model makes them: fp32 master weights, as a rule.
+The training state keeps weights in the dtype in which the model creates them, usually as fp32 master weights.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "floa
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740), which keeps small 16-bit gradients from vanishing.
+    """Dynamic loss scaling, which keeps small 16-bit gradients from underflow.
 
-    The loss is multiplied by the scale, the gradients divided by it. A step that is not finite is skipped; ``hysteresis`` of them
-    since the scale last grew, and it shrinks. After ``interval`` finite steps in a row it grows.
+    After Micikevicius et al. 2018 (arXiv:1710.03740). The step multiplies the loss by the scale and divides the
+    gradients by it. It skips updates that are not finite.
+
+    Attributes:
+      initial: the first scale.
+      growth: the factor by which the scale grows after ``interval`` finite steps in a row.
+      backoff: the factor by which the scale shrinks.
+      interval: the number of finite steps after which the scale grows.
+      hysteresis: the number of non-finite steps, counted since the scale last grew, from which on each one shrinks the
+        scale.
+      minimum: the smallest scale.
 
     Raises:
-      ConfigError: a value that is NaN, negative or of no use.
+      ConfigError: a value is not a number, or out of its range.
 
     >>> scale = LossScale(initial=8.0, interval=2)
     >>> state = scale.start()
@@ -65,17 +74,22 @@ class LossScale:
                 raise ConfigError(f"precision.scale: {name} is {getattr(self, name):g}, but {what} is wanted.")
 
     def start(self) -> dict[str, jax.Array]:
-        """What a state carries: the scale, finite steps in a row, and how many that are not are still borne."""
+        """Returns the initial state: the scale, finite steps in a row, and non-finite steps left before it shrinks."""
         counts = {"finite": jnp.zeros((), jnp.int32), "borne": jnp.asarray(self.hysteresis, jnp.int32)}
         return {"scale": jnp.asarray(self.initial, jnp.float32), **counts}
 
     def next(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
-        """The same after a step."""
+        """Returns the state after a step whose loss and gradients are finite or not.
+
+        Args:
+          state: the state before the step.
+          finite: bool ``[]``.
+        """
         row = jnp.where(finite, state["finite"] + 1, 0)
         borne = jnp.where(finite, state["borne"], state["borne"] - 1)
         grows, shrinks = row >= self.interval, ~finite & (borne <= 0)
         shrunk = jnp.maximum(state["scale"] * self.backoff, self.minimum)
-        grown = jnp.minimum(state["scale"] * self.growth, 2.0**126)  # never infinite
+        grown = jnp.minimum(state["scale"] * self.growth, 2.0**126)  # the scale must not overflow to inf
         return {
             "scale": jnp.where(grows, grown, jnp.where(shrinks, shrunk, state["scale"])),
             "finite": jnp.where(grows, 0, row),
@@ -85,24 +99,26 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """In what the step computes, gathers weights and reduces gradients.
+    """The dtypes in which a step computes, gathers weights and reduces gradients.
+
+    ``gather`` and ``reduce`` may also be ``int8``: blocks of integers, each with its scale (see
+    :mod:`jaxpar.parallel.collectives.quantized`). Where the compiler gathers weights or reduces gradients (ZeRO stages
+    2 and 3), both apply only to weights that the model passes to :func:`jaxpar.sharded_dot`.
 
     Attributes:
-      compute: weights are cast to it before the model sees them; ``None`` leaves them as they are.
-      gather: dtype in which weights cross the mesh; that of ``compute`` if ``None``.
-      reduce: dtype in which gradients are summed over devices; fp32 or wider if ``None``, also of a model that computes in 16 bits by its own
-        word alone.
-        Either may be ``int8``: blocks of integers with a scale each (:mod:`jaxpar.parallel.collectives.quantized`). Where weights are gathered, or gradients
-        reduced, by the compiler (ZeRO stages 2 and 3), all this is for what the model hands to :func:`jaxpar.sharded_dot`.
-      scale: how the loss is scaled; ``None`` does not. :meth:`of` takes the default for fp16.
-      matmul: ``fp8`` multiplies weights that the model hands to :func:`jaxpar.sharded_dot` in 8-bit floating point; ``fp8`` for ``compute``,
-        or alone, means this with ``compute`` in bf16.
+      compute: the step casts weights to this dtype before the model uses them; ``None`` keeps their dtype.
+      gather: the dtype in which weights are gathered; ``None`` means that of ``compute``.
+      reduce: the dtype in which gradients are summed over devices. ``None`` means fp32 or wider, also if the model
+        itself computes in 16 bits.
+      scale: the loss scaling, or ``None``. :meth:`of` chooses the default scaling for fp16.
+      matmul: ``fp8`` multiplies weights that the model passes to :func:`jaxpar.sharded_dot` in fp8. :meth:`of` reads
+        ``fp8`` alone, or for ``compute``, as this with ``compute`` in bf16.
 
     Raises:
-      ConfigError: no floating dtype, another ``matmul``, or a dtype beyond what ``jax_enable_x64`` allows.
+      ConfigError: a dtype that is not floating, an unknown ``matmul``, or a dtype that requires ``jax_enable_x64``.
 
     Warns:
-      UserWarning: compute in fp16 without a scale.
+      UserWarning: ``compute`` is fp16 and there is no loss scaling.
 
     >>> Precision.of("bf16")
     Precision(compute='bfloat16', gather=None, reduce=None, scale=None, matmul=None)
@@ -131,7 +147,14 @@ class Precision:
 
     @classmethod
     def of(cls, value: PrecisionLike) -> Precision:
-        """A name as ``bf16``, a mapping of the attributes, or nothing: every dtype is then the model's own."""
+        """Returns the precision that a value describes.
+
+        Args:
+          value: a name such as ``bf16``, a mapping of the attributes, or ``None`` for the model's own dtypes.
+
+        Raises:
+          ConfigError: an unknown key or a bad value.
+        """
         if isinstance(value, Precision):
             return value
         if isinstance(value, Mapping):
@@ -149,7 +172,8 @@ class Precision:
                 for key in scale:
                     if key not in known:
                         raise ConfigError(
-                            f"precision.scale: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
+                            f"precision.scale: unknown key {key!r}.{did_you_mean(key, known)} The keys are: "
+                            f"{', '.join(known)}."
                         )
                 scale = LossScale(**scale)
             return cls(**{**value, "scale": scale})
@@ -158,23 +182,23 @@ class Precision:
         return cls(compute=value, scale=LossScale() if _half(value) else None)
 
     def crossing(self, w: jax.Array) -> jax.Array:
-        """A weight as it is gathered, if not in int8."""
+        """Returns a weight in the dtype in which it is gathered, unless that is int8."""
         return _cast(w, self.compute if self.gather == INT8 else self.gather or self.compute)
 
     def computing(self, w: jax.Array) -> jax.Array:
-        """A weight as the model sees it; in the host's memory it stays as it is, for whoever brings it from there."""
+        """Returns a weight in the compute dtype; one in host memory is returned as it is, and cast when fetched."""
         return w if on_host(w) else _cast(w, self.compute)
 
     def gathering(self, dtype: Any) -> Any:
-        """The dtype in which a weight that is computed with in ``dtype`` is gathered where it is used, if that is a narrower one."""
+        """Returns the dtype for gathering a weight that is used in ``dtype``, if it is narrower; else ``None``."""
         narrow = self.gather not in (None, INT8) and jnp.dtype(self.gather).itemsize < jnp.dtype(dtype).itemsize
         return jnp.dtype(self.gather) if narrow else None
 
     def summing(self, dtype: Any) -> Any:
-        """The dtype in which devices' parts of a gradient computed in ``dtype`` are summed where it arises, if that is a wider one.
+        """Returns the dtype in which the compiler sums a gradient computed in ``dtype``, if it is wider; else ``None``.
 
         Raises:
-          ConfigError: ``reduce`` is narrower than what a model computes in by its own word.
+          ConfigError: ``reduce`` is narrower than the dtype in which the model itself computes.
         """
         if self.reduce == INT8:
             return None
@@ -182,18 +206,19 @@ class Precision:
         wide = jnp.promote_types(dtype, self.reduce or jnp.float32)
         if self.compute is None and self.reduce is not None and jnp.dtype(self.reduce).itemsize < dtype.itemsize:
             raise ConfigError(
-                f"precision: reduce is {self.reduce}, but here the compiler reduces gradients where they arise, and the model computes them in "
-                f"{dtype.name}. Remedy: precision.compute: {self.reduce}, grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
+                f"precision: reduce is {self.reduce}, but here the compiler reduces gradients where they arise, and "
+                f"the model computes them in {dtype.name}. Remedy: precision.compute: {self.reduce}, "
+                f"grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
             )
         return None if wide == dtype else wide
 
     def reducing(self, grad: jax.Array) -> jax.Array:
-        """A device's sum of gradients as it is reduced over devices, if not in int8."""
+        """Returns a device's gradient in the dtype in which it is reduced over devices, unless that is int8."""
         return grad.astype(jnp.promote_types(grad.dtype, jnp.float32) if self.reduce in (None, INT8) else self.reduce)
 
 
 type PrecisionLike = str | Mapping[str, Any] | Precision | None
-"""How a precision may be given; see :meth:`Precision.of`."""
+"""The ways to give a precision; see :meth:`Precision.of`."""
 
 
 def _half(value: Any) -> bool:
@@ -213,8 +238,9 @@ def _dtype(value: Any, where: str) -> str:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         known = [*NAMES, *NAMES.values()]
         raise ConfigError(
-            f"precision: {where} is {value!r}, but a floating dtype{'' if where == 'compute' else ' or int8'} is wanted."
-            f"{did_you_mean(str(value), known)} Known are {', '.join(NAMES)}{f', {FP8}' if where == 'compute' else ''}."
+            f"precision: {where} is {value!r}, but a floating dtype{'' if where == 'compute' else ' or int8'} is "
+            f"wanted.{did_you_mean(str(value), known)} Known are "
+            f"{', '.join(NAMES)}{f', {FP8}' if where == 'compute' else ''}."
         )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ConfigError(f"precision: {where} is {dtype.name}, which jax computes only with jax_enable_x64.")

@@ -1,1 +1,1 @@
-"""ZeRO and FSDP: stages as rules, weight gathering, sharded matmuls."""
+"""ZeRO and FSDP: stages as rules, gathers of weights, and sharded matmuls."""

@@ -1,8 +1,9 @@
-"""``gather_weight``: a parameter as the compute uses it, and its gradient as the optimizer wants it.
+"""``gather_weight`` and ``sharded_dot``: fully sharded weights, gathered where the model uses them.
 
-Fully sharded parameters lie split over axes that the compute does not split them over. Left to itself the compiler may send
-them around in pieces that overlap with the matmul, one piece at a time and more often than needed, or reduce whole gradients
-where each device keeps a part. Said once per weight, it gathers them once, in the compute dtype, and scatters the gradient.
+Fully sharded parameters (ZeRO stage 3, FSDP) are sharded over mesh axes that the compute does not use. Left to itself,
+the compiler may permute their shards around piece by piece alongside the matmul, more often than needed, or all-reduce
+full gradients of which each device keeps only a shard. The functions here gather each weight once, in the compute
+dtype, and reduce-scatter its gradient.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ type _Shapes = tuple[tuple[int, ...], ...]
 
 
 def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Array:
-    """``w`` in ``dtype``, laid out by the activation rules; its gradient by the rules of the role ``gradients``.
+    """Returns ``w`` in ``dtype``, sharded by the activation rules; its gradient is sharded by the role ``gradients``.
 
-    Axes that split ``w`` only in the role ``params`` are gathered here. The gradient is reduced in ``dtype`` too.
+    Mesh axes that shard ``w`` only in the role ``params`` are gathered. The gradient is reduced in ``dtype`` too.
+
+    Args:
+      w: a weight as the state stores it; a weight in host memory is brought to the device first.
+      *dims: its logical dims.
+      dtype: the dtype of the compute, by default that of ``w``.
 
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
@@ -52,30 +58,34 @@ def sharded_dot(
     summed: int = 1,
     reshard_after_forward: Regather = True,
 ) -> tuple[jax.Array, ...]:
-    """``x`` [batch, ..., embed] times each of several weights [embed, ...], gathered as by :func:`gather_weight`.
+    """Returns the products of ``x`` and each weight; sharded weights are gathered as by :func:`gather_weight`.
 
-    Weights that lie alike are gathered as one matrix and multiplied at once: one collective and one matmul instead of several.
-    Stored as [embed, heads, head_dim], they are matrices here: a TPU would tile them anew for the matmul otherwise.
+    Weights with the same sharding are gathered and multiplied as one matrix: one collective and one matmul instead of
+    several. A weight ``[embed, heads, head_dim]`` is multiplied as a matrix, because a TPU would otherwise change its
+    tiling for the matmul.
 
-    Inside a step whose precision says ``int8`` for gathers or reductions, the weights and their gradients cross the mesh so; where it
-    says ``fp8`` for matmuls, they are multiplied so.
+    The precision of the enclosing step applies: with ``int8`` for gathers or reductions, weights or gradients are sent
+    in int8; with ``fp8`` for matmuls, the products are computed in fp8.
 
-    A weight that is an :class:`jaxpar.Int8` is gathered in int8 and multiplied as integers of the dtype of ``x``; its scales multiply the result. It has no gradient.
+    A weight of the class :class:`jaxpar.Int8` is gathered in int8 and multiplied as integers in the dtype of ``x``; its
+    scales multiply the result. It has no gradient.
 
     Args:
-      x: what each weight multiplies; its first dim is the batch.
-      weights: pairs of a weight and its logical dims; the first is the one that is summed over.
-      dtype: of the weights in the compute; their own if not given.
-      summed: how many dims are summed over, the last of ``x`` and the first of the weights.
-      reshard_after_forward: a number makes neighbours in groups of so many devices keep a part of each weight for the backward pass, which then gathers
-        within groups. Otherwise the policy of :class:`jaxpar.RematPolicy` says what is kept.
+      x: the input, ``[batch, ..., embed]``; its first dim is the batch.
+      *weights: pairs of a weight ``[embed, ...]`` and its logical dims.
+      dtype: the dtype of the weights in the compute; by default their own.
+      summed: the number of dims that the product sums over: the last of ``x`` and the first of the weights.
+      reshard_after_forward: if it is a number g, groups of g neighbouring devices keep a shard of each weight for the
+        backward pass, which then gathers within the groups. For a bool, :class:`jaxpar.RematPolicy` decides what is
+        kept.
 
     Returns:
-      For each weight an array [..., *weight.shape[summed:]].
+      For each weight an array ``[..., *weight.shape[summed:]]``.
 
     Raises:
-      ConfigError: ``reshard_after_forward`` does not divide the devices that share a weight.
-      LayoutError: as :func:`jaxpar.hint`, or a weight whose first dims are not of the sizes of the last of ``x``, or do not share its scales.
+      ConfigError: ``reshard_after_forward`` does not divide the number of devices that share a weight.
+      LayoutError: as :func:`jaxpar.hint`; the first dims of a weight do not match the last dims of ``x``; or the scales
+        of an ``Int8`` do not span exactly these dims.
 
     >>> import jax.numpy as jnp
     >>> import jaxpar as jp
@@ -96,12 +106,13 @@ def sharded_dot(
                 else f"{summed} dims are summed over, its first and the last"
             )
             raise LayoutError(
-                f"sharded_dot(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of x. "
-                f"Remedy: transpose the weight, or pass what it belongs to."
+                f"sharded_dot(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of "
+                f"x. Remedy: transpose the weight, or pass what it belongs to."
             )
     one_token = x.ndim > 2 and x.shape[1] == 1
     if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
-        # A token a row, as in decoding: to be put side by side, weights would be read and written once more than for their product.
+        # With one token per row, as in decoding, joining the weights would read and write them once more than the
+        # product.
         apart = [
             sharded_dot(x, one, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward)
             for one in weights
@@ -112,7 +123,7 @@ def sharded_dot(
         return (_scaled(x, first, dims, summed),)
     brought = [to_device(w) for w, _ in weights]
     ws = [w if dtype is None else w.astype(dtype) for w in brought]
-    # A matrix alone lies well as it is stored.
+    # A single matrix is gathered as it is stored.
     alone = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
     groups = [(0, [i]) for i in range(len(ws))] if alone else _alike([dims for _, dims in weights], ws)
     results: dict[int, jax.Array] = {}
@@ -128,7 +139,7 @@ def sharded_dot(
 def _times(
     x: jax.Array, ways: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
 ) -> list[jax.Array]:
-    """The products with weights that can be one matrix in so many ways; 0 for a weight as it is stored."""
+    """Returns the products with weights that form one matrix with ``ways`` column shards; 0 takes one as stored."""
     shapes = tuple(w.shape for w in ws)
     shape = (shapes[0][0], ways, sum(math.prod(s[1:]) for s in shapes) // ways) if ways else shapes[0]
     as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
@@ -144,7 +155,7 @@ def _times(
         y = times(x, checkpoint_name(_gather(dims, ways, shapes, *ws), GATHERED), summed, precision)
     y = y if precision.gather is None and precision.reduce is None else checkpoint_name(y, PRODUCT)
     if ways and ws[0].ndim > 2:
-        # What heads want of the order in memory would else reach into the matmuls, forward and backward.
+        # The barrier keeps the memory layout that heads prefer out of the matmuls, forward and backward.
         y = jax.lax.optimization_barrier(y)
     parts = jnp.split(y, _ends(ways, shapes), -1) if ways else [y]
     lead = x.shape[: x.ndim - summed]
@@ -152,24 +163,25 @@ def _times(
 
 
 def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
-    """The product with a weight in 8-bit integers."""
+    """Returns the product with an int8 weight."""
     if w.summed != tuple(range(-w.ndim, summed - w.ndim)):
         raise LayoutError(
-            f"sharded_dot(): the weight {dims} of shape {w.shape} has a scale for all of its dims {[dim % w.ndim for dim in w.summed]}, but its first "
-            f"{summed} are summed over. Remedy: Int8.of(w, {list(range(summed))})."
+            f"sharded_dot(): the weight {dims} of shape {w.shape} has a scale for all of its dims "
+            f"{[dim % w.ndim for dim in w.summed]}, but its first {summed} are summed over. Remedy: Int8.of(w, "
+            f"{list(range(summed))})."
         )
     layout = current_layout()
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype).axes for role in ("params", "activations"))
     values = _gather_one(w.values, *dims)
-    # Where something is gathered: else it would be gathered in the dtype of the product.
+    # If values are gathered, the barrier keeps the gather in int8; else the compiler would cast to x.dtype first.
     values = values if stored == used else jax.lax.optimization_barrier(values)
     y = jnp.tensordot(x, values.astype(x.dtype), summed)
     return (y * hint(w.scales, *dims[summed:])).astype(x.dtype)
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A checkpoint policy that keeps everything but gathered and fetched weights, neither under their name nor before they have it."""
-    if primitive.name == "custom_vjp_call":  # a gather's does nothing but lay out, a to_device's brings
+    """A checkpoint policy that saves everything but weights that were gathered or fetched from host memory."""
+    if primitive.name == "custom_vjp_call":  # a gather or a fetch, not yet named
         return not {equation.primitive.name for equation in parameters["call_jaxpr"].eqns} <= _OF_GATHER
     return parameters.get("name") != GATHERED
 
@@ -188,21 +200,22 @@ _OF_GATHER = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
-    """One weight as it is stored; or, with ``ways``, some that lie alike side by side: [rows, ways, columns of all]."""
+    """Gathers one weight as it is stored; or, with ``ways``, several joined to ``[rows, ways, columns of all]``."""
     if not ways:
         return _gather_one(ws[0], *dims)
     return _gather_one(_side_by_side(ws, ways), *dims[:2], None)
 
 
 def _side_by_side(ws: Sequence[jax.Array], ways: int) -> jax.Array:
-    """Weights as one of [rows, ways, columns of all]."""
+    """Joins weights to one array ``[rows, ways, columns of all]``."""
     w_EWF = jnp.concatenate([w.reshape(w.shape[0], ways, -1) for w in ws], 2)
-    # Behind a barrier, or the compiler gathers the weight as it is stored and tiles all of it anew afterwards.
+    # Without the barrier the compiler gathers the weights as they are stored, and then changes the tiling of full
+    # weights.
     return jax.lax.optimization_barrier(w_EWF)
 
 
 def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
-    """A hint; where the compiler would not gather at once, it is gathered in rounds before; in a narrower dtype if asked for."""
+    """Gathers a weight: in rounds where the compiler would do worse, and in ``precision.gather`` if narrower."""
     layout, narrow = current_layout(), asked().gathering(w.dtype)
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
     pairs = zip(stored.axes, used.axes, strict=True)
@@ -218,8 +231,8 @@ def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
         lambda w: hierarchical.gather_local(w, axes, dim=dim, parts=parts),
         in_specs=to_spec(stored),
         out_specs=to_spec(used),
-        check_vma=False,  # jax takes what rounds have gathered for different on every device
-    )(jax.lax.optimization_barrier(w))  # in its own dtype, not in that of what it was cast from
+        check_vma=False,  # jax assumes that the result of gathers in rounds differs between devices
+    )(jax.lax.optimization_barrier(w))  # without the barrier, XLA gathers in the dtype that w was cast from
     return hint(gathered, *dims)
 
 
@@ -236,10 +249,10 @@ def _scattered(dims: _Dims, ways: int, grad: jax.Array) -> jax.Array:
 
 
 def _apart(dims: _Dims, ways: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
-    """The gradient of weights side by side as one of each."""
+    """Splits the gradient of joined weights into one gradient per weight."""
     if not ways:
         return (grad,)
-    # Behind a barrier: taken apart before it is scattered, the sum over devices would be made whole on each of them.
+    # Without the barrier the compiler splits before it scatters, and all-reduces full gradients on every device.
     parts = jnp.split(jax.lax.optimization_barrier(grad), _ends(ways, shapes), 2)
     return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
@@ -253,7 +266,7 @@ type _Group = tuple[_Dims, int, _Shapes]
 def _summed_wide(
     group: _Group, summed: int, wide: Any, precision: Precision, x: jax.Array, *ws: jax.Array
 ) -> jax.Array:
-    """The product with gathered weights, whose gradient is summed over devices in the dtype ``wide``, and rounded to theirs afterwards."""
+    """Returns the product with gathered weights; their gradient is summed over devices in ``wide``, then rounded."""
     return _forward_wide(group, summed, wide, precision, x, *ws)[0]
 
 
@@ -270,7 +283,7 @@ def _backward_wide(
     (x, w), (dims, ways, shapes) = saved, group
     dx = input_grad(dy, w, summed, precision).astype(x.dtype)
     grad = weight_grad(x, dy, summed, precision, wide)
-    # Behind a barrier, or the compiler sums what has been rounded.
+    # Without the barrier the compiler rounds before it sums.
     grad = jax.lax.optimization_barrier(_scattered(dims, ways, grad))
     return dx, *_apart(dims, ways, shapes, grad.astype(w.dtype))
 
@@ -279,12 +292,12 @@ _summed_wide.defvjp(_forward_wide, _backward_wide)
 
 
 def _ends(ways: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Where each but the last of the weights ends among the columns of all."""
+    """Returns the ends of all weights but the last among the joined columns."""
     return list(itertools.accumulate(math.prod(shape[1:]) // ways for shape in shapes))[:-1]
 
 
 def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
-    """Ways and places of the weights that can be one matrix; ways are 0 for one that can only be taken as it is stored."""
+    """Yields (number of column shards, indices) of the weights that can form one matrix; 0 for one taken as stored."""
     groups: dict[Any, list[int]] = {}
     for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
         lies = [_columns(names, w, role) for role in ("activations", "gradients")]
@@ -295,9 +308,10 @@ def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int
 
 
 def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
-    """Axes of rows and of columns, if the weight's matrix can lie as the weight does.
+    """Returns the mesh axes of a weight's rows and columns as a matrix, or ``None`` if that would change its sharding.
 
-    Some whole heads are columns of [embed, heads * head_dim] in one piece; a part of every head is not.
+    A shard that holds some heads in full is one block of columns of ``[embed, heads * head_dim]``; a part of every head
+    is not.
     """
     layout = current_layout()
     lies = layout.resolve(dims, w.shape, role=role, dtype=w.dtype)

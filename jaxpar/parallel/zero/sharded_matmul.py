@@ -1,8 +1,9 @@
-"""``product``: a matmul whose weight and gradient cross the mesh as told, where the compiler would choose by itself.
+"""``product``: a matmul with a sharded weight that controls how the weight and its gradient are communicated.
 
-The compiler gathers and reduces in the dtype of the compute, and gathers from all devices anew for the backward pass. Here the axes of the
-batch are manual: weights may be gathered in int8, gradients reduced in int8, and what a group of neighbours needs for the backward
-pass may be kept among them (ZeRO++'s secondary shard, Wang et al. 2023, arXiv:2306.10209).
+The compiler gathers and reduces in the compute dtype, and gathers from all devices again for the backward pass. Here
+the mesh axes of the batch are manual. Weights can therefore be gathered in int8 and gradients reduced in int8, and a
+group of neighbouring devices can keep a shard for the backward pass (ZeRO++'s secondary shard, Wang et al. 2023,
+arXiv:2306.10209).
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from jaxpar.sharding.layout import current_layout, manual_axes
 from jaxpar.sharding.rules import Axes
 
 GATHERED = "gathered_weight"
-"""The name of gathered weights for checkpoint policies: saved, they would undo the sharding of the parameters."""
+"""The checkpoint name of gathered weights. A policy that saved them would undo the sharding of the parameters."""
 type Regather = bool | int
-"""Whether the backward pass gathers weights again: from all, not at all, or within groups of so many devices."""
+"""Whether the backward pass gathers weights again: from all devices (true), not at all, or in groups of N devices."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the weight of one product goes.
+    """How one product communicates its weight and gradient.
 
     Attributes:
-      batch: the axes that the rows of the batch are split over; they are manual.
-      stored, wanted: those that weight and gradient are split over.
-      summed: dims of the weight that are summed over.
-      group: devices of the second round of the gather: all gather at once for each pass, 1 keeps whole weights.
+      batch: the mesh axes that shard the rows of the batch; they are manual.
+      stored: the manual axes that shard each dim of the weight.
+      wanted: the manual axes that shard each dim of the gradient.
+      summed: the number of leading dims of the weight that the product sums over.
+      group: the number of devices in the second round of the gather. If it is all devices, each pass gathers in one
+        round; if it is 1, the first round makes full weights, which are kept.
+      precision: the dtypes of the compute and the collectives.
     """
 
     batch: Axes
@@ -57,17 +61,25 @@ def route(
     summed: int,
     reshard_after_forward: Regather,
 ) -> Route | None:
-    """The route of a weight with these logical dims, or ``None`` where the compiler's own way is as good.
+    """Returns the route of a weight with these logical dims, or ``None`` if the compiler's own collectives do as well.
+
+    Args:
+      x: the input, ``[batch, ..., embed]``.
+      w: the weight as it is stored, or its shape and dtype.
+      dims: the weight's logical dims.
+      summed: the number of leading dims of the weight that the product sums over.
+      reshard_after_forward: see :data:`Regather`.
 
     Raises:
-      ConfigError: ``reshard_after_forward`` is a number that does not divide the devices which share the weight.
-      LayoutError: the rules cannot place it, or do not know ``batch``.
+      ConfigError: ``reshard_after_forward`` is a number that does not divide the number of devices that share the
+        weight.
+      LayoutError: the rules cannot place the weight, or do not know ``batch``.
     """
     layout, precision = current_layout(), gather_reduce.asked()
     if INT8 not in (precision.gather, precision.reduce) and isinstance(reshard_after_forward, bool):
         return None
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return None  # gathered and reduced already, by those who made them manual
+        return None  # code that made these axes manual gathers and reduces by itself
     rows = layout.resolve(("batch",), x.shape[:1], path="the batch of sharded_dot()")
     stored, used, grad = (
         layout.resolve(dims, w.shape, role=role, dtype=w.dtype, path="a weight of sharded_dot()")
@@ -94,16 +106,17 @@ def route(
     if group < 1 or devices % group or (len(spread) > 1 and 1 < group < devices):
         over = ", ".join(axis for axes in spread for axis in axes)
         raise ConfigError(
-            f"reshard_after_forward is {group}, but the {devices} devices over {over} which share a weight {dims} of shape {w.shape} make no "
-            f"groups of {group}. Remedy: a divisor of {devices}, true or false."
+            f"reshard_after_forward is {group}, but the {devices} devices over {over} which share a weight {dims} of "
+            f"shape {w.shape} make no groups of {group}. Remedy: a divisor of {devices}, true or false."
         )
     return Route(batch, parts, wanted, summed, group, precision)
 
 
 def product(x: jax.Array, w: jax.Array, way: Route) -> jax.Array:
-    """``jnp.tensordot(x, w, way.summed)`` of a stored weight in the dtype of the compute.
+    """Returns ``jnp.tensordot(x, w, way.summed)`` of a stored weight, in the compute dtype.
 
-    Its gradient is multiplied in that dtype, reduced in that which was asked for, and laid out by the rules for gradients.
+    The gradient of ``w`` is computed in that dtype, reduced in the precision's ``reduce``, and sharded by the role
+    ``gradients``.
     """
     if _at_once(way):
         return _product(way, x, w, ())
@@ -119,7 +132,7 @@ def _at_once(way: Route) -> bool:
 
 
 def _first(way: Route, w: jax.Array) -> Any:
-    """The first round of a gather, among the groups: what the backward pass will find."""
+    """The first round of a gather, across the groups: its result is kept for the backward pass."""
     for dim, axes in enumerate(way.stored.dims):
         if axes:
             across = functools.partial(hierarchical.gather_across, axes=axes, dim=dim, group=way.group)
@@ -128,7 +141,7 @@ def _first(way: Route, w: jax.Array) -> Any:
 
 
 def _whole(way: Route, w: Any) -> jax.Array:
-    """The second round, within the groups, of what the first has left; or both."""
+    """The second round of a gather, within the groups, on the result of the first; or the gather in one round."""
     if _at_once(way):
         return gather_reduce.gather(w, way.stored, way.precision)
     for dim, axes in enumerate(way.stored.dims):
@@ -145,14 +158,15 @@ def _packed(way: Route, w: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(way: Route, x: jax.Array, w: jax.Array, kept: Any) -> jax.Array:
-    """Of ``w``, or of what is kept of it."""
+    """The product with ``w``, or with what the first round of the gather kept of it."""
     given, spec, dtype = kept if _kept(kept) else w, _spec(way.stored), w.dtype
 
     def local(x: jax.Array, w: Any) -> jax.Array:
         return fp8_matmul.times(x, _whole(way, w).astype(dtype), way.summed, way.precision)
 
     y = _manual(way, local, (PartitionSpec(way.batch), spec), PartitionSpec(way.batch))(x, given)
-    return checkpoint_name(y, fp8_matmul.PRODUCT)  # a policy must not take it for a gather, which is a shard_map too
+    # A product is a shard_map too; its name tells a policy that it is no gather.
+    return checkpoint_name(y, fp8_matmul.PRODUCT)
 
 
 def _forward(way: Route, x: jax.Array, w: jax.Array, kept: Any) -> tuple[jax.Array, Any]:
@@ -187,7 +201,7 @@ def _spec(parts: gather_reduce.Parts) -> PartitionSpec:
 
 
 def _manual(way: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """A ``shard_map`` over the batch's axes; and those of size 1, so that what is not there leaves none behind."""
+    """A ``shard_map`` over the axes of the batch, and over those of size 1, so that none of these stays automatic."""
     manual = manual_axes(current_layout(), way.batch)
-    # Unchecked: jax would take what is gathered for different on every device.
+    # check_vma is off: jax would assume that a gathered weight differs between devices.
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)

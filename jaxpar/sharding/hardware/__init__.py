@@ -1,1 +1,1 @@
-"""What a mesh is laid on: accelerators, links, topologies."""
+"""The hardware under a mesh: accelerators, links and topologies."""

@@ -1,7 +1,8 @@
-"""What one device of each accelerator can do at best, every figure with its source. The only such table in jaxpar.
+"""The peak figures of one device of each accelerator, every figure with its source. The only such table in jaxpar.
 
-Figures are **per jax device** (a tpu7x chip is two devices, each with half the chip's memory and links), in FLOP/s, bytes
-and bytes/s, dense (no sparsity), in one direction. They are the makers' peaks: what no program exceeds, not what one reaches.
+Figures are **per jax device**: a tpu7x chip is two devices, each with half of the chip's memory and links. They are in
+FLOP/s, bytes and bytes/s, dense (without sparsity) and in one direction. They are the vendors' peaks, which a program
+approaches but does not exceed.
 """
 
 from __future__ import annotations
@@ -12,27 +13,31 @@ from dataclasses import dataclass, field, fields, replace
 from jaxpar.errors import PlanError, did_you_mean, listing
 
 DTYPES = ("bf16", "fp8", "int8", "tf32", "fp32")
-"""The element types that a table entry may have a matmul rate for."""
+"""The element types for which an accelerator may have a matmul rate."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One jax device at its peak; ``None`` is a rate that it does not have or that its maker does not publish.
+    """The peak figures of one jax device.
+
+    A rate is ``None`` where the device lacks it or the vendor does not publish it.
 
     Attributes:
-      kind: as a topology names it, ``v5e``.
-      name: as people call it.
-      device_kinds: as jax calls it, each name in full: a PCIe board or a partition of a GPU is another device.
+      kind: the name in a topology, such as ``v5e``.
+      name: the product name.
+      device_kinds: the full names that jax reports as ``device_kind``. They must match exactly: a PCIe board or a GPU
+        partition is another device with other figures.
       bf16, fp8, int8, tf32, fp32: matmul rates in FLOP/s.
-      hbm_bytes, hbm_bandwidth: main memory, bytes and bytes/s.
-      torus: dims of the torus that joins the chips; 0 where a switch joins all devices of a host (NVLink).
-      link_bandwidth: bytes/s that a device sends through one link of a torus (its share, where devices share a chip), or
-        into the switch.
-      wrap: a torus dim of a multiple of so many chips closes to a ring (see :meth:`wraps`).
-      domain: the most chips that one torus or switch joins.
-      network_bandwidth: bytes/s that a device sends to another slice or host, its share of the host's network cards.
-      chip_bandwidth: bytes/s to the other device of the same chip, where a chip is two.
-      sources: figure → where it is from.
+      hbm_bytes, hbm_bandwidth: device memory, in bytes and bytes/s.
+      torus: the number of dims of the torus that joins the chips; 0 where a switch joins all devices of a host
+        (NVLink).
+      link_bandwidth: bytes/s that a device sends through one link of the torus (its share, where devices share a chip),
+        or into the switch.
+      domain: the largest number of chips that one torus or switch joins.
+      network_bandwidth: bytes/s that a device sends to another slice or host: its share of the host's network cards.
+      wrap: a torus dim closes to a ring if its number of chips is a multiple of ``wrap`` (see :meth:`wraps`).
+      chip_bandwidth: bytes/s to the other device of the same chip, where a chip is two devices.
+      sources: the source of each figure.
     """
 
     kind: str
@@ -54,10 +59,10 @@ class Accelerator:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def rate(self, dtype: str) -> float:
-        """Peak matmul FLOP/s for operands of a dtype, one of ``DTYPES``.
+        """Returns the peak matmul rate in FLOP/s for operands of a dtype, one of ``DTYPES``.
 
         Raises:
-          PlanError: no such dtype, or no rate for it.
+          PlanError: the dtype is unknown, or the accelerator has no rate for it.
         """
         if dtype not in DTYPES:
             raise PlanError(f"no dtype {dtype!r}.{did_you_mean(dtype, DTYPES)} Known are {listing(DTYPES)}.")
@@ -68,7 +73,7 @@ class Accelerator:
         return rate
 
     def wraps(self, shape: Sequence[int]) -> tuple[bool, ...]:
-        """Which dims of a slice of this shape, in chips, close to a ring.
+        """Returns which dims of a slice close to a ring, for a slice shape in chips.
 
         >>> accelerator("v5e").wraps((4, 16)), accelerator("v5p").wraps((4, 4, 8)), accelerator("v5p").wraps((2, 2, 4))
         ((False, True), (True, True, True), (False, False, False))
@@ -76,12 +81,13 @@ class Accelerator:
         if self.wrap is None:
             return (False,) * len(shape)
         closed = tuple(n % self.wrap == 0 for n in shape)
-        # In three dims whole cubes of 4x4x4 are joined by optical switches; a slice below a cube has none to close it.
+        # On a 3-D torus, optical switches join cubes of 4x4x4 chips. A smaller slice has no switch that closes its
+        # rings.
         return closed if self.torus < 3 else (all(closed),) * len(shape)
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of all figures that it has; each is a key of ``sources``."""
+        """The names of all figures that the accelerator has; each is a key of ``sources``."""
         words = ("kind", "name", "device_kinds", "sources")
         return tuple(f.name for f in fields(self) if f.name not in words and getattr(self, f.name) is not None)
 
@@ -90,8 +96,8 @@ def _by(source: str, *figures: str) -> dict[str, str]:
     return dict.fromkeys(figures, source)
 
 
-# Vendors' pages bear no date. Those marked 2026-11 were read then; NVIDIA's were not at hand, and their figures were compared
-# with third parties' copies (docs/roofline.md says which).
+# Vendors' pages have no date. Those marked 2026-11 were read then. NVIDIA's pages were not available; their figures
+# were compared with copies by third parties, which docs/roofline.md lists.
 _TPU = "https://docs.cloud.google.com/tpu/docs/{} (2026-11)"
 _V4, _V5E, _V5P, _V6E, _7X = (_TPU.format(page) for page in ("v4", "v5e", "v5p", "v6e", "tpu7x"))
 _PASSES = (
@@ -101,9 +107,15 @@ _PORTS = "derived: both-way bandwidth of a chip / 2 directions / {} links, {}"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus (2026-11)"
 _ISCA = "Jouppi et al., TPU v4, ISCA 2023, table 4, https://arxiv.org/abs/2304.01433 (6 links of 50 GB/s)"
 _A100 = "https://www.nvidia.com/en-us/data-center/a100, datasheet of the 80GB SXM"
-_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100 SXM, halved where with sparsity)"
+_H100 = (
+    "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet "
+    "(H100 SXM, halved where with sparsity)"
+)
 _H200 = "https://www.nvidia.com/en-us/data-center/h200 (H200 SXM, halved where with sparsity)"
-_B200 = "NVIDIA Blackwell Architecture Technical Brief, https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200)"
+_B200 = (
+    "NVIDIA Blackwell Architecture Technical Brief, "
+    "https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200)"
+)
 _DGX = "https://docs.nvidia.com/dgx/dgx{}-user-guide ({})"
 _NVLINK = "derived: both-way NVLink bandwidth of a GPU / 2, {}"
 
@@ -294,7 +306,9 @@ _BY_DEVICE_KIND = {name: a for a in _TABLE for name in a.device_kinds}
 
 
 def of_device(device_kind: str) -> Accelerator | None:
-    """The accelerator that jax calls ``device_kind``, or ``None``: rather none than the figures of a similar one.
+    """Returns the accelerator that jax reports as ``device_kind``, or ``None`` if the table lacks it.
+
+    A similar device is no substitute: its figures may differ.
 
     >>> of_device("TPU v5 lite").kind, of_device("NVIDIA H100 PCIe")
     ('v5e', None)
@@ -303,10 +317,10 @@ def of_device(device_kind: str) -> Accelerator | None:
 
 
 def accelerator(name: str) -> Accelerator:
-    """An accelerator by its kind in a topology (``v5e``, ``h100``) or by jax's device kind (``TPU v5 lite``).
+    """Returns an accelerator by its kind in a topology (``v5e``, ``h100``) or by jax's device kind (``TPU v5 lite``).
 
     Raises:
-      PlanError: no such accelerator, with a did-you-mean.
+      PlanError: the accelerator is unknown; the text suggests a close name.
 
     >>> accelerator("NVIDIA H100 80GB HBM3") is accelerator("h100")
     True

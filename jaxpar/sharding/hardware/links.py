@@ -1,21 +1,26 @@
-"""How long one collective keeps which links busy: where the mesh axes lie on the wires, and what each wire carries.
+"""A cost model of collectives: which links each one uses, and for how many seconds.
 
-**Where axes lie.** Devices are joined on up to three levels, slowest first: the network between slices or hosts (``DCN``), the
-torus of a slice (``ICI``) or the switch of a host (``NVLink``), and the inside of a chip that is two devices (``chip``). Axes
-come outermost first. The outermost take the factors that cross slices (as ``MeshSpec.build`` lays them), the innermost those
-inside a chip. Of the torus, the innermost axis first takes whole dims, as many as multiply to its size, or else factors of
-dims; what is left goes to the next axis. ``jax.experimental.mesh_utils`` follows the same principle; where it weighs equal
-choices otherwise, two axes swap places here.
+**The levels.** Devices are joined on up to three levels, slowest first: the network between slices or hosts (``DCN``);
+the torus of a slice (``ICI``) or the switch of a host (``NVLink``); and the inside of a chip that is two devices
+(``chip``).
 
-**What a torus dim gives.** Each chip has a link either way along each dim. A closed ring sends both ways, an open line ends up
-one way: its last chip is fed by one link. Where an axis holds only the outer factor of a dim, the groups of the factors inside
-share the wires between them. A collective over several dims uses all of them at once.
+**Which links an axis uses.** Mesh axes are ordered outermost first. The outermost axes take the factors that cross
+slices (as in ``MeshSpec.build``), the innermost axes those inside a chip. The rest is mapped to the torus, innermost
+axis first: an axis takes full dims, as many as multiply to its size, or else factors of dims.
+``jax.experimental.mesh_utils`` follows the same principle. Where it resolves a tie in another way, two axes swap places
+here.
 
-**What is sent.** The bytes are the audit's (``Collective.wire_bytes``), those of the best ring. Over several levels they are
-split as the hierarchical algorithm does it (gather across the outer level first, while the pieces are small), one level after
-the other. A program for several TPU slices is compiled that way, and says itself which part crosses them. All-to-all on a torus
-pays for its detours: on n chips, ⌊n²/4⌋ pairs cross the middle. A permute's messages go each their own way, one dim of the torus after the other,
-and wait for each other where they share a link; one that may cross slices is taken to cross them.
+**The bandwidth of a torus dim.** Each chip has one link in each direction along each dim. A closed ring uses both
+directions. An open line has the bandwidth of one, because one link feeds its last chip. Where an axis takes only the
+outer factor of a dim, the groups of the inner factors share the links between them. A collective over several dims uses
+all of them in parallel.
+
+**The bytes.** They are those of the audit (``Collective.wire_bytes``), for the best ring algorithm. Over several levels
+the hierarchical algorithm applies, one level after the other: it gathers across the outer level first, while the pieces
+are small. XLA compiles a program for several TPU slices that way, and the program shows which part of a collective
+crosses slices. An all-to-all on a torus also pays for its longer routes: on n chips, ⌊n²/4⌋ pairs cross the middle. The
+messages of a permute travel along one torus dim after the other, and those that share a link are serialized. A permute
+that may cross slices is assumed to cross them.
 """
 
 from __future__ import annotations
@@ -36,7 +41,15 @@ if TYPE_CHECKING:
 
 
 class Sent(Protocol):
-    """What is asked of a collective: its kind, as XLA names it, the mesh axes, bytes that a device sends, and who sends to whom in a permute."""
+    """The facts about a collective that its cost depends on.
+
+    Attributes:
+      kind: the operation, as XLA names it.
+      axes: the mesh axes of its groups.
+      wire_bytes: the bytes that each device sends.
+      between_slices: whether it crosses slices; ``None`` if the program does not show it.
+      pairs: (source, target) of each message of a permute.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -52,7 +65,7 @@ class Sent(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """A collective of which no program tells yet."""
+    """A collective that is not part of a compiled program."""
 
     kind: str
     axes: tuple[str, ...]
@@ -63,14 +76,19 @@ class Planned:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a collective: the links of one level, and for how many seconds it keeps which wires (``queues``) busy."""
+    """The part of a collective that uses one level of links.
+
+    Attributes:
+      level: ``DCN``, ``ICI``, ``NVLink`` or ``chip``.
+      queues: for each group of links, the seconds for which it is busy.
+    """
 
     level: str
     queues: Mapping[str, float]
 
     @property
     def seconds(self) -> float:
-        """Until the last of them is done."""
+        """The time until the last link is done."""
         return max(self.queues.values(), default=0.0)
 
 
@@ -78,11 +96,11 @@ class Links:
     """The links of a group of devices under a mesh.
 
     Args:
-      accelerator: what the devices are.
-      slices: how many slices, or hosts of GPUs.
-      shape: of a slice in chips, one number for the GPUs of a host.
-      pair: jax devices on a chip.
-      mesh: axis → size, outermost first; the product is ``slices · chips · pair``.
+      accelerator: the kind of the devices.
+      slices: the number of slices, or of hosts of GPUs.
+      shape: the shape of a slice in chips, or ``(GPUs of a host,)``.
+      pair: jax devices per chip.
+      mesh: axis → size, outermost first; the product of the sizes is ``slices · chips · pair``.
     """
 
     def __init__(self, accelerator: Accelerator, slices: int, shape: Sequence[int], pair: int, mesh: Mapping[str, int]):
@@ -98,55 +116,59 @@ class Links:
 
     @classmethod
     def of(cls, topology: Topology, accelerator: Accelerator, mesh: Mapping[str, int]) -> Links:
-        """The links of a topology under the mesh of an audited program.
+        """Returns the links of a topology under the mesh of an audited program.
 
         Raises:
-          MeshError: the mesh has another size than the topology.
-          PlanError: a slice has more chips, or a host more GPUs, than there can be.
+          MeshError: the mesh and the topology differ in size.
+          PlanError: a slice has more chips, or a host more GPUs, than the accelerator allows.
         """
         devices = math.prod(mesh.values())
         if devices != topology.devices:
             sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
             raise MeshError(
-                f"the audited program runs on {devices} devices ({sizes}), but {topology} has {topology.devices}. Remedy: "
-                f"audit a program compiled for {topology.devices} devices, or name a topology of {devices}."
+                f"the audited program runs on {devices} devices ({sizes}), but {topology} has {topology.devices}. "
+                f"Remedy: audit a program compiled for {topology.devices} devices, or name a topology of {devices}."
             )
-        # The last number of a GPU topology is the GPUs of a host; one before it is the number of hosts.
+        # A GPU topology ends with the number of GPUs in a host; the number before it, if any, is that of the hosts.
         shape = topology.shape if accelerator.torus else topology.shape[-1:]
         chips = math.prod(shape)
         slices = topology.slices * math.prod(topology.shape) // chips
         if chips > accelerator.domain:
             one, more = ("slice", "slices") if accelerator.torus else ("host", "hosts")
             raise PlanError(
-                f"{topology} has {chips} chips in one {one}, but at most {accelerator.domain} of {accelerator.name} can be. "
-                f"Remedy: more {more} of fewer chips."
+                f"{topology} has {chips} chips in one {one}, but at most {accelerator.domain} of {accelerator.name} "
+                f"can be. Remedy: more {more} of fewer chips."
             )
         return cls(accelerator, slices, shape, topology.devices // (slices * chips), mesh)
 
     @property
     def name(self) -> str:
-        """The topology's: ``v5e:4x4``, ``v5e:4x4*2``, ``h100:4x8``."""
+        """The name of the topology: ``v5e:4x4``, ``v5e:4x4*2``, ``h100:4x8``."""
         shape, many = "x".join(map(str, self.shape)), self.slices > 1
         if self.accelerator.torus:
             return f"{self.accelerator.kind}:{shape}{f'*{self.slices}' if many else ''}"
         return f"{self.accelerator.kind}:{f'{self.slices}x' if many else ''}{shape}"
 
     def seconds(self, kind: str, axes: tuple[str, ...], sent: float) -> float:
-        """What a collective takes in which each device sends so many bytes."""
+        """Returns the seconds of a collective over ``axes`` in which each device sends ``sent`` bytes."""
         return sum(phase.seconds for phase in self.phases(Planned(kind, axes, sent)))
 
     def permute(self, axes: tuple[str, ...], sent: float, pairs: Sequence[tuple[int, int]]) -> float:
-        """Seconds of a permute to any devices: where messages share a link of a torus, they wait for each other.
+        """Returns the seconds of a permute; messages that share a link of a torus are serialized.
 
         Args:
-          pairs: (from, to) of those that send, counted along the axes.
+          axes: the mesh axes of the permute.
+          sent: the bytes of one message.
+          pairs: (source, target) of each message, as indices along the axes.
         """
         away = tuple((a, b) for a, b in pairs if a != b)
         sending = Planned("collective-permute", axes, sent, pairs=away)
         return sum(phase.seconds for phase in self.phases(sending)) if away else 0.0
 
     def rings(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The sizes of the rings in which a group over the axes is joined, outermost first: along each dim of a torus one; their product is the group.
+        """Returns the sizes of the rings that join a group over the axes, outermost first; their product is the group.
+
+        A torus has one ring along each of its dims.
 
         >>> from jaxpar import MeshSpec
         >>> links_of(MeshSpec(data=8, model=8).on("v5p:4x4x4")).rings(("model",))
@@ -162,10 +184,10 @@ class Links:
         return tuple(size for size in along if size > 1)
 
     def phases(self, collective: Sent) -> list[Phase]:
-        """What one execution of a collective costs, level by level; none where nothing moves."""
+        """Returns the cost of one execution of a collective, one phase per level; an empty list if nothing moves."""
         axes, kind = collective.axes, collective.kind
         groups = {level: math.prod(sizes[axis] for axis in axes) for level, sizes in self.levels.items()}
-        # A program of several slices says of each collective whether it runs between them.
+        # A program for several slices shows for each collective whether it runs between them.
         told = collective.between_slices
         used = [level for level, n in groups.items() if n > 1 and (told is None or told == (level == "DCN"))]
         if kind == "collective-permute":
@@ -175,7 +197,7 @@ class Links:
         for level in used:
             outside = math.prod(groups[other] for other in used[: used.index(level)])
             inside = math.prod(groups[other] for other in used[used.index(level) + 1 :])
-            # A ring's pieces grow with every level that is gathered; an all-to-all's go each to its own device.
+            # A gather's pieces grow with every level already gathered. Those of an all-to-all go to one device each.
             pieces = (groups[level] - 1) * (inside if kind == "all-to-all" else outside)
             found.append(self._phase(level, axes, kind, collective.wire_bytes * pieces / others, groups[level]))
         return found
@@ -194,35 +216,35 @@ class Links:
     def _on_torus(torus: Torus, axes: Sequence[str], kind: str, sent: float, group: int) -> Phase:
         ways = torus.ways(axes)
         if kind == "all-to-all":
-            held = sent * group / (group - 1)  # what a device holds, of which it sends all but its own share
+            held = sent * group / (group - 1)  # the bytes that a device holds; it sends all but its own share
             seconds = max(held * (chips**2 // 4) / chips / speed for chips, speed in ways.values())
         else:
             seconds = sent / sum(speed for _, speed in ways.values())
         return Phase("ICI", {_queue(dim, way): seconds for dim in ways for way in (1, -1)})
 
     def _permuted(self, level: str, collective: Sent) -> Phase:
-        """A permute: on a torus each message takes its own links, and those that share one wait for each other."""
+        """Returns the phase of a permute, in which messages that share a link of a torus are serialized."""
         axes, sent = collective.axes, collective.wire_bytes
         if level != "ICI" or self.torus is None:
             return self._phase(level, axes, collective.kind, sent, 2)
         inside = self.levels["chip"]
-        sharers = math.prod(inside[axis] for axis in axes)  # devices of a chip, whose messages are among the pairs
+        sharers = math.prod(inside[axis] for axis in axes)  # devices of one chip; `pairs` lists the messages of all
         pairs = collective.pairs or self._shift(axes)
         moved = [(self._chip(axes, a), self._chip(axes, b)) for a, b in pairs]
         loads = self.torus.loads(axes, moved)
-        if not loads:  # all of it stays on a chip
+        if not loads:  # no message leaves its chip
             return self._phase("chip", axes, collective.kind, sent, 2)
         speed = self.torus.link * sharers
         return Phase("ICI", {_queue(*link): sent * load / speed for link, load in loads.items()})
 
     def _shift(self, axes: Sequence[str]) -> list[tuple[int, int]]:
-        """To the neighbour along the innermost of the axes."""
+        """Returns the (source, target) pairs of a permute to the next device along the innermost axis."""
         sizes = [math.prod(sizes[axis] for sizes in self.levels.values()) for axis in axes]
         count, last = math.prod(sizes), sizes[-1]
         return [(i, i - i % last + (i + 1) % last) for i in range(count)]
 
     def _chip(self, axes: Sequence[str], device: int) -> int:
-        """Where a device's chip stands among those of its slice, counted along the axes."""
+        """Returns the index of a device's chip within its slice, counted along the axes."""
         found, stride = 0, 1
         for axis in reversed(axes):
             outer, chips, inner = (sizes[axis] for sizes in self.levels.values())
@@ -237,7 +259,7 @@ def _queue(dim: int, way: int) -> str:
 
 
 def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:
-    """The slice of so many chips that is nearest to a square or a cube.
+    """Returns the slice shape for ``chips`` chips that is nearest to a square or a cube.
 
     >>> from jaxpar.sharding.hardware.accelerators import accelerator
     >>> likely_shape(accelerator("v5e"), 8), likely_shape(accelerator("v5p"), 128)
@@ -257,10 +279,11 @@ def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:
 
 
 def links_of(mesh: Mesh | AbstractMesh) -> Links | None:
-    """The links of a mesh's devices; ``None`` where nothing is known of them, as of CPUs.
+    """Returns the links of a mesh's devices, or ``None`` if they are unknown, as for CPUs.
 
-    Devices tell where they stand. An abstract mesh carries no more than their kind: there, one slice is taken that is nearest to a
-    square or a cube (or hosts of as many GPUs as there can be).
+    Concrete devices report their slice and coordinates. An abstract mesh has only their kind: it is assumed to have as
+    few slices as possible, each as near to a square or a cube as possible (or hosts with as many GPUs as a host can
+    have).
 
     >>> from jaxpar import MeshSpec
     >>> links_of(MeshSpec(data=4, context=4).on("v5e:4x4")).name, links_of(MeshSpec(data=4).abstract())
@@ -276,14 +299,14 @@ def links_of(mesh: Mesh | AbstractMesh) -> Links | None:
 
 
 def _devices(mesh: Any) -> list[Any]:
-    """Of an abstract mesh none."""
+    """Returns the devices of a mesh; none if it is abstract."""
     import jax
 
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else []
 
 
 def _placed(accelerator: Accelerator, mesh: Any, chips: int) -> tuple[int, tuple[int, ...]]:
-    """How many slices or hosts, and the shape of one."""
+    """Returns the number of slices or hosts, and the shape of one."""
     devices = _devices(mesh)
     group = "slice_index" if all(getattr(d, "slice_index", None) is not None for d in devices) else "process_index"
     groups = {getattr(device, group) for device in devices} if accelerator.torus == 0 or group == "slice_index" else {0}

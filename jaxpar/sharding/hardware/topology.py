@@ -1,4 +1,7 @@
-"""``Topology``: a named group of accelerators, as ``v5e:4x4`` (chips), ``v5e:4x4*2`` (two slices) or ``h100:4x8`` (GPUs)."""
+"""``Topology``: a named group of accelerators.
+
+Examples are ``v5e:4x4`` (chips), ``v5e:4x4*2`` (two slices of chips) and ``h100:4x8`` (4 hosts of 8 GPUs).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What jax says of one kind of accelerator, as its compiler was seen to answer.
+    """One kind of accelerator as jax reports it, recorded from its compiler.
 
     Attributes:
-      device_kind: what jax calls one device.
-      dims: of the torus that joins the chips; 0 for GPUs, which a switch joins.
-      devices: jax devices on a chip. The two cores of a v4 or v5p chip are one device ("megacore"), of a tpu7x chip two.
-      cores: in one device: TensorCores, or a GPU's multiprocessors.
-      host: the most GPUs that one switch joins.
+      device_kind: jax's name of one device.
+      dims: the number of dims of the torus that joins the chips; 0 for GPUs, which a switch joins.
+      devices: jax devices per chip. A v4 or v5p chip with two cores is one device ("megacore"); a tpu7x chip is two.
+      cores: per device: TensorCores, or the multiprocessors of a GPU.
+      host: the largest number of GPUs that one switch joins.
     """
 
     device_kind: str
@@ -45,14 +48,15 @@ _KNOWN = ", ".join(f"{kind}:{'x'.join('4' * its.dims)}" for kind, its in _KINDS.
 
 @dataclass(frozen=True)
 class Topology:
-    """A group of accelerators: their kind, the shape of one slice, and how many slices.
+    """A group of accelerators: their kind, the shape of one slice, and the number of slices.
 
-    A slice is what a fast interconnect joins: TPU chips in a torus, or the GPUs of a host. Between slices is a network.
+    A slice is a group that a fast interconnect joins: TPU chips in a torus, or the GPUs of a host. Slices are joined by
+    a network.
 
     Attributes:
-      kind: as in the name.
-      shape: of one slice: chips along each dim of the torus, or ``(GPUs of a host,)``.
-      slices: how many.
+      kind: the accelerator's kind, as in the name.
+      shape: the shape of one slice: chips along each dim of the torus, or ``(GPUs of a host,)``.
+      slices: the number of slices or hosts.
 
     >>> topology = Topology.parse("v5p:4x4x4*2")
     >>> topology.slices, topology.devices, topology.platform, topology.device_kind
@@ -67,16 +71,19 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str) -> Topology:
-        """The topology of a name.
+        """Returns the topology with this name.
+
+        Args:
+          name: ``KIND:SHAPE`` in chips, ``KIND:SHAPE*SLICES``, or ``KIND:HOSTSxGPUS``.
 
         Raises:
-          MeshError: unknown kind (with a did-you-mean), a shape that this kind does not have, or no such form at all.
+          MeshError: another form, an unknown kind, or a shape that this kind does not have.
         """
         found = re.fullmatch(r"([a-z]\w*):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip())
         if found is None:
             raise MeshError(
-                f"{name!r} names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, as "
-                f"{_KNOWN}."
+                f"{name!r} names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
+                f"KIND:HOSTSxGPUS, as {_KNOWN}."
             )
         kind, shape = found[1], tuple(int(n) for n in found[2].split("x"))
         if kind not in _KINDS:
@@ -89,7 +96,8 @@ class Topology:
         if len(shape) != dims or 0 in shape or found[3] == "0":
             raise MeshError(
                 f"{name!r}: a {kind} slice has {dims} dims of 1 chip or more, but {found[2]} "
-                f"{'has ' + str(len(shape)) if len(shape) != dims else 'has a 0'}. Remedy: as {kind}:{'x'.join('4' * dims)}."
+                f"{'has ' + str(len(shape)) if len(shape) != dims else 'has a 0'}. Remedy: as "
+                f"{kind}:{'x'.join('4' * dims)}."
             )
         return cls(kind, shape, int(found[3] or 1))
 
@@ -98,14 +106,14 @@ class Topology:
         host = _KINDS[kind].host
         if starred or len(shape) > 2 or 0 in shape or shape[-1] > host:
             raise MeshError(
-                f"{name!r}: {kind} GPUs are written as {kind}:GPUS or {kind}:HOSTSxGPUS, with 1 to {host} GPUS in a host. "
-                f"Remedy: as {kind}:{host} or {kind}:4x{host}."
+                f"{name!r}: {kind} GPUs are written as {kind}:GPUS or {kind}:HOSTSxGPUS, with 1 to {host} GPUS in a "
+                f"host. Remedy: as {kind}:{host} or {kind}:4x{host}."
             )
         return cls(kind, shape[-1:], shape[0] if len(shape) == 2 else 1)
 
     @property
     def devices(self) -> int:
-        """How many jax devices it has."""
+        """The number of jax devices."""
         return math.prod(self.shape) * _KINDS[self.kind].devices * self.slices
 
     @property
@@ -115,19 +123,19 @@ class Topology:
 
     @property
     def device_kind(self) -> str:
-        """What jax calls one device, as ``TPU v5 lite``."""
+        """jax's name of one device, such as ``TPU v5 lite``."""
         return _KINDS[self.kind].device_kind
 
     @property
     def abstract_device(self) -> AbstractDevice:
-        """One device as an abstract mesh carries it, from where kernels read at trace time what they will run on."""
+        """The abstract device of a mesh on this topology, from which kernels read at trace time where they will run."""
         import jax
 
         return jax.sharding.AbstractDevice(self.device_kind, _KINDS[self.kind].cores, self.platform)
 
     @property
     def slice_name(self) -> str:
-        """One slice: ``v5e:4x4``, ``h100:8``."""
+        """The name of one slice, such as ``v5e:4x4`` or ``h100:8``."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def __str__(self) -> str:
@@ -141,9 +149,9 @@ class Topology:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform a program on ``mesh`` is for: ``tpu``, ``gpu`` or ``cpu``.
+    """Returns the platform that a program on ``mesh`` is compiled for: ``tpu``, ``gpu`` or ``cpu``.
 
-    It is that of the mesh's devices, else of the abstract device it carries, else ``cpu``.
+    It is the platform of the mesh's devices or of its abstract device; ``cpu`` for an abstract mesh that has neither.
 
     >>> from jax.sharding import AbstractMesh
     >>> platform_of(AbstractMesh((4,), ("data",), abstract_device=Topology.parse("v5e:2x2").abstract_device))
@@ -156,7 +164,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def torus_of(mesh: Mesh | AbstractMesh) -> int:
-    """Dims of the torus that joins the devices of ``mesh``; 0 where there is none.
+    """Returns the number of dims of the torus that joins the devices of ``mesh``; 0 where there is no torus.
 
     >>> from jax.sharding import AbstractMesh
     >>> torus_of(AbstractMesh((64,), ("data",), abstract_device=Topology.parse("v5p:4x4x4").abstract_device))
@@ -168,7 +176,7 @@ def torus_of(mesh: Mesh | AbstractMesh) -> int:
 
 
 def device_of(mesh: Mesh | AbstractMesh) -> Any:
-    """A device of ``mesh``, or the abstract one that it carries; ``None`` where it carries none."""
+    """Returns a device of ``mesh``, or its abstract device, which may be ``None``."""
     import jax
 
     return mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else mesh.abstract_device

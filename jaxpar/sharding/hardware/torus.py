@@ -1,4 +1,4 @@
-"""A slice's torus: where mesh axes lie on it, what its links give, and the ways that messages take."""
+"""The torus of a slice: which of its dims each mesh axis takes, their bandwidth, and the routes of messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ type Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Torus:
-    """The torus of a slice, with mesh axes laid on it.
+    """The torus of a slice and the mesh axes that are mapped to it.
 
     Attributes:
       shape: chips along each dim.
-      closed: which dims close to a ring.
-      link: bytes/s of one link, one way.
-      factors: of each dim, the (axis, factor) pairs that make it up, innermost first.
+      closed: whether each dim closes to a ring.
+      link: bytes/s of one link in one direction.
+      factors: for each dim, the (axis, factor) pairs that it consists of, innermost first.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,13 @@ class Torus:
 
     @classmethod
     def lay(cls, sizes: Mapping[str, int], shape: Sequence[int], closed: Sequence[bool], link: float) -> Torus:
-        """Lay axes, outermost first, on a torus of as many chips.
+        """Returns a torus with mesh axes, outermost first, mapped to its dims.
+
+        Args:
+          sizes: the size of each mesh axis in chips; their product is the number of chips.
+          shape: chips along each dim.
+          closed: whether each dim closes to a ring.
+          link: bytes/s of one link in one direction.
 
         >>> Torus.lay({"data": 4, "model": 16}, (4, 16), (False, True), 5e10).factors
         ((('data', 4),), (('model', 16),))
@@ -45,7 +51,7 @@ class Torus:
         return cls(tuple(shape), tuple(closed), link, tuple(map(tuple, factors)))
 
     def ways(self, axes: Collection[str]) -> dict[int, tuple[int, float]]:
-        """Dim → (chips of a group along it, bytes/s that a device sends along it) for a group over these axes."""
+        """Returns dim → (chips, bytes/s per device) for each dim on which a group over these axes has several chips."""
         found = {}
         for dim, factors in enumerate(self.factors):
             mine = [i for i, (axis, _) in enumerate(factors) if axis in axes]
@@ -53,13 +59,13 @@ class Torus:
             if chips == 1:
                 continue
             sharing = math.prod(factor for axis, factor in factors[: mine[-1]] if axis not in axes)
-            whole = mine[-1] == len(factors) - 1  # nothing of the dim lies outside of the group: its ring is the dim's
+            whole = mine[-1] == len(factors) - 1  # the group spans the dim to its ends, so it can use the ring
             both = 2 if self.closed[dim] and whole else 1
             found[dim] = (chips, self.link * both / sharing)
         return found
 
     def rings(self, axis: str) -> tuple[int, ...]:
-        """The sizes of the lines, or rings, that an axis' devices form along dims, in the order in which its index counts them.
+        """Returns the sizes of the lines or rings that an axis forms along dims, outermost first.
 
         >>> Torus.lay({"pipeline": 8, "model": 8}, (4, 4, 4), (True,) * 3, 1e11).rings("model")
         (4, 2)
@@ -67,23 +73,25 @@ class Torus:
         return tuple(factor for factors in self.factors for name, factor in factors if name == axis)
 
     def loads(self, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-        """(dim, 1 or -1) → the most messages through one link of the dim that way, where all groups over the axes send at once.
+        """Returns (dim, 1 or -1) → the most messages through one link of the dim in that direction.
 
-        A message goes along one dim after the other, and along a ring by the shorter way.
+        All groups over the axes send at the same time. A message travels along one dim after the other, and takes the
+        shorter way around a ring.
 
         Args:
-          axes: of a group, outermost first.
-          pairs: (from, to) of the messages in a group, counted along its axes.
+          axes: the axes of a group, outermost first.
+          pairs: (source, target) of each message in a group, as indices along its axes.
 
         >>> ring = Torus.lay({"data": 4, "model": 4}, (4, 4), (True, True), 5e10)
-        >>> ring.loads(("model",), [(0, 1), (1, 2), (2, 3), (3, 0)]), ring.loads(("model",), [(0, 2), (1, 3), (2, 0), (3, 1)])
+        >>> pairs, crossing = [(0, 1), (1, 2), (2, 3), (3, 0)], [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> ring.loads(("model",), pairs), ring.loads(("model",), crossing)
         ({(0, 1): 1}, {(0, 1): 2})
         """
         places, used = self._places(axes), Counter[tuple[int, int, Place]]()
         for a, b in pairs:
             start, end = places[a], places[b]
             for dim in range(len(self.shape)):
-                others = (*end[:dim], -1, *start[dim + 1 :])  # dims before it are behind it
+                others = (*end[:dim], -1, *start[dim + 1 :])  # the message has already travelled along earlier dims
                 for offset in self._beside(dim, axes):
                     for at, way in self._links(dim, start[dim] + offset, end[dim] + offset):
                         used[dim, way, (*others, at)] += 1
@@ -93,7 +101,7 @@ class Torus:
         return found
 
     def _places(self, axes: Sequence[str]) -> list[Place]:
-        """Where the devices of one group stand, in their order."""
+        """Returns the torus coordinates of the devices of one group, in their order."""
         digits = [(dim, factor, stride) for axis in axes for dim, factor, stride in self._digits(axis)]
         found = []
         for index in itertools.product(*(range(factor) for _, factor, _ in digits)):
@@ -104,7 +112,7 @@ class Torus:
         return found
 
     def _digits(self, axis: str) -> Iterator[tuple[int, int, int]]:
-        """(dim, factor, places between neighbours) of an axis, outermost first."""
+        """Yields (dim, factor, chips between neighbours) for each part of an axis, outermost first."""
         for dim, factors in enumerate(self.factors):
             stride = 1
             for name, factor in factors:
@@ -113,7 +121,7 @@ class Torus:
                 stride *= factor
 
     def _beside(self, dim: int, axes: Sequence[str]) -> list[int]:
-        """By how much the other groups on the same links are shifted along a dim."""
+        """Returns the offsets, along a dim, of all groups that share its links."""
         offsets, stride = [0], 1
         for axis, factor in self.factors[dim]:
             if axis not in axes:
@@ -122,7 +130,7 @@ class Torus:
         return offsets
 
     def _links(self, dim: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The links, each with its way, from one place of a dim to another."""
+        """Yields the (link, direction) pairs of the route from one place of a dim to another."""
         size = self.shape[dim]
         way = 1 if end > start else -1
         if self.closed[dim]:
@@ -133,7 +141,10 @@ class Torus:
 
 
 def _dims_for(size: int, left: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The (dim, factor) pairs that an axis takes: whole dims, as many as fit, else factors of the dims with most to give."""
+    """Returns the (dim, factor) pairs that an axis takes.
+
+    It takes full dims, as many as multiply to its size, else factors of the dims that have the most to give.
+    """
     free = [dim for dim, n in enumerate(shape) if n > 1 and left[dim] == n]
     for count in range(len(free), 0, -1):
         for dims in combinations(free, count):

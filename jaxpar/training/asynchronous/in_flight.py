@@ -1,7 +1,8 @@
-"""A state with microbatches on their way, and what a call of an asynchronous pipeline makes of it and of a batch.
+"""The state with microbatches in flight, and one call of ``pipedream_2bw``.
 
-``pipedream_2bw`` (Narayanan et al. 2021, arXiv:2006.09503): microbatches of a call's batch are forwarded and, in this call and the next, backwarded with the
-weights that the call found; those of the batch before with the weights before. At a call's end the batch before is through, and its gradients are whole.
+``pipedream_2bw`` (Narayanan et al. 2021, arXiv:2006.09503): call t runs the forward pass of batch t with weights W_t.
+Each microbatch's backward pass uses the same version, whether it runs in call t or in call t + 1. When a call returns,
+the gradients of the previous batch are complete.
 """
 
 from __future__ import annotations
@@ -40,33 +41,40 @@ from jaxpar.training.state import TrainState
 )
 @dataclass(frozen=True)
 class InFlight(TrainState):
-    """A :class:`jaxpar.TrainState` between two calls of an asynchronous pipeline: an ordinary pytree of arrays, to be saved and gone on with.
+    """A :class:`jaxpar.TrainState` between two calls, with the microbatches in flight; an ordinary pytree.
 
     Attributes:
-      flight: of ``pipedream_2bw`` a dict of ``pending`` (int32: whether a batch is on its way), ``batch``, ``previous`` (the weights that it is computed
-        with; ``params`` are newer), ``aboard`` (see :meth:`jaxpar.parallel.pipeline.executor.async_runner.AsyncRunner.aboard`) and ``layers``, whose one name says how many layers each
-        stage has: what is on its way lies by them. ``pipedream`` has ``versions`` in the place of
-        ``previous``: those that microbatches on their way were forwarded with, [ring, ...]; ``late``, gradients of tied parameters that wait for the first
-        stage's part, [stages, ...]; and its ``opt_state`` is a dict of ``before``, ``layers`` [stages, layers of the largest, ...] and ``after``.
+      flight: with ``pipedream_2bw``, a dict of ``pending`` (int32: whether a batch is in flight); ``batch``;
+        ``previous`` (the weights that the batch is computed with; ``params`` are newer); ``aboard`` (see
+        :meth:`jaxpar.parallel.pipeline.executor.async_runner.AsyncRunner.aboard`); and ``layers``, whose only key gives
+        the number of layers of each stage, because the arrays in flight depend on it. With ``pipedream``, ``previous``
+        is replaced by ``versions``, the weights of the forward passes in flight, ``[ring, ...]``, and by ``late``,
+        gradients of tied parameters that are pending until the first stage adds its part, ``[stages, ...]``. Its
+        ``opt_state`` is a dict of ``before``, ``layers`` ``[stages, layers of the largest stage, ...]`` and ``after``.
     """
 
     flight: Any = None
 
     @property
     def landed(self) -> TrainState:
-        """The state without what is on its way."""
+        """The state without the microbatches in flight."""
         return TrainState(**{field.name: getattr(self, field.name) for field in fields(TrainState)})
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a 2BW pipeline on a state: how its parts fit.
+    """One call of an asynchronous pipeline on a state.
 
     Attributes:
-      window: its ticks.
-      state: whose parameters the call's own batch is computed with.
-      previous: those of the batch before.
-      counts: [stages, 1], how many layers stages have, where their stack is filled up to the largest; ``None``: as ``asked`` says.
+      layout: the ambient layout.
+      loss_fn: the :class:`jaxpar.PipelineLoss`.
+      how: the step's arguments.
+      asked: the pipeline's options.
+      window: the schedule of the call's ticks.
+      state: holds the parameters that the call's own batch is computed with.
+      previous: the parameters that the previous batch is computed with.
+      counts: ``[stages, 1]``, the number of layers of each stage, if the stacks are padded to the largest stage;
+        ``None``: as ``asked`` says.
     """
 
     layout: Layout
@@ -79,16 +87,17 @@ class Call:
     counts: np.ndarray | None = None
 
     def prepared(self, batch: Any) -> Any:
-        """A batch as layers and loss want it.
+        """Returns a batch in the form that layers and loss take, after all checks.
 
         Raises:
-          ConfigError, LayoutError, ModelError: what a pipeline cannot do, or a batch that does not make its microbatches.
+          ConfigError, LayoutError, ModelError: something that a pipeline does not support, or a batch that cannot be
+            split into its microbatches.
         """
         check_trained(self.layout, self.loss_fn, self.state, self.how, self.asked)
         if self.loss_fn.keys:
             raise ConfigError(
-                f"asynchronous pipeline: layers draw random numbers (keys=True), but {self.asked.name!r} hands on no keys with what is on its way. Remedy: "
-                f"layers that draw none, or the schedule '1f1b'."
+                f"asynchronous pipeline: layers draw random numbers (keys=True), but {self.asked.name!r} hands on no "
+                f"keys with what is on its way. Remedy: layers that draw none, or the schedule '1f1b'."
             )
         batch = self.loss_fn.prepare(
             self.split.model(jax.tree.map(self.how.precision.computing, self.state.params)), batch
@@ -106,11 +115,17 @@ class Call:
 
     @property
     def sizes(self) -> str:
-        """How many layers each stage has, as ``3-2-1``."""
+        """The number of layers of each stage, such as ``3-2-1``."""
         return "-".join(map(str, self.board.layers.each))
 
     def before(self, params: Any, batch: Any, numbers: Any = None) -> tuple[jax.Array, Any]:
-        """What the first layer is given, and the way back to gradients of what is not of the layers; ``numbers`` of rows, if not all are there."""
+        """Returns the first layer's input, and the VJP from its cotangent to the parameters outside the layers.
+
+        Args:
+          params: the parameters.
+          batch: arrays ``[rows, ...]``.
+          numbers: int32 ``[rows]``, the places of the rows in the batch, if ``batch`` holds only some of them.
+        """
         others = jax.tree.map(self.how.precision.computing, self.split.others(params))
 
         def f(others: Any) -> jax.Array:
@@ -122,7 +137,7 @@ class Call:
         return found
 
     def ticks(self, before: Any, batch: Any, x: jax.Array) -> tuple[AsyncRunner, jax.Array]:
-        """The ticks, for prepared batches, and the own one's inputs as they want them."""
+        """Returns the runner of the call's ticks for two prepared batches, and its input from the own batch."""
         split, count = self.split, self.window.batch
         new, (pieces, fed) = self.board.enter(self.state.params, given_of(batch), x, count)
         old, (pieces_before, _) = self.board.enter(self.previous, given_of(before), x, count)
@@ -136,7 +151,7 @@ class Call:
         return AsyncRunner(program, weights, after, numbered_pieces, grows, read), fed
 
     def program(self, head: Head) -> PipelineProgram:
-        """What stages and head do; both chunks of a stage are its layers."""
+        """Returns the program of stages and head; both chunks of a stage are the same layers."""
         counts = self.board.layers.counts if self.counts is None else self.counts
         return program_of(
             self.layout,
@@ -155,7 +170,7 @@ class Call:
         return lay_out(self.layout.mesh, x, PartitionSpec(*spec))
 
     def put_stashes(self, aboard: dict[str, Any]) -> dict[str, Any]:
-        """What stages keep and send, each array where the next call wants it."""
+        """Constrains what the stages keep and send to the sharding that the next call takes."""
         axes, manual, dims = self.board.axes or None, (AXIS, *self.board.axes), self.loss_fn.dims or ()
 
         def one(x: jax.Array) -> jax.Array:
@@ -163,7 +178,7 @@ class Call:
             rest = split_over(self.layout, dims, "activations", x.shape[2 + lead :], manual)
             return self.put(x, AXIS, axes, *(None,) * lead, *rest)
 
-        # Residuals have no names, so where layers keep split what they keep, it is gathered here.
+        # Residuals have no logical dims, so any that the layers keep sharded are gathered here.
         kept = {"res": [self.put(x, AXIS, axes) for x in aboard["res"]]} if "res" in aboard else {}
         return {"act": one(aboard["act"]), "sent": one(aboard["sent"]), **kept}
 
@@ -171,7 +186,7 @@ class Call:
         return jax.tree.map(lambda x: self.put(x, *row_axes(self.layout, x)), batch)
 
     def put_params(self, params: Any, *lead: Any) -> Any:
-        """Parameters, or several versions of them, where parameters lie."""
+        """Constrains parameters, or several versions of them, to the parameters' sharding."""
         names = dict(self.state.metadata.dims)
 
         def one(keys: Any, w: jax.Array) -> jax.Array:
@@ -182,7 +197,7 @@ class Call:
         return jax.tree_util.tree_map_with_path(one, params)
 
     def placed(self, flight: dict[str, Any]) -> dict[str, Any]:
-        """What is on its way, each array where the next call wants it."""
+        """Constrains everything in flight to the sharding that the next call takes."""
         axes, layout, split = self.board.axes or None, self.layout, self.split
         aboard, names = flight["aboard"], dict(self.state.metadata.dims)
         manual = (AXIS, *self.board.axes)
@@ -213,7 +228,7 @@ class Call:
 
 
 def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], manual: Axes) -> list[Axes | None]:
-    """The axes of a tensor's dims, without those that are split elsewhere."""
+    """Returns the mesh axes of a tensor's dims, without the manual axes."""
     resolved = layout.resolve(dims, shape if len(dims) == len(shape) else None, role=role)
     return [tuple(axis for axis in dim if axis not in manual) or None for dim in resolved.axes]
 
@@ -222,7 +237,15 @@ def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], man
 def start(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Asynchronous
 ) -> InFlight:
-    """A state with room for what will be on its way, and nothing there yet."""
+    """Returns a state with empty buffers for the microbatches in flight.
+
+    Args:
+      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      state: as :func:`jaxpar.init` returns it.
+      batch: a batch with the shapes and dtypes of those to come.
+      how: the step's arguments.
+      asked: the pipeline's options.
+    """
     nothing = jax.tree.map(jnp.zeros_like, state.params)
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, nothing)
     batch = call.prepared(batch)
@@ -240,11 +263,18 @@ def start(
 def two_versions(
     layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: StepConfig, asked: Asynchronous
 ) -> tuple[GradientResult, dict[str, Any]]:
-    """What a call of ``pipedream_2bw`` gives: loss and metrics of the microbatches whose loss was made in it, gradients of the batch before, and
-    what is on its way then.
+    """Runs one call of ``pipedream_2bw``.
 
     Args:
-      batch: the call's own; ``None`` where only the one before is to be finished.
+      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      state: what :func:`start` or the previous call returned.
+      batch: the call's own batch; ``None`` to finish the previous one only.
+      how: the step's arguments.
+      asked: the pipeline's options.
+
+    Returns:
+      Loss and metrics of the microbatches whose loss this call computed, with the gradients of the previous batch; and
+      the new ``flight``.
     """
     flight, full = state.flight, asked.schedule
     window = full if batch is not None else full.flush()
@@ -254,7 +284,7 @@ def two_versions(
     x, _ = call.before(state.params, own)
     ticks, fed = call.ticks(flight["batch"], own, x)
     have = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
-    # The window begins where the batch of the call before began.
+    # The window begins where the previous call's batch began.
     turn = (state.step - 1) % (full.delay + 1) * window.batch
     done, aboard = ticks.run(flight["aboard"], fed, have, turn)
 

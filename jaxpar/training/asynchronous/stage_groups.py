@@ -1,6 +1,7 @@
-"""What each stage of an asynchronous pipeline updates by itself: groups of parameters, each with an optimizer's state of its own; stages made equally large.
+"""The groups of parameters that each stage of ``pipedream`` updates on its own, and stages padded to equal size.
 
-A parameter that is read before the layers and after them (tied embeddings) goes with the first stage: see :attr:`Groups.tied`.
+Each group has its own optimizer state. A parameter that is read before and after the layers (tied embeddings) belongs
+to the first stage; see ``tied`` in :class:`Groups`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from jaxpar.training.pipeline.stage_functions import Given, after_of, before_of
 from jaxpar.training.state import moment_names
 
 GROUPS = ("before", "layers", "after")
-"""What has an optimizer's state of its own; of the layers each stage has one."""
+"""The groups with their own optimizer state; ``layers`` has one for each stage."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Parameters as those of the first stage's input, of stages' layers [stages, layers, ...], and of the last stage's output.
+    """Splits parameters into those before the layers, the layers ``[stages, layers, ...]``, and those after them.
 
     Attributes:
-      first: paths of what ``PipelineLoss.embed`` reads. All others that are not of the layers go with the last stage.
-      tied: those of them that ``PipelineLoss.head`` reads too. They are the first stage's: the last reads the version that the microbatch was given there,
-        and its part of their gradient waits for the first stage's.
+      call: the call whose parameters are split.
+      first: paths of the parameters that ``PipelineLoss.embed`` reads. All other parameters outside the layers belong
+        to the last stage.
+      tied: those of ``first`` that ``PipelineLoss.head`` also reads. They belong to the first stage. The last stage
+        reads the version that the microbatch used there, and its part of their gradient is pending until the first
+        stage adds its own.
     """
 
     call: Call
@@ -40,6 +44,7 @@ class Groups:
     tied: frozenset[tuple[Any, ...]]
 
     def cut(self, params: Any) -> dict[str, Any]:
+        """Returns the groups of a tree of parameters; a group has ``None`` for the leaves of the others."""
         split, stages = self.call.split, self.call.window.stages
         others = split.others(params)
         of_stages = lambda w: w.reshape(stages, -1, *w.shape[1:])
@@ -50,30 +55,38 @@ class Groups:
         }
 
     def join(self, groups: dict[str, Any]) -> Any:
+        """Reverses :meth:`cut`."""
         others = _over(groups["before"], groups["after"])
         whole = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
         return self.call.split.join(whole, others)
 
     def of_tied(self, params: Any) -> Any:
-        """What is read before the layers and after them."""
+        """Returns the leaves of the tied parameters."""
         return _only(self.call.split.others(params), lambda path: path in self.tied)
 
     def with_tied(self, params: Any, tied: Any) -> Any:
-        """Parameters, or gradients, with others of what is tied."""
+        """Returns parameters, or gradients, with the tied ones replaced."""
         split = self.call.split
         return split.join(split.stack(params), _over(tied, split.others(params)))
 
     def with_first(self, params: Any, first: Any) -> Any:
-        """Parameters with others in the first group."""
+        """Returns parameters with the first group replaced."""
         return self.join({**self.cut(params), "before": first})
 
     def start(self, params: Any) -> dict[str, Any]:
-        """The optimizer's states."""
+        """Returns the groups' initial optimizer states."""
         tx, cut = self.call.state.metadata.tx, self.cut(params)
         return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
 
     def update(self, grads: Any, states: dict[str, Any], params: Any, takes: dict[str, jax.Array]) -> tuple[Any, Any]:
-        """Parameters and states after an update of the groups that take one; ``takes["layers"]`` is of each stage."""
+        """Returns parameters and states after an update of some groups.
+
+        Args:
+          grads: gradients of all parameters.
+          states: the groups' optimizer states.
+          params: all parameters.
+          takes: for each group whether it is updated; ``takes["layers"]`` is ``[stages]``.
+        """
         tx, cut, given = self.call.state.metadata.tx, self.cut(params), self.cut(grads)
         new, after = {}, {}
         for name in GROUPS:
@@ -85,7 +98,7 @@ class Groups:
         return self.join(new), after
 
     def squares(self, grads: Any) -> dict[str, jax.Array]:
-        """Squared norms; of layers each stage's."""
+        """Returns the squared gradient norm of each group; ``layers`` is ``[stages]``."""
         square = lambda g, n: jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32))), range(n, g.ndim))
         return {
             name: sum((square(g, int(name == "layers")) for g in jax.tree.leaves(part)), jnp.zeros(()))
@@ -93,7 +106,7 @@ class Groups:
         }
 
     def placed(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's states, where their parameters' moments lie."""
+        """Constrains the optimizer states to the sharding of their parameters' moments."""
         call, dims = self.call, dict(self.call.state.metadata.dims)
         shapes, names = {}, {}
         for group, tree in jax.eval_shape(self.cut, call.state.params).items():
@@ -120,32 +133,33 @@ class Groups:
 
 
 def _only(others: Any, wanted: Callable[[tuple[Any, ...]], bool]) -> Any:
-    """The leaves at some paths, ``None`` at all others."""
+    """Returns the leaves at the chosen paths, and ``None`` at all others."""
     return jax.tree_util.tree_map_with_path(lambda keys, w: w if wanted(to_path(keys)) else None, others)
 
 
 def _over(some: Any, others: Any) -> Any:
-    """Leaves of the first, those of the second where it has none."""
+    """Returns the leaves of the first tree, and those of the second where it has ``None``."""
     return jax.tree.map(lambda a, b: b if a is None else a, some, others, is_leaf=lambda x: x is None)
 
 
 def evened(call: Call) -> Call:
-    """The call on parameters whose stages are equally large: see :func:`in_stages`.
+    """Returns the call on parameters whose stages are padded to equal size; see :func:`in_stages`.
 
     Raises:
-      ConfigError: the layers do not lie with their stages, or gradients are to be scattered otherwise than once for each update.
+      ConfigError: the layers are not sharded over their stages, or ``grad_reduction`` is ``per_microbatch``.
     """
     if call.asked.grad_reduction == "per_microbatch":
         raise ConfigError(
-            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it out, "
-            "or 'pipedream_2bw'."
+            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an "
+            "update, whose gradients cross once. Remedy: leave it out, or 'pipedream_2bw'."
         )
     board = call.board
     for lies in jax.tree.leaves(board.split.stack(board.stored)):
         if lies.dims[0] != (AXIS,) and board.layers.pieces.stages > 1:
             raise ConfigError(
                 f"asynchronous pipeline: the layers of {'/'.join(call.split.path)} are split over "
-                f"{listing(lies.dims[0]) if lies.dims[0] else 'nothing'}, but under 'pipedream' each stage holds its own. Remedy: the rule layers: {AXIS}."
+                f"{listing(lies.dims[0]) if lies.dims[0] else 'nothing'}, but under 'pipedream' each stage holds its "
+                f"own. Remedy: the rule layers: {AXIS}."
             )
     counts = board.layers.counts
     if counts is None:
@@ -155,10 +169,11 @@ def evened(call: Call) -> Call:
 
 
 def in_stages(call: Call, params: Any, *, back: bool = False) -> Any:
-    """Parameters whose stack [layers, ...] is [stages times the layers of the largest, ...], each stage's filled up with zeros; or ``back``.
+    """Pads the stack ``[layers, ...]`` to ``[stages * most layers of a stage, ...]`` with zeros; ``back`` removes them.
 
-    Zeros, so that what an optimizer sums over a stage's tensors is that of its layers. Stages run them, as all do the same in a tick, and drop what
-    they give. Where stages are equally large nothing happens.
+    Because of the zeros, sums that an optimizer takes over a stage's tensors equal those of its layers. Stages also
+    compute the padding, since all do the same in a tick, and drop the result. If all stages have the same size, nothing
+    changes.
     """
     layers, split = call.board.layers, call.split
     if layers.counts is None:
@@ -171,7 +186,7 @@ def in_stages(call: Call, params: Any, *, back: bool = False) -> Any:
 
 
 def groups_of(call: Call, batch: Any) -> Groups:
-    """Which parameters go with which stage."""
+    """Returns the groups, found by tracing which parameters ``embed`` and ``head`` read."""
     split, loss_fn = call.split, call.loss_fn
     others = split.others(split.shapes)
     piece = jax.tree.map(

@@ -1,4 +1,4 @@
-"""``PipedreamStep``: train steps of a pipeline that is not emptied between them, so that no stage ever stands still.
+"""``PipedreamStep``: train steps of a pipeline that is not flushed between steps, so no stage ever idles.
 
 PipeDream (Harlap et al. 2018, arXiv:1806.03377) and PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503).
 """
@@ -36,36 +36,49 @@ from jaxpar.training.step import check_same, clipped, how_of, place_state
 
 
 class PipedreamStep:
-    """``step(state, batch) -> (state, metrics)`` of a pipeline that goes on from call to call, with no bubble.
+    """``step(state, batch) -> (state, metrics)`` of a pipeline that continues from call to call, without a bubble.
 
-    The state is one that :meth:`start` made: it holds what is on its way, as arrays, and can be saved between any two calls. A call forwards its batch and
-    does as many backwards, those of its own first microbatches and of the last of the batch before; what is open at its end the next call does.
+    :meth:`start` makes the state. It holds the microbatches in flight as arrays, and can be saved between any two
+    calls. A call runs the forward passes of its batch and the same number of backward passes: those of the last
+    microbatches of the previous batch and of the first ones of its own. The next call runs the remaining backward
+    passes.
 
-    ``pipedream_2bw``: parameters after call t are W(t + 1) = W(t) - u(g(W(t - 1))): a call computes its batch with the weights it finds, before and after
-    the layers too, and at its end the optimizer is given the mean gradient g of the *batch before*, which is whole then, made with the weights
-    before. The first call updates nothing, and counts for no optimizer. :meth:`flush` gives the last batch's gradients to it.
+    ``pipedream_2bw``: after call t the parameters are W(t + 1) = W(t) - u(g(W(t - 1))). A call computes its batch with
+    the weights it receives, also before and after the layers. At its end, the optimizer receives the mean gradient g of
+    the *previous* batch, which is then complete and was computed with the previous weights. The first call makes no
+    update, and the optimizer does not count it. :meth:`flush` applies the gradients of the last batch.
 
-    ``pipedream``: stage s of S updates its layers with every microbatch m, W_s(m + 1) = W_s(m) - u(g_s), where g_s is the gradient of the microbatch's loss at
-    the weights W_r(m - 2 (S - 1 - r)) of all stages r, those of its forward (W_r(0) where m is less). What ``PipelineLoss.embed`` reads goes with stage 0, what
-    ``PipelineLoss.head`` reads with stage S - 1, whose gradients are never late. What both read (tied embeddings) goes with stage 0: both uses see W_0(m - 2 (S - 1)), and
-    one update takes the gradients of both. Each stage, like before and after, has an optimizer's state of its own, so what an optimizer sums over all
-    parameters, it sums over a stage's.
+    ``pipedream``: stage s of S updates its layers with every microbatch m: W_s(m + 1) = W_s(m) - u(g_s). Here g_s is
+    the gradient of the microbatch's loss at the weights W_r(m - 2 (S - 1 - r)) of all stages r, those of its forward
+    pass (W_r(0) if the index is negative). The parameters that ``PipelineLoss.embed`` reads belong to stage 0; those
+    that ``PipelineLoss.head`` reads belong to stage S - 1, whose gradients are never late. Parameters that both read
+    (tied embeddings) belong to stage 0: both uses see W_0(m - 2 (S - 1)), and one update takes the gradients of both.
+    Each stage has its own optimizer state, and so have the parameters before and after the layers. An optimizer that
+    sums over all parameters therefore sums over one stage's.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.train_step`; the loss is a :class:`jaxpar.PipelineLoss`.
-      pipeline: which kind, over how many stages, in how many microbatches.
-      grad_accum_steps, gather, reduce, precision, fusion, clip_norm: as there, as far as a pipeline takes them.
-      skip_nonfinite: leave out an update whose gradients are not finite; ``metrics["skipped"]`` says so.
-      donate: give the old state's memory to the new one.
+      layout: as for :func:`jaxpar.train_step`.
+      loss_fn: a :class:`jaxpar.PipelineLoss`.
+      pipeline: the variant, the number of stages and the number of microbatches.
+      grad_accum_steps: must be 1: the pipeline's microbatches are the accumulation.
+      weight_gather, grad_reduction, precision, fusion, clip_norm: as for :func:`jaxpar.train_step`, where a pipeline
+        supports them.
+      skip_nonfinite: skip an update whose gradients are not finite; ``metrics["skipped"]`` reports it.
+      donate: donate the old state's memory to the new one.
 
     Raises:
-      ConfigError: a loss scale, ``grad_accum_steps``, or ``clip_norm`` under ``pipedream``; and when traced, an optimizer whose state is on host or disk, or
-        which reduces gradients itself; layers that do not go over the stages; under ``pipedream``, layers that do not lie with them.
+      ConfigError: a loss scale, ``grad_accum_steps`` above 1, or ``clip_norm`` under ``pipedream``. When traced: an
+        optimizer whose state is on host or disk, or which reduces gradients itself; layers that cannot be split over
+        the stages; under ``pipedream``, layers that are not sharded over the stages.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import jaxpar as jp
-    >>> loss = jp.PipelineLoss("blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2))
-    >>> layout = jp.Layout(jp.MeshSpec(pipeline=1).build(jax.devices()[:1]), jp.Rules(batch=None, layers="pipeline", embed=None))
+    >>> loss = jp.PipelineLoss(
+    ...     "blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2)
+    ... )
+    >>> layout = jp.Layout(
+    ...     jp.MeshSpec(pipeline=1).build(jax.devices()[:1]), jp.Rules(batch=None, layers="pipeline", embed=None)
+    ... )
     >>> make_model = lambda key: {"blocks": jp.tag(jnp.ones((1, 1, 1)), "layers", "embed", "embed")}
     >>> step = PipedreamStep(layout, loss, jp.Asynchronous("pipedream_2bw", stages=1, microbatches=2))
     >>> state = step.start(jp.init(layout, make_model, optax.sgd(0.25)), jnp.ones((2, 1)))
@@ -105,23 +118,28 @@ class PipedreamStep:
         )
 
     def start(self, state: TrainState, batch: Any) -> InFlight:
-        """The state with room for what will be on its way; ``batch`` is like those to come, and only looked at."""
+        """Returns ``state`` with room for the microbatches in flight; only the shapes of ``batch`` matter.
+
+        Args:
+          state: as :func:`jaxpar.init` returns it.
+          batch: a batch with the shapes and dtypes of those to come.
+        """
         found: InFlight = self._start(state, batch)
         return found
 
     def abstract(self, state: TrainState, batch: Any) -> InFlight:
-        """What :meth:`start` would give, as placed shapes: nothing is made, so no device is wanted.
+        """Returns what :meth:`start` would return, as shapes with shardings. Needs no devices.
 
         Args:
-          state: as :func:`jaxpar.abstract_state` gives it.
-          batch: placed shapes, or arrays.
+          state: as :func:`jaxpar.abstract_state` returns it.
+          batch: shapes with shardings, or arrays.
         """
         program, shapes = jax.make_jaxpr(self._started, return_shape=True)(state, batch)
         mesh = self.layout.mesh
         lies = dict(
             zip(map(id, program.jaxpr.invars), (x.sharding for x in jax.tree.leaves((state, batch))), strict=True)
         )
-        # Whatever start makes it lays out at last.
+        # The last operation on every array that start makes is a sharding constraint.
         laid = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
         lies |= {id(eqn.outvars[0]): eqn.params["sharding"] for eqn in laid}
         placed = [
@@ -132,24 +150,37 @@ class PipedreamStep:
         return found
 
     def __call__(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
-        """The next state, and metrics.
+        """Runs one call.
 
-        ``loss`` and what the loss returned beside are means over the microbatches whose loss was made in this call: the last ``stages - 1`` of the batch before and
-        all but as many of this one. ``grad_norm`` is that of the gradient that the optimizer was given, before clipping, 0 where ``updated`` is false.
+        Args:
+          state: what :meth:`start` or the previous call returned.
+          batch: arrays with the shapes and dtypes that :meth:`start` received.
+
+        Returns:
+          The next state and metrics. ``loss`` and the loss's own metrics are means over the microbatches whose loss
+          this call computed: the last ``stages - 1`` of the previous batch, and all but the last ``stages - 1`` of this
+          one. ``updated`` reports whether an optimizer updated parameters. ``grad_norm`` is the norm of the gradient
+          that the optimizer received, before clipping, and 0 if there was none; under ``pipedream`` it is the root mean
+          square of that norm over the call's ticks.
+
+        Raises:
+          ConfigError: the state does not come from a step like this one.
+          LayoutError: the batch has other shapes or dtypes than the batch in flight.
         """
         found: tuple[InFlight, Metrics] = self._step(state, batch)
         return found
 
     def flush(self, state: InFlight) -> tuple[InFlight, Metrics]:
-        """The state when all that is on its way has come in, its last update included, and nothing is left; the next call begins anew.
+        """Finishes everything in flight, including the last update; the next call starts with an empty pipeline.
 
-        Metrics are of the microbatches whose loss was open.
+        Returns:
+          The state, and metrics of the microbatches whose loss was pending.
         """
         found: tuple[InFlight, Metrics] = self._flush(state)
         return found
 
     def lower(self, state: InFlight, batch: Any = None) -> jax.stages.Lowered:
-        """The call, lowered, as of any jitted function; without a batch, :meth:`flush`."""
+        """Lowers the call, like any jitted function; without a batch, lowers :meth:`flush`."""
         return self._flush.lower(state) if batch is None else self._step.lower(state, batch)
 
     def _started(self, state: TrainState, batch: Any) -> InFlight:
@@ -162,7 +193,8 @@ class PipedreamStep:
         _check_state(state, self.pipeline)
         if not isinstance(state, InFlight):
             raise ConfigError(
-                "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = step.start(state, batch)."
+                "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = "
+                "step.start(state, batch)."
             )
         self._check_flight(state)
         if batch is not None:
@@ -194,15 +226,15 @@ class PipedreamStep:
             )
         new = replace(new, step=state.step + (batch is not None))
         check_same(state, new)
-        # The optimizer's states are stages' own, which no rule places; they lie as their parameters' moments.
+        # No rule places the per-stage optimizer states; weight_stashing shards them like their parameters' moments.
         placed = place_state(self.layout, replace(new.landed, opt_state=()))
         return replace(new, **{**vars(placed), "opt_state": new.opt_state}), metrics
 
     def _check_flight(self, state: InFlight) -> None:
-        """What is on its way came there by a step like this one."""
+        """Raises if another kind of step made the microbatches in flight."""
         act, asked = state.flight["aboard"]["act"], self.pipeline
         if not isinstance(self.loss_fn, PipelineLoss):
-            return  # which is named where the pipeline begins
+            return  # the pipeline itself reports this
         ways = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
         kept = "none" if "res" in state.flight["aboard"] else "full"
@@ -217,15 +249,15 @@ class PipedreamStep:
                 for kind, n, each, m, kept in (was, now)
             ]
             raise ConfigError(
-                f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: flush(state) by the step it came from, "
-                f"then start(state.landed, batch)."
+                f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: "
+                f"flush(state) by the step it came from, then start(state.landed, batch)."
             )
 
     def _check_batch(self, state: InFlight, batch: Any) -> None:
-        """Batches are all alike: two of them are on their way at once."""
+        """Raises if the batch differs in shapes or dtypes from the one in flight; the call computes both."""
         loss_fn = self.loss_fn
         if not isinstance(loss_fn, PipelineLoss):
-            return  # which is named where the pipeline begins
+            return  # the pipeline itself reports this
         split = ModelSplit(state, loss_fn)
         with tracing_under(self.layout):
             made = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
@@ -236,33 +268,35 @@ class PipedreamStep:
         for path in want | got:
             if want.get(path) != got.get(path):
                 raise LayoutError(
-                    f"{show(('batch', *path))} is {got.get(path, 'not there')}, but the batch on its way has {want.get(path, 'nothing there')}. Remedy: batches of "
-                    f"one shape; or flush(state), and start(state.landed, batch)."
+                    f"{show(('batch', *path))} is {got.get(path, 'not there')}, but the batch on its way has "
+                    f"{want.get(path, 'nothing there')}. Remedy: batches of one shape; or flush(state), and "
+                    f"start(state.landed, batch)."
                 )
 
 
 def _check(pipeline: Asynchronous, how: StepConfig, clip_norm: float | None) -> None:
-    """What goes with no asynchronous pipeline, or not with this kind."""
+    """Raises if an argument is incompatible with asynchronous pipelines, or with this variant."""
     start, name = "asynchronous pipeline", pipeline.name
     if how.grad_accum_steps != 1:
         raise ConfigError(
-            f"{start}: grad_accum_steps is {how.grad_accum_steps}, but the {pipeline.microbatches} microbatches of {name!r} are the accumulation. Remedy: leave it out, "
-            f"or microbatches={how.grad_accum_steps * pipeline.microbatches}."
+            f"{start}: grad_accum_steps is {how.grad_accum_steps}, but the {pipeline.microbatches} microbatches of "
+            f"{name!r} are the accumulation. Remedy: leave it out, or "
+            f"microbatches={how.grad_accum_steps * pipeline.microbatches}."
         )
     if how.precision.scale is not None:
         raise ConfigError(
-            f"{start}: precision scales the loss, but under {name!r} gradients of two steps, made with two scales, are on their way at once. Remedy: "
-            f"compute in bf16, which wants no scale, or jp.schedule('1f1b')."
+            f"{start}: precision scales the loss, but under {name!r} gradients of two steps, made with two scales, are "
+            f"on their way at once. Remedy: compute in bf16, which wants no scale, or jp.schedule('1f1b')."
         )
     if name == "pipedream" and clip_norm is not None:
         raise ConfigError(
-            f"{start}: clip_norm is {clip_norm:g}, but under 'pipedream' each stage updates by itself, and no one knows the norm of all gradients. Remedy: "
-            f"clip_norm=None, or 'pipedream_2bw'."
+            f"{start}: clip_norm is {clip_norm:g}, but under 'pipedream' each stage updates by itself, and no one "
+            f"knows the norm of all gradients. Remedy: clip_norm=None, or 'pipedream_2bw'."
         )
 
 
 def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
-    """What no state of an asynchronous pipeline can be."""
+    """Raises if the optimizer or its placement is incompatible with asynchronous pipelines."""
     what = None
     if isinstance(state.metadata.tx, one_bit_adam.OneBit):
         what = "an optimizer that reduces gradients itself (one_bit_adam)"
@@ -272,6 +306,6 @@ def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
         what = "parameters or an optimizer's state in the host's memory"
     if what is not None:
         raise ConfigError(
-            f"asynchronous pipeline: {what} cannot be, as {pipeline.name!r} keeps versions of the weights on the devices. Remedy: leave it out, or "
-            f"jp.schedule('1f1b')."
+            f"asynchronous pipeline: {what} cannot be, as {pipeline.name!r} keeps versions of the weights on the "
+            f"devices. Remedy: leave it out, or jp.schedule('1f1b')."
         )

@@ -1,8 +1,9 @@
-"""``pipedream`` (Harlap et al. 2018, arXiv:1806.03377): every stage updates its weights with every microbatch, and keeps those that microbatches on
-their way were forwarded with.
+"""``pipedream`` (Harlap et al. 2018, arXiv:1806.03377): every stage updates its weights with every microbatch.
 
-A tick is a small step. Before it the newest weights go to a ring of versions; each stage forwards a microbatch with the newest and backwards another
-with the version of its forward; then whatever has a gradient is updated: each stage's layers, what comes before them and what comes after.
+The stage keeps the weights that the microbatches in flight ran their forward pass with (weight stashing). Each tick is
+a small step. First the newest weights enter a ring of versions. Then each stage runs the forward pass of one microbatch
+with the newest weights, and the backward pass of another with the version of its forward pass. Last, everything that
+has a gradient is updated: each stage's layers, the parameters before them and those after.
 """
 
 from __future__ import annotations
@@ -44,7 +45,15 @@ _B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
 def start(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Asynchronous
 ) -> InFlight:
-    """A state with room for what will be on its way, nothing there yet, and an optimizer's state for each stage, at its beginning."""
+    """Returns a state with empty buffers for the microbatches in flight, and an initial optimizer state for each stage.
+
+    Args:
+      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      state: as :func:`jaxpar.init` returns it.
+      batch: a batch with the shapes and dtypes of those to come.
+      how: the step's arguments.
+      asked: the pipeline's options.
+    """
     call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
     batch, sizes = call.prepared(batch), call.sizes
     call = evened(call)
@@ -67,7 +76,7 @@ def start(
 
 @dataclass(frozen=True)
 class _Run:
-    """The ticks of a call over two batches, the one before and its own."""
+    """The ticks of a call over two batches, the previous one and its own."""
 
     call: Call
     groups: Groups
@@ -75,7 +84,7 @@ class _Run:
     own: Any
 
     def pieces(self) -> Any:
-        """[devices, 2 microbatches, rows, ...]."""
+        """Returns both batches as ``[devices, 2 * microbatches, rows, ...]``."""
         call = self.call
         ways = math.prod(call.layout.sizes[axis] for axis in call.board.axes)
         rows = jax.tree.leaves(self.own)[0].shape[0]
@@ -84,7 +93,7 @@ class _Run:
         return beside(enter(self.before), enter(self.own), 1)
 
     def piece(self, pieces: Given, at: jax.Array) -> Given:
-        """One microbatch [rows, ...], of all devices."""
+        """Returns one microbatch ``[rows, ...]``, with the rows of all devices."""
         call = self.call
         found = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 1, keepdims=False), pieces)
         out = jax.tree.map(lambda x: PartitionSpec(*row_axes(call.layout, x)), given_of(self.own))
@@ -97,16 +106,16 @@ class _Run:
         return piece
 
     def kept(self, params: Any) -> dict[str, Any]:
-        """What backwards want again: the stack of layers, and what comes before it."""
+        """Returns the parameters that backward passes need again: the stack of layers, and those before it."""
         split = self.call.split
         return {"layers": split.stack(params), "before": self.groups.cut(params)["before"]}
 
     def ring(self, tree: Any) -> Any:
-        """Room for as many versions as a microbatch of the first stage sees."""
+        """Returns empty buffers for all versions in use while a microbatch of the first stage is in flight."""
         return jax.tree.map(lambda w: jnp.zeros((self.call.window.delay + 1, *w.shape), w.dtype), tree)
 
     def placed(self, flight: dict[str, Any]) -> dict[str, Any]:
-        """What is on its way, each array where the next call wants it."""
+        """Constrains everything in flight to the sharding that the next call takes."""
         call = self.call
         return {
             "pending": call.put(flight["pending"]),
@@ -121,7 +130,7 @@ class _Run:
         return self.call.split.join(versions["layers"], versions["before"])
 
     def stashed(self, ring: Any, slots: jax.Array) -> Any:
-        """Of every stage's layers the version in its slot."""
+        """Returns, for every stage's layers, the version in the given slot."""
         local = lambda ring, slot: pick(ring, slot[0])
         versions = jax.shard_map(
             local,
@@ -133,19 +142,30 @@ class _Run:
         return versions(ring, slots)
 
     def check_side(self, pieces: Any) -> None:
-        """Raises:
-        ConfigError: ``PipelineLoss.layer_inputs`` reads parameters, of which a stage would want the version that a microbatch was forwarded with.
+        """Raises if ``PipelineLoss.layer_inputs`` reads parameters; each stage would need another version of them.
+
+        Raises:
+          ConfigError: ``layer_inputs`` reads parameters; the error lists them.
         """
         call = self.call
         call.board.look_at(lambda piece: read_by_side(call.loss_fn, call.split, piece), pieces)
         if read := call.split.read["layer_inputs"]:
             raise ConfigError(
-                f"asynchronous pipeline: PipelineLoss(layer_inputs=...) reads {listed(read)}, of which the stages of 'pipedream' would want different versions. Remedy: "
-                f"a side that reads no parameters, or the schedule 'pipedream_2bw' or '1f1b'."
+                f"asynchronous pipeline: PipelineLoss(layer_inputs=...) reads {listed(read)}, of which the stages of "
+                f"'pipedream' would want different versions. Remedy: a side that reads no parameters, or the schedule "
+                f"'pipedream_2bw' or '1f1b'."
             )
 
     def tick(self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
-        """A tick on the newest parameters, the layers that backwards want and what the loss knows of the first group, and what the first stage is given."""
+        """Returns the runner of one tick, and the first stage's input.
+
+        Args:
+          params: the newest parameters.
+          layers: the versions of the layers that the backward passes use.
+          first: the version of the first group that the loss reads.
+          pieces: both batches, from :meth:`pieces`.
+          at: index of the microbatch that enters.
+        """
         call = self.call
         split, piece = call.split, self.piece(pieces, at)
         x, _ = call.before(params, piece.batch, piece.numbers)
@@ -158,7 +178,7 @@ class _Run:
         return Stashing(program, weights, split.others(new), pieces, grows), fed
 
     def __call__(self, state: InFlight, have: jax.Array, skips: bool) -> tuple[InFlight, Metrics]:
-        """The state after the ticks of the window, and metrics."""
+        """Returns the state after the ticks of the window, and metrics."""
         call, window, groups, board = self.call, self.call.window, self.groups, self.call.board
         full, delay, pieces = call.asked.schedule, window.delay, self.pieces()
         program = call.program(head_of(call.loss_fn, call.split, None))
@@ -175,7 +195,7 @@ class _Run:
             tick, fed = self.tick(params, layers, seen, pieces, full.batch + t)
             aboard, grads, (sums, weight, after), x = tick.once(aboard, fed, row, every)
             sums, weight, grads, x = board.leave(call.split.join(grads, after), sums, weight, x)
-            # Of what is tied, the loss's part of a gradient waits for that of the first stage.
+            # For tied parameters, the head's part of the gradient is pending until the first stage adds its own.
             slot = (state.step % count * full.batch + t) % count
             late = jax.tree.map(lambda g, ring: put(ring, g, slot), groups.of_tied(grads), late)
             grads = groups.with_tied(grads, pick(late, (slot + 1) % count))
@@ -215,7 +235,7 @@ class _Run:
         return {"layers": split.stack(found), "before": split.others(found)}
 
     def put_late(self, late: Any) -> Any:
-        """Gradients that wait, where gradients lie."""
+        """Constrains pending gradients to the gradients' sharding."""
         call, names = self.call, dict(self.call.state.metadata.dims)
 
         def one(keys: Any, g: jax.Array) -> jax.Array:
@@ -227,7 +247,7 @@ class _Run:
 
 
 def _mean(head: Head, axes: Axes) -> Head:
-    """A head whose gradients are those of its microbatch's mean loss, over all devices."""
+    """Returns a head whose gradients are those of its microbatch's mean loss over all devices."""
 
     def mean(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
         (sums, weight, grads), cotangent = head(after, piece, y)
@@ -250,7 +270,19 @@ def every_stage(
     *,
     skips: bool,
 ) -> tuple[InFlight, Metrics]:
-    """The state after a call of ``pipedream`` (but for ``step``) and its metrics; without a batch what is on its way is finished."""
+    """Runs one call of ``pipedream``.
+
+    Args:
+      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      state: what :func:`start` or the previous call returned.
+      batch: the call's own batch; ``None`` to finish the previous one only.
+      how: the step's arguments.
+      asked: the pipeline's options.
+      skips: skip updates whose gradients are not finite.
+
+    Returns:
+      The new state, whose ``step`` is unchanged, and metrics.
+    """
     flight, full = state.flight, asked.schedule
     call = Call(layout, loss_fn, how, asked, full if batch is not None else full.flush(), state, state.params)
     own = flight["batch"] if batch is None else call.prepared(batch)

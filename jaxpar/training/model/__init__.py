@@ -1,7 +1,8 @@
-"""What a model is to jaxpar: arrays to train, arrays to carry, a logical name per dim, and a way back to the model.
+"""Takes models apart into arrays to train, arrays to carry, logical names of their dims, and a way back to the model.
 
-``read`` takes whatever ``make_model`` returns (an NNX module, a Linen variable dict, a tagged pytree) and gives
-``ModelParts``: plain nested dicts of arrays, so that every optax transform, mask and label function sees ordinary pytrees.
+``read`` takes anything that ``make_model`` returns (an NNX module, a Linen variable dict, a tagged pytree) and returns
+``ModelParts``: plain nested dicts of arrays, so that every optax transform, mask and label function sees ordinary
+pytrees.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ __all__ = ["Kind", "MakeModel", "ModelParts", "Names", "Path", "Tagged", "TreeKi
 
 
 def read(model: Any) -> ModelParts:
-    """Take a model apart.
+    """Takes a model apart.
 
     Args:
       model: an ``nnx.Module``; a mapping with the key ``params`` (Linen variables: other collections are carried, not
         trained); or any other pytree of arrays, with ``tag`` or Flax's ``nn.Partitioned`` boxes on annotated leaves.
+
+    Returns:
+      The arrays, the logical names of their dims, and how to rebuild the model.
 
     Raises:
       ModelError: no parameters, or a Linen module instead of its variables.

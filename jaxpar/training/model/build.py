@@ -1,4 +1,4 @@
-"""A model made by ``make_model(key)``, taken apart, its initial parameters equal in every layout."""
+"""Builds a model with ``make_model(key)`` and takes it apart; its initial parameters are equal in every layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 
 
 def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:
-    """The model's parts, and by path the order-dependent primitives on the way to each parameter that has any."""
+    """Returns the model's parts, and the order-dependent primitives of each parameter that has any, by path.
+
+    Args:
+      make_model: returns the model.
+      key: the PRNG key that ``make_model`` receives.
+
+    Raises:
+      ModelError: ``make_model`` is not a function, or the model has a parameter that has no gradient.
+    """
     static: list[tuple[Any, Any]] = []
 
     def arrays(key: jax.Array) -> tuple[Any, Any]:
@@ -38,8 +46,8 @@ def _call(make_model: MakeModel, key: jax.Array) -> Any:
         or (linen and isinstance(make_model, linen.Module))
     ):
         raise ModelError(
-            f"make_model is a {type(make_model).__name__}, but a function of a PRNG key is wanted, so that the model can be "
-            f"built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+            f"make_model is a {type(make_model).__name__}, but a function of a PRNG key is wanted, so that the model "
+            f"can be built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
         )
     return make_model(key)
 

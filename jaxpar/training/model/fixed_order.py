@@ -1,12 +1,12 @@
-"""Values that do not depend on the layout: float sums in a fixed order.
+"""Float sums in a fixed order, so that initial values do not depend on the layout.
 
-XLA chooses the order of a float sum by how the summed dim is sharded, and the order changes the last bits. ``w - w.mean(0)``
-therefore has other bits in another layout. :func:`in_fixed_order` traces a function and evaluates the trace with each such sum
-written as a binary tree of elementwise adds, which XLA does not reorder.
+XLA chooses the order of a float sum by how the summed dim is sharded, and the order changes the last bits.
+``w - w.mean(0)`` therefore differs in those bits between layouts. :func:`in_fixed_order` traces a function and
+evaluates the trace with each such sum written as a binary tree of elementwise adds, which XLA does not reorder.
 
-The tree follows from the size of the dim alone. A dim of size ``2**k * m``, ``m`` odd, is ``2**k`` blocks of ``m`` elements: first each
-block is summed, then neighbouring blocks in pairs, ``k`` times. A shard of ``2**j`` equal shards holds whole blocks, so devices
-exchange only one partial sum for each shard, and no device holds the whole array.
+Only the size of the dim determines the tree. A dim of size ``2**k * m``, ``m`` odd, is ``2**k`` blocks of ``m``
+elements: first each block is summed, then neighbouring blocks in pairs, ``k`` times. With ``2**j`` equal shards each
+shard holds full blocks, so devices exchange only one partial sum per shard, and no device holds the full array.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 Causes = frozenset[str]
-"""Names of the primitives, on the way to a value, whose float result depends on the order of their operands."""
+"""Names of the primitives that a value depends on whose float result depends on the order of their operands."""
 
 _SUMS = frozenset(("reduce_sum", "reduce_prod", "cumsum", "cumprod"))
 _MIXES = frozenset(
@@ -28,14 +28,20 @@ _MIXES = frozenset(
 )
 
 FIXED = _SUMS | _MIXES
-"""Primitives through which an element depends on others. Sums are evaluated in a fixed order. The others round nothing, but XLA compiles what
-reads their result by the size of a shard: it turns a division by a broadcast array into a product with the reciprocal, unless the shard has
-one element along the broadcast dims. Beside these primitives every division is written as that product."""
+"""Primitives through which an element depends on other elements.
+
+Sums are evaluated in a fixed order. The other primitives do not round, but XLA compiles the readers of their result by
+the size of a shard: it turns a division by a broadcast array into a product with the reciprocal, unless the shard has
+one element along the broadcast dims. In a program with any of these primitives, every division is therefore written as
+that product.
+"""
 
 ONE_CODE = {"xla_cpu_use_new_xtile_lowering": False, "xla_cpu_enable_platform_dependent_math": False}
-"""Options of XLA:CPU for a program with sums in a fixed order, beside ``xla_backend_optimization_level`` 0. With the defaults XLA has two
-codes for ``exp``, ``log`` and ``rsqrt`` that differ in the last bit. It chooses by the size of a shard and its order in memory, which an
-exchange may change."""
+"""XLA:CPU options for a program with sums in a fixed order, in addition to ``xla_backend_optimization_level`` 0.
+
+By default XLA has two implementations of ``exp``, ``log`` and ``rsqrt`` that differ in the last bit. It chooses by a
+shard's size and memory order, which a collective may change.
+"""
 
 _OTHERS = frozenset(
     ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "cumlogsumexp", "scatter-add")
@@ -94,17 +100,22 @@ _MOVES = frozenset(
         "optimization_barrier",
     )
 )
-"""Primitives that round nothing."""
+"""Primitives that do not round."""
 
 
 def in_fixed_order[T, U](f: Callable[..., tuple[T, U]], *args: Any) -> tuple[tuple[T, U], list[Causes]]:
-    """``f(*args)``, a pair of pytrees of which the first must not depend on the layout.
+    """Returns ``f(*args)``, a pair of pytrees, with the float sums behind the first one in a fixed order.
 
-    Where no primitive of :data:`FIXED` leads to the first pytree, the operations are exactly those of ``f``. ``f`` is traced once.
+    If the first pytree depends on no primitive of :data:`FIXED`, the operations are exactly those of ``f``. ``f`` is
+    traced once.
+
+    Args:
+      f: the function.
+      args: its arguments, pytrees of arrays.
 
     Returns:
-      The pair, and for each leaf of the first pytree the order-dependent primitives on the way to it. Those of :data:`FIXED` have been
-      evaluated in a fixed order.
+      The pair, and for each leaf of the first pytree the order-dependent primitives that it depends on. Those of
+      :data:`FIXED` have been evaluated in a fixed order.
     """
     traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     flat, count = jax.tree.leaves(args), len(jax.tree.leaves(shapes[0]))
@@ -117,7 +128,7 @@ def in_fixed_order[T, U](f: Callable[..., tuple[T, U]], *args: Any) -> tuple[tup
 
 
 def causes(jaxpr: Jaxpr, given: Sequence[Causes]) -> list[Causes]:
-    """For each result of ``jaxpr`` its causes, those of the operands being ``given``."""
+    """Returns the causes of each result of ``jaxpr``, if ``given`` are those of its operands."""
     known: dict[Any, Causes] = dict(zip(jaxpr.invars, given, strict=True))
     get = lambda atom: frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
     for eqn in jaxpr.eqns:
@@ -152,7 +163,7 @@ def _causes_of(eqn: JaxprEqn, given: list[Causes]) -> list[Causes]:
 
 
 def _fixpoint(body: Jaxpr, given: Sequence[Causes], consts: int, carries: int) -> list[Causes]:
-    """The causes of what a loop carries, after any number of rounds."""
+    """Returns the causes of a loop's carry after any number of iterations."""
     carried = list(given[consts : consts + carries])
     while True:
         after = causes(body, [*given[:consts], *carried, *given[consts + carries :]])[:carries]
@@ -163,7 +174,7 @@ def _fixpoint(body: Jaxpr, given: Sequence[Causes], consts: int, carries: int) -
 
 
 def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
-    """The primitive's name, if its float result depends on an order."""
+    """Returns the primitive's name if its float result depends on the order of its operands, else an empty set."""
     name, params = eqn.primitive.name, eqn.params
     if name not in FIXED | _OTHERS or not _is_float(out.aval):
         return frozenset()
@@ -179,12 +190,12 @@ def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
         terms = 3 if math.prod(shape[dim] for dim in params["dimension_numbers"][0][0]) > 1 else 1
     elif params.get("unique_indices"):
         terms = 1
-    # Of two terms a + b is b + a, but the sum may be what others are divided by.
+    # A sum of two terms commutes, but other values may be divided by it, so FIXED counts it too.
     return frozenset((name,)) if terms > (1 if name in FIXED else 2) else frozenset()
 
 
 def _all_causes(jaxpr: Jaxpr) -> Iterable[Causes]:
-    """The causes of everything that ``jaxpr`` computes."""
+    """Yields the causes of every result inside ``jaxpr``."""
     for eqn in jaxpr.eqns:
         yield from (_own_cause(eqn, var) for var in eqn.outvars)
         for program in _programs(eqn):
@@ -192,7 +203,7 @@ def _all_causes(jaxpr: Jaxpr) -> Iterable[Causes]:
 
 
 def _programs(eqn: JaxprEqn) -> list[Any]:
-    """The programs among an operation's parameters."""
+    """Returns the programs among an operation's parameters."""
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
 
@@ -210,10 +221,10 @@ def _is_float(aval: Any) -> bool:
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """``jaxpr`` of ``args`` with float sums in a fixed order.
+    """Evaluates ``jaxpr`` with float sums in a fixed order.
 
-    A barrier stands behind each operation that rounds. Without it a compiler fuses a product with the sum that reads it, which rounds
-    once instead of twice, and which operations it fuses depends on the layout.
+    A barrier follows each operation that rounds. Without it, a compiler fuses a product with the sum that reads it,
+    which rounds once instead of twice, and the layout determines which operations it fuses.
     """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
@@ -227,7 +238,7 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 
 
 def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The operations that results depend on: Linen's ``init`` also runs the model."""
+    """Returns the operations that the results depend on: Linen's ``init`` also runs the model."""
     wanted, kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or wanted.intersection(eqn.outvars):
@@ -240,7 +251,7 @@ def _apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _SUMS and _own_cause(eqn, eqn.outvars[0]):
         return [_fixed(name, params, args[0])]
-    if _divides(eqn):  # a divisor that overflows as its own reciprocal, 1e-39 or 1e39, is not that of an initializer
+    if _divides(eqn):  # initializers have no divisors whose reciprocal overflows (1e-39, 1e39)
         return [args[0] * jax.lax.optimization_barrier(1 / args[1])]
     programs = _programs(eqn)
     if any(_changes(_opened(program)) for program in programs):
@@ -259,7 +270,7 @@ def _divides(eqn: JaxprEqn) -> bool:
 
 
 def _changes(jaxpr: Jaxpr) -> bool:
-    """Whether :func:`_evaluate` evaluates anything of it in another way."""
+    """Whether :func:`_evaluate` evaluates any operation of ``jaxpr`` differently."""
     return any(
         _divides(eqn)
         or any(_own_cause(eqn, var) & FIXED for var in eqn.outvars)
@@ -269,7 +280,7 @@ def _changes(jaxpr: Jaxpr) -> bool:
 
 
 def _rewritten(value: Any) -> Any:
-    """A parameter of a loop; programs in a fixed order."""
+    """Returns a loop's parameter with its programs in a fixed order."""
     if isinstance(value, tuple) and value and all(isinstance(program, ClosedJaxpr) for program in value):
         return tuple(map(_rewritten, value))
     if not isinstance(value, ClosedJaxpr):
@@ -279,7 +290,7 @@ def _rewritten(value: Any) -> Any:
 
 
 def _fixed(name: str, params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """A sum or product in a fixed order; 16-bit floats are summed in fp32."""
+    """Returns a sum or product in a fixed order; 16-bit floats are summed in fp32."""
     f = jnp.add if name in ("reduce_sum", "cumsum") else jnp.multiply
     y = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     if name.startswith("cum"):
@@ -290,7 +301,7 @@ def _fixed(name: str, params: dict[str, Any], x: jax.Array) -> jax.Array:
 
 
 def combine(f: Callable[[Any, Any], jax.Array], x: jax.Array, axis: int) -> jax.Array:
-    """``x`` reduced over ``axis`` by ``f`` in the order that the module's docstring says; ``axis`` is dropped.
+    """Reduces ``x`` over ``axis`` by ``f`` in the order that the module's docstring defines; ``axis`` is dropped.
 
     >>> combine(jnp.add, jnp.arange(12.0).reshape(6, 2), 0)
     Array([30., 36.], dtype=float32)
@@ -301,7 +312,7 @@ def combine(f: Callable[[Any, Any], jax.Array], x: jax.Array, axis: int) -> jax.
     blocks = size & -size
     x = jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, size // blocks, *x.shape[axis + 1 :]), axis + 1, 0)
     whole = 1 << (len(x).bit_length() - 1)
-    if whole < len(x):  # the elements beyond a power of 2 go onto the first ones
+    if whole < len(x):  # add the elements beyond a power of 2 to the first ones
         more = len(x) - whole
         x = jnp.concatenate([_rounded(f(x[:more], x[whole:])), x[more:whole]])
     while len(x) > 1:
@@ -314,5 +325,5 @@ def combine(f: Callable[[Any, Any], jax.Array], x: jax.Array, axis: int) -> jax.
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """``x`` behind a barrier: fused, many levels of a tree would be one expression with a term for each element."""
+    """Returns ``x`` behind a barrier; XLA would fuse a tree's levels into one expression with a term per element."""
     return jax.lax.optimization_barrier(x)

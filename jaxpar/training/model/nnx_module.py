@@ -1,4 +1,4 @@
-"""Models that are NNX modules. Imported only when one arrives, so that a model of another kind needs no NNX."""
+"""Models that are NNX modules. Imported only when needed, so that other models do not depend on NNX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxpar.training.model.parts import ModelParts, Path, show
 
 @dataclass(frozen=True)
 class NNXKind:
-    """The static half of an NNX module."""
+    """The static part of an NNX module."""
 
     graphdef: Any
     params: Any
@@ -45,8 +45,8 @@ class NNXKind:
         if before != after:
             text = " and ".join(f"{verb} {listing(sorted(paths))}" for verb, paths in changes.items() if paths)
             raise ModelError(
-                f"loss_fn {text}, but the variables of an NNX module stay those that its constructor made. Remedy: create "
-                f"every variable there; return intermediate values from loss_fn."
+                f"loss_fn {text}, but the variables of an NNX module stay those that its constructor made. Remedy: "
+                f"create every variable there; return intermediate values from loss_fn."
             )
         return nnx.to_pure_dict(now[1])
 
@@ -56,7 +56,14 @@ def _paths(states: Iterable[Any]) -> set[str]:
 
 
 def read(module: Any) -> ModelParts:
-    """An NNX module taken apart: ``nnx.Param`` variables are trained, all others carried."""
+    """Takes an NNX module apart: ``nnx.Param`` variables are trained, all others carried.
+
+    Args:
+      module: an ``nnx.Module``.
+
+    Raises:
+      ModelError: the module holds no ``nnx.Param``.
+    """
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     names: list[tuple[Path, Names]] = []
     for part, state in (("params", params), ("variables", rest)):

@@ -1,4 +1,4 @@
-"""What a model is made of: arrays with the names of their dims, paths, and the way back to the model."""
+"""The parts of a model: arrays with the names of their dims, paths, and the way back to the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ class Tagged:
 
 
 def tag(x: Any, *dims: str | None) -> Tagged:
-    """An array (or ``ShapeDtypeStruct``) with logical dims, for models that are plain pytrees, and for batches.
+    """Annotates an array (or ``ShapeDtypeStruct``) with logical dims, for batches and models that are plain pytrees.
+
+    Args:
+      x: the array.
+      dims: a logical name, or ``None``, for each dim.
 
     Raises:
       AnnotationError: a name is neither a string nor ``None``.
@@ -40,20 +44,27 @@ def tag(x: Any, *dims: str | None) -> Tagged:
 
 
 class Kind(Protocol):
-    """How the parts become the model again. Hashable: it is static in the training state."""
+    """How to rebuild the model from its parts. Hashable, because it is static in the training state."""
 
     def merge(self, params: Any, rest: Any) -> Any:
-        """What ``loss_fn`` receives."""
+        """Returns the model that ``loss_fn`` receives."""
         ...
 
     def carried(self, model: Any, rest: Any, updates: Any) -> Any:
-        """The carried arrays after ``loss_fn`` ran on ``model``; ``updates`` is its third return value, if any."""
+        """Returns the carried arrays after ``loss_fn(model, batch)``, whose third value, if any, is ``updates``."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model taken apart. ``dims`` has the names of each annotated leaf, keyed by ("params" | "variables", *path)."""
+    """A model taken apart.
+
+    Attributes:
+      params: nested dict of the arrays to train.
+      variables: nested dict of the arrays to carry.
+      dims: the names of each annotated leaf, keyed by ("params" | "variables", *path).
+      kind: how to rebuild the model.
+    """
 
     params: Any
     variables: Any
@@ -62,10 +73,10 @@ class ModelParts:
 
 
 def to_path(keys: tuple[Any, ...]) -> Path:
-    """A jax key path as a tuple of strings."""
+    """Returns a JAX key path as a tuple of strings."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def show(path: Path) -> str:
-    """A path as people read it: ``params/blocks/attn/q/kernel``."""
+    """Returns a path in readable form: ``params/blocks/attn/q/kernel``."""
     return "/".join(path)

@@ -1,4 +1,4 @@
-"""Models that are pytrees: Linen variables, and trees of arrays with ``tag`` around those whose dims have names."""
+"""Models that are pytrees: Linen variables, and trees of arrays, annotated with ``tag``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpar.training.model.parts import ModelParts, Path, Tagged, show, to_path
 
 @dataclass(frozen=True)
 class TreeKind:
-    """A plain pytree, or a Linen variable dict of which only the collection ``params`` is trained."""
+    """A plain pytree, or (``collections``) Linen variables, of which only the collection ``params`` is trained."""
 
     collections: bool
 
@@ -36,7 +36,15 @@ class TreeKind:
 
 
 def read(model: Any) -> ModelParts:
-    """A mapping with the key ``params`` (of which only that is trained) or any other pytree, taken apart."""
+    """Takes a pytree apart; of a mapping with the key ``params``, only that entry is trained.
+
+    Args:
+      model: Linen variables or any other pytree of arrays.
+
+    Raises:
+      ModelError: the pytree holds no parameters.
+      AnnotationError: a malformed annotation.
+    """
     collections = isinstance(model, Mapping) and "params" in model
     params = model["params"] if collections else model
     rest = {name: value for name, value in model.items() if name != "params"} if collections else {}

@@ -1,4 +1,4 @@
-"""What of an optimizer's state lies on disk, in which groups it comes to the device, and whether it can."""
+"""Which arrays of an optimizer's state are on disk, how they are grouped, and whether the optimizer allows it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jaxpar.training.state import PlacedLeaf, TrainState, moment_names, place
 
 @dataclass(frozen=True)
 class MomentLeaf:
-    """An array of the optimizer's state: its leaf's number, where it lies, and one row of it (all, where it is no stack).
+    """An array of the optimizer's state, and one row of it (one layer of a stack; all of any other array).
 
     Attributes:
-      number: among the leaves of the state as it would be in memory.
-      tensor: its place; ``path`` as ``opt_state/0/mu/up``.
-      shape: of a row.
-      sharding: of a row.
+      number: index among the leaves of the state as it would be in memory.
+      tensor: its sharding; ``path`` is such as ``opt_state/0/mu/up``.
+      shape: shape of a row.
+      sharding: sharding of a row.
     """
 
     number: int
@@ -44,12 +44,13 @@ class MomentLeaf:
 
 @dataclass(frozen=True)
 class LeafGroup:
-    """A parameter with state on disk: a row of it after the other is updated.
+    """A parameter with state on disk; the step updates its rows one by one.
 
     Attributes:
-      parameter: its number among the leaves of ``params``.
-      rows: layers of a stack, 1 otherwise.
-      stored, kept: its moments on disk, and those that stay in memory for being small.
+      parameter: index among the leaves of ``params``.
+      rows: number of layers of a stack, 1 otherwise.
+      stored: its moments on disk.
+      kept: its moments that stay in memory because they are small.
     """
 
     parameter: int
@@ -63,13 +64,13 @@ def is_stored(x: Any) -> bool:
 
 
 def disk_of(state: TrainState) -> OnDisk | None:
-    """The optimizer, if it was made to keep its state on disk."""
+    """Returns the optimizer if its state is on disk, else ``None``."""
     tx: Any = state.metadata.tx
     return tx if isinstance(tx, OnDisk) else None
 
 
 def in_memory(state: TrainState) -> TrainState:
-    """The state as it would be without a disk; what lies there as ``ShapeDtypeStruct``."""
+    """Returns the state as it would be without a disk; arrays on disk are ``ShapeDtypeStruct``."""
     tx = disk_of(state)
     if tx is None:
         return state
@@ -79,7 +80,7 @@ def in_memory(state: TrainState) -> TrainState:
 
 
 def stored_tensors(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
-    """Where each array on disk would lie on the devices: it is kept split as there."""
+    """Returns the sharding of each array on disk; the files hold its shards."""
     if disk_of(state) is None:
         return []
     found = [tensor for tensor in place(layout, in_memory(state)) if tensor.role == "opt_state"]
@@ -88,36 +89,36 @@ def stored_tensors(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
 
 
 def offered(tx: Any, loss: Any, grads: Any) -> dict[str, Any]:
-    """What an optimizer asks for beside gradients, as far as it is there piece by piece."""
+    """Returns those extra arguments of ``tx.update`` that are available piece by piece."""
     wanted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     return {name: x for name, x in (("value", loss), ("grad", grads)) if takes_any or name in wanted}
 
 
 def refusal(state: TrainState) -> str | None:
-    """Why the optimizer's state cannot be on disk, as text; ``None`` where it can."""
+    """Returns why the optimizer's state cannot be on disk, as text; ``None`` if it can."""
     if disk_of(state) is None:
         return None
     whole = in_memory(state)
     operation = entangled(whole, offered(whole.metadata.tx, np.float32(0), None))
     if operation is not None:
         return (
-            f"offload: the optimizer makes a number of several ({operation}), so its state cannot come from the disk piece by piece. "
-            f"Remedy: an optimizer that treats every number by itself (as Adam, Lion, SGD; clip by clip_norm), or "
-            f"optimizer: host (to='host')."
+            f"offload: the optimizer makes a number of several ({operation}), so its state cannot come from the disk "
+            f"piece by piece. Remedy: an optimizer that treats every number by itself (as Adam, Lion, SGD; clip by "
+            f"clip_norm), or optimizer: host (to='host')."
         )
     params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
     for path, x, owner in _owned(state):
         if is_stored(x) and (owner is None or params[owner] != x.shape):
             return (
-                f"offload: {show(path)} {list(x.shape)} is no moment of a parameter's shape, so it cannot come from the disk piece "
-                f"by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
+                f"offload: {show(path)} {list(x.shape)} is no moment of a parameter's shape, so it cannot come from "
+                f"the disk piece by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
             )
     return None
 
 
 def zeros(function: Callable[..., Any], *given: Any) -> list[bool]:
-    """Which leaves of ``function(*given)`` are zeros whatever it is given, as far as its trace tells.
+    """Returns which leaves of ``function(*given)`` are zeros for any arguments, as far as its trace shows.
 
     >>> zeros(lambda x: (x, jax.numpy.zeros_like(x)), np.ones(2))
     [False, True]
@@ -140,15 +141,15 @@ def _zeros(jaxpr: Any) -> list[bool]:
 
 
 def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
-    """The parameters with state on disk, in the order in which they are updated.
+    """Returns the parameters with state on disk, in the order of their updates.
 
     Raises:
-      ConfigError: the optimizer's state cannot be on disk, or is not asked to be.
+      ConfigError: the optimizer's state cannot be on disk, or is not configured to be.
     """
     if disk_of(state) is None:
         raise ConfigError(
-            "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
-            "jp.init too; or jp.train_step."
+            "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the "
+            "place of tx, for jp.init too; or jp.train_step."
         )
     text = refusal(state)
     if text is not None:
@@ -162,7 +163,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
         mine = [(i, tensor, away) for i, tensor, away in mine if tensor.shape == w.shape]
         if not any(away for *_, away in mine):
             continue
-        # Where an axis splits the layers themselves, a device has not a part of each.
+        # If an axis shards the layers dim itself, a device does not hold a part of every layer.
         stack = dims.get(("params", *path), ())[:1] == (LAYERS,) and w.ndim > 1
         stack = stack and not any(tensor.resolved.axes[0] for _, tensor, _ in mine)
         shape = (1, *w.shape[1:]) if stack else w.shape
@@ -176,7 +177,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
 
 
 def _owned(state: TrainState) -> list[tuple[Any, Any, Any]]:
-    """Path, array (or what stands for it) and owner's path of each leaf of the optimizer's state."""
+    """Returns path, array (or its placeholder) and owner's path of each leaf of the optimizer's state."""
     params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
     dims = dict(state.metadata.dims)
     leaves = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=is_stored)

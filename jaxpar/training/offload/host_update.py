@@ -1,8 +1,8 @@
-"""The update of an optimizer whose state, and of parameters which, lie in the host's memory.
+"""The update of an optimizer whose state, and possibly the parameters, are in host memory.
 
-A state of layers stacked in one array stays where it is, while a loop reads a layer's slice, updates it and writes it back; what is no stack
-moves whole. Only an optimizer that treats every number by itself can go by layers (as Adam, Lion, SGD); one that looks at whole
-matrices moves them whole.
+The state of layers stacked in one array stays on the host. A loop brings one layer's slice to the device, updates it
+and writes it back. Arrays that are not stacks move in full. Only an elementwise optimizer (such as Adam, Lion, SGD) can
+be updated layer by layer; the state of one that operates on full matrices moves in full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpar.sharding.names import LAYERS
 from jaxpar.training.model import Path, show, to_path
 from jaxpar.training.state import TrainState, moment_names, place
 
-# Each number of the result is made of one number of each operand.
+# Elementwise: each element of the result depends on one element of each operand.
 _BY_ITSELF = frozenset(
     [
         "abs",
@@ -79,11 +79,18 @@ type Apply = Callable[..., tuple[list[Any], list[Any]]]
 
 
 def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]) -> tuple[Any, Any]:
-    """New parameters and optimizer state; where ``finite`` is false, the old ones.
+    """Returns new parameters and optimizer state; the old ones where ``finite`` is false.
 
     Args:
-      grads: of the parameters, on the device.
-      extra: what the optimizer is given beside gradients.
+      layout: the ambient layout.
+      state: the state that the step received.
+      grads: gradients of the parameters, on the device.
+      finite: bool scalar.
+      extra: the extra arguments of ``tx.update``.
+
+    Raises:
+      ConfigError: parameters are in host memory, but the optimizer or the layout does not allow an update layer by
+        layer.
     """
     tx, (weights, structure) = state.metadata.tx, jax.tree.flatten(state.params)
     states, state_structure = jax.tree.flatten(state.opt_state)
@@ -102,7 +109,7 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
     specs = [to_spec(t.resolved) for t in tensors if t.role == "opt_state"]
     own = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
     ours, theirs, homes = _by_layers(state, extra, own, specs)
-    # First what moves whole. One number stands in for what goes by layers; nothing reads it.
+    # First the arrays that move in full. Nothing reads the placeholders of the stacks.
     stood = [
         _stand_in(x) if skip else _bring(layout, x, spec) if on_host(x) else x
         for x, spec, skip in zip(states, specs, theirs, strict=True)
@@ -124,7 +131,7 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
 def _by_layers(
     state: TrainState, extra: dict[str, Any], placed: Any, specs: Sequence[PartitionSpec]
 ) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
-    """Which parameters, and which arrays of the optimizer, go layer by layer; where each such parameter's state lies."""
+    """Returns which parameters and optimizer arrays are updated layer by layer, and the specs of their state."""
     dims = dict(state.metadata.dims)
     params = {to_path(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
     owners: list[Any] = []
@@ -134,7 +141,7 @@ def _by_layers(
     states = jax.tree.leaves(state.opt_state)
     ours = {path for path, w in params.items() if on_host(w)}
     waiting = ours | {owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)}
-    # The TPU's compiler cannot cut slices of a row from the host's memory.
+    # Not 2-D stacks: the TPU compiler cannot slice single rows out of host memory.
     stacks = {path for path in waiting if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
     lengths = [params[path].shape[0] for path in params if path in (ours or stacks)]
     stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
@@ -154,12 +161,12 @@ def _by_layers(
 
 
 def _check_stay(ours: set[Path], tangled: str | None) -> None:
-    """What cannot go by layers moves whole; parameters that wait in the host's memory must not."""
+    """Raises if parameters in host memory would have to move in full."""
     if ours:
         raise ConfigError(
-            f"offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a number of several "
-            f"({tangled}). Remedy: one that treats every number by itself (as adamw, lion, sgd; to clip, clip_norm of the step), or keep "
-            f"parameters on the device."
+            f"offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a "
+            f"number of several ({tangled}). Remedy: one that treats every number by itself (as adamw, lion, sgd; to "
+            f"clip, clip_norm of the step), or keep parameters on the device."
         )
 
 
@@ -170,23 +177,28 @@ def _check_alike(
     own: Mapping[Path, PartitionSpec],
     states: Mapping[Path, PartitionSpec],
 ) -> None:
-    """What lies in the host's memory is not laid out anew, and one loop goes through all of it."""
+    """Raises if parameters in host memory need resharding, or their stacks differ in length; one loop updates all."""
     for path in params:
         where = show(("params", *path))
         if path in ours - stacks:
             raise ConfigError(
-                f"offload: {where} {list(params[path].shape)} waits in the host's memory, but another stack there has another number of "
-                f"layers, and one loop updates all. Remedy: keep parameters on the device."
+                f"offload: {where} {list(params[path].shape)} waits in the host's memory, but another stack there has "
+                f"another number of layers, and one loop updates all. Remedy: keep parameters on the device."
             )
         if path in ours and states.get(path, own[path]) != own[path]:
             raise ConfigError(
-                f"offload: {where} waits in the host's memory as {own[path]}, its optimizer's state as {states[path]}, but nothing is "
-                f"laid out anew there. Remedy: the same rules for the roles params and optimizer."
+                f"offload: {where} waits in the host's memory as {own[path]}, its optimizer's state as {states[path]}, "
+                f"but nothing is laid out anew there. Remedy: the same rules for the roles params and optimizer."
             )
 
 
 def entangled(state: TrainState, extra: Mapping[str, Any] | None = None) -> str | None:
-    """The first operation by which the optimizer makes a number of several; ``None`` where it treats each by itself."""
+    """Returns the first operation that mixes elements of an array, by name; ``None`` if the optimizer is elementwise.
+
+    Args:
+      state: supplies the optimizer and the shapes.
+      extra: the extra arguments of ``tx.update``.
+    """
     extra = extra or {}
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     given = jax.tree.map(shape, (state.params, state.opt_state, state.params))
@@ -221,10 +233,10 @@ def _layers(
     specs: tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]],
     scalars: tuple[Any, Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Parameters and states of layers, updated one after the other where they lie."""
+    """Returns the parameters and states of stacked layers, updated layer by layer in their own memory."""
     (weights, gradients, states), (ours, theirs) = arrays, chosen
     stand = [_stand_in(w) for w in weights]
-    # What its state is split over a parameter is split over too, for as long as this takes.
+    # During the update a parameter is sharded like its state.
     w_specs, s_specs = (list(some) for some in specs)
 
     def loop(
@@ -243,10 +255,10 @@ def _layers(
             write = lambda old, new, flags: [back(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
             return write(carry[0], new_w, ours), write(carry[1], new_s, theirs)
 
-        # The host's arrays are what the loop carries, or the compiler would copy them whole.
+        # Carry the host arrays themselves: otherwise the compiler copies them in full.
         return jax.lax.fori_loop(0, weights[0].shape[0], one, (weights, moving))
 
-    # Every device by itself: what it lays out anew between host and device, the compiler lays out on the host.
+    # Manual, because the compiler does any resharding between host and device on the host.
     run = jax.shard_map(
         loop,
         mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
@@ -263,7 +275,7 @@ def _only(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
 
 
 def _filled(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """``others``, with ``some`` in the places that are chosen."""
+    """Returns ``others``, with ``some`` at the chosen positions."""
     given = iter(some)
     return [next(given) if flag else other for flag, other in zip(chosen, others, strict=True)]
 
@@ -273,12 +285,12 @@ def _without(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
 
 
 def _stand_in(x: Any) -> jax.Array:
-    """One number of as many dims, on the device."""
+    """Returns a placeholder on the device with the same number of dims and one element."""
     return jnp.zeros((1,) * x.ndim, x.dtype)
 
 
 def _bring(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    # Pinned to where it lies: the compiler would move another layout's exchange to the host.
+    # Pinned to its own sharding: otherwise the compiler would reshard it on the host.
     return lay_out(layout.mesh, jax.device_put(x, DEVICE), spec)
 
 

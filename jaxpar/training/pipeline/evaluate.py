@@ -1,4 +1,4 @@
-"""Metrics of a batch by a pipeline: forwards alone, each stage with its own layers, nothing kept for backwards."""
+"""Metrics of a batch in a pipeline: forward passes only, each stage with its own layers, no residuals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,19 @@ from jaxpar.training.state import TrainState
 def evaluated(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, asked: Pipeline
 ) -> Metrics:
-    """Loss and metrics of ``batch``, over microbatches averaged as in training."""
+    """Returns loss and metrics of ``batch``, averaged over microbatches as in training.
+
+    Args:
+      layout: the ambient layout.
+      loss_fn: a :class:`jaxpar.PipelineLoss`.
+      state: supplies parameters and key.
+      batch: arrays ``[rows, ...]``.
+      precision: dtypes of the compute and the gathers.
+      asked: the pipeline's options; options for backward passes are ignored.
+
+    Raises:
+      ConfigError, LayoutError, ModelError: as in training.
+    """
     schedule = forwards(asked.schedule)
     asked = replace(
         asked,
@@ -69,7 +81,7 @@ def evaluated(
 
 
 def _head(loss_fn: PipelineLoss, split: ModelSplit) -> Head:
-    """What comes after the layers, of one microbatch: its share of all sums."""
+    """Returns the head of one microbatch, which gives its contribution to all sums."""
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
         loss, metrics, weight = after_of(loss_fn, split, after, y, piece)

@@ -1,8 +1,10 @@
-"""Loss and gradients of a batch by a pipeline: the layers over its stages, what comes before and after them over all devices.
+"""Loss and gradients of a batch in a pipeline.
 
-The axes of the batch and of the sequence are manual, as for ``grad_reduction="per_step"``: weights are gathered once a step, every device sums its own gradients over
-all microbatches, and one reduction follows. What comes before the layers runs once for the whole batch, outside of the ticks (or, asked so, as
-what comes after); what comes after them, for each microbatch on all stages at once, so that rules may split its weights over ``pipeline`` (``vocab: [pipeline, model]``).
+The layers are split over the stages; the parts before and after them run on all devices. The axes of the batch and of
+the sequence are manual, as for ``grad_reduction="per_step"``: weights are gathered once a step, every device sums its
+own gradients over all microbatches, and one reduction follows. The part before the layers runs once for the whole
+batch, outside the ticks (``embedding="per_microbatch"``: in the ticks). The part after the layers runs for each
+microbatch on all stages in parallel, so rules may shard its weights over ``pipeline`` (``vocab: [pipeline, model]``).
 """
 
 from __future__ import annotations
@@ -46,9 +48,18 @@ from jaxpar.training.state import TrainState
 def piped(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Pipeline
 ) -> GradientResult:
-    """Loss, metrics and gradients of ``state``'s parameters on ``batch``, as :func:`jaxpar.training.gradients.gradients` gives them."""
+    """Returns loss, metrics and gradients of ``state``'s parameters on ``batch``.
+
+    Args:
+      layout, loss_fn, state, batch, how: as for :func:`jaxpar.training.gradients.gradients`.
+      asked: the pipeline's options.
+
+    Raises:
+      ConfigError, LayoutError, ModelError: as for :func:`jaxpar.training.gradients.gradients`, or something that a
+        pipeline does not support.
+    """
     check_trained(layout, loss_fn, state, how, asked)
-    if how.grad_reduction == "per_microbatch" and asked.grad_reduction == "per_step":  # as stage 2 of ZeRO asks
+    if how.grad_reduction == "per_microbatch" and asked.grad_reduction == "per_step":  # ZeRO stage 2
         asked = replace(asked, grad_reduction="per_microbatch")
     schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
     split = ModelSplit(state, loss_fn)
@@ -96,50 +107,63 @@ def piped(
 def check_trained(
     layout: Layout, loss_fn: Any, state: TrainState, how: StepConfig, asked: Pipeline | Asynchronous
 ) -> None:
-    """What a pipeline cannot do, or not in training."""
+    """Raises if a pipeline cannot train with these arguments.
+
+    Raises:
+      ConfigError, ModelError: the first problem.
+    """
     check_pipeline(layout, loss_fn, state, asked)
     if asked.schedule.forward_only:
         raise ConfigError(
-            f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: '1f1b'."
+            f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: "
+            f"'1f1b'."
         )
     others = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))}
     if asked.executor == "independent" and others:
         said = ", ".join(f"{axis} {size}" for axis, size in others.items())
         raise ConfigError(
-            f"pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has {said}: collectives over it "
-            f"stand inside of layers, where some stages would wait for others for ever. Remedy: executor='lockstep', or a mesh of pipeline and "
-            f"the axes of the batch alone."
+            f"pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has "
+            f"{said}: collectives over it stand inside of layers, where some stages would wait for others for ever. "
+            f"Remedy: executor='lockstep', or a mesh of pipeline and the axes of the batch alone."
         )
     if how.grad_accum_steps != 1:
         raise ConfigError(
-            f"pipeline: grad_accum_steps is {how.grad_accum_steps}, but the schedule's {asked.schedule.microbatches} microbatches are the accumulation. "
-            f"Remedy: leave grad_accum_steps out, or a schedule of {how.grad_accum_steps * asked.schedule.microbatches}."
+            f"pipeline: grad_accum_steps is {how.grad_accum_steps}, but the schedule's {asked.schedule.microbatches} "
+            f"microbatches are the accumulation. Remedy: leave grad_accum_steps out, or a schedule of "
+            f"{how.grad_accum_steps * asked.schedule.microbatches}."
         )
     groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
     each = isinstance(asked, Asynchronous) and how.grad_reduction == "per_microbatch"
     if groups or each:
         what = f"fusion: {groups[0]} names groups of layers" if groups else "grad_reduction is 'per_microbatch'"
         raise ConfigError(
-            f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. Remedy: leave it out."
+            f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. "
+            f"Remedy: leave it out."
         )
     if how.own:
         raise ConfigError(
-            "pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be. Remedy: leave it out, or the pipeline."
+            "pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be. Remedy: leave it out, or "
+            "the pipeline."
         )
 
 
 def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipeline | Asynchronous) -> None:
-    """What no pipeline can do."""
+    """Raises if no pipeline supports these arguments, in training or evaluation.
+
+    Raises:
+      ConfigError, ModelError: the first problem.
+    """
     if not isinstance(loss_fn, PipelineLoss):
         raise ConfigError(
-            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what the layers are. Remedy: "
-            f"jaxpar.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the stack and what comes before and after it."
+            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what "
+            f"the layers are. Remedy: jaxpar.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the "
+            f"stack and what comes before and after it."
         )
     stages = layout.sizes.get(AXIS, 1)
     if asked.schedule.stages != stages:
         raise ConfigError(
-            f"pipeline: the schedule {asked.schedule.name!r} has {asked.schedule.stages} stages, but the mesh's axis {AXIS!r} has {stages} "
-            f"devices. Remedy: stages={stages}, or mesh {{{AXIS}: {asked.schedule.stages}}}."
+            f"pipeline: the schedule {asked.schedule.name!r} has {asked.schedule.stages} stages, but the mesh's axis "
+            f"{AXIS!r} has {stages} devices. Remedy: stages={stages}, or mesh {{{AXIS}: {asked.schedule.stages}}}."
         )
     if any(map(on_host, jax.tree.leaves(state.params))):
         raise ConfigError("pipeline: parameters in the host's memory cannot be. Remedy: leave it out, or the pipeline.")
@@ -150,13 +174,14 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipel
     ]
     if carried:
         raise ModelError(
-            f"pipeline: the model carries {', '.join(carried)}, but microbatches pass the stages in an order of their own, so no state can be "
-            f"carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
+            f"pipeline: the model carries {', '.join(carried)}, but microbatches pass the stages in an order of their "
+            f"own, so no state can be carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm "
+            f"in the place of BatchNorm)."
         )
 
 
 def join(sums: Any, extras: LayerScalars) -> Any:
-    """Sums over microbatches, with those of the layers' own losses and metrics."""
+    """Adds the layers' own losses and metrics to the sums over microbatches."""
     (loss, metrics), *others = sums
     if not extras:
         return sums
@@ -166,46 +191,48 @@ def join(sums: Any, extras: LayerScalars) -> Any:
 
 
 def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, asked: Pipeline) -> None:
-    """A sequence that goes in chunks is whole on its device, and divides; its layers can take it so."""
+    """Raises if a sequence cannot be split into chunks, or the layers cannot process it in chunks."""
     schedule = asked.schedule
     if schedule.sequence_chunks == 1:
         return
     cuts = f"pipeline: the schedule {schedule.name!r} cuts each sequence into {schedule.sequence_chunks} chunks"
     if loss_fn.chunked_layer is None:
         raise ConfigError(
-            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: PipelineLoss(chunked_layer=..., chunk_carry=...), or "
-            f"sequence_chunks=1."
+            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: "
+            f"PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1."
         )
     if loss_fn.keys:
         raise ConfigError(
-            f"{cuts}, but layers draw random numbers (keys=True), a key for each row, and each of its chunks would draw the same. Remedy: "
-            f"sequence_chunks=1, or layers that draw none."
+            f"{cuts}, but layers draw random numbers (keys=True), a key for each row, and each of its chunks would "
+            f"draw the same. Remedy: sequence_chunks=1, or layers that draw none."
         )
     if asked.recompute:
         raise ConfigError(
-            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. Remedy: activation_checkpointing='full', or "
-            f"sequence_chunks=1."
+            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. "
+            f"Remedy: activation_checkpointing='full', or sequence_chunks=1."
         )
     if schedule.split:
         raise ConfigError(
-            f"{cuts} and backwards in two, but the gradients of what chunks carry come whole. Remedy: an order without W."
+            f"{cuts} and backwards in two, but the gradients of what chunks carry come whole. Remedy: an order without "
+            f"W."
         )
     if axes := seq_axes(layout):
         raise ConfigError(
-            f"{cuts}, but the rule of 'seq' splits it over {', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}: a chunk would be some "
-            f"devices' alone. Remedy: sequence_chunks=1, or no rule of 'seq' over them."
+            f"{cuts}, but the rule of 'seq' splits it over "
+            f"{', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}: a chunk would be some devices' alone. "
+            f"Remedy: sequence_chunks=1, or no rule of 'seq' over them."
         )
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
         if x.ndim > 1 and x.shape[1] % schedule.sequence_chunks:
             raise LayoutError(
-                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} cuts the second dim of the batch's arrays into "
-                f"{schedule.sequence_chunks} chunks, which do not divide {x.shape[1]}. Remedy: a sequence of a multiple of "
-                f"{schedule.sequence_chunks}, or another sequence_chunks."
+                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} cuts the second "
+                f"dim of the batch's arrays into {schedule.sequence_chunks} chunks, which do not divide {x.shape[1]}. "
+                f"Remedy: a sequence of a multiple of {schedule.sequence_chunks}, or another sequence_chunks."
             )
 
 
 def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCarry | None:
-    """How layers take sequences in chunks."""
+    """Returns how the layers process sequences in chunks; ``None`` without chunks."""
     layer = loss_fn.chunked_layer
     if chunks == 1 or layer is None:
         return None
@@ -214,7 +241,7 @@ def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCar
         call = lambda model: loss_fn.chunk_carry(model, piece.batch)
         others = jax.tree.map(
             lambda w: jnp.zeros(w.shape, w.dtype), split.others(split.shapes)
-        )  # its shape alone is asked for
+        )  # only the result's shape matters
         read_by(split, "chunk_carry", call, others)
         return call(split.model_of(others))
 
@@ -230,7 +257,7 @@ def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCar
 
 
 def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
-    """What comes after the layers, of one microbatch: its share of all sums, and the cotangent of what it is given."""
+    """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
         loss, metrics, weight = after_of(loss_fn, split, after, y, piece)

@@ -1,4 +1,7 @@
-"""The pieces of a :class:`jaxpar.PipelineLoss` loss as an executor calls them: of a model whose layers are elsewhere, on a microbatch's rows."""
+"""The parts of a :class:`jaxpar.PipelineLoss` in the form that an executor calls them.
+
+They see one microbatch's rows, and a model without its layers.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,12 @@ from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axe
 
 
 class Given(NamedTuple):
-    """What an executor cuts into microbatches: the batch, and of each of its rows [rows] the key to draw from and its place in the whole batch.
+    """The values that an executor splits into microbatches.
 
     Attributes:
-      keys: ``None`` where layers draw nothing.
-      numbers: int32; ``None`` of a batch that is not cut.
+      batch: arrays ``[rows, ...]``.
+      keys: ``[rows]``, the PRNG key of each row; ``None`` if layers draw no random numbers.
+      numbers: int32 ``[rows]``, each row's place in the whole batch; ``None`` for a batch that is not split.
     """
 
     batch: Any
@@ -42,7 +46,7 @@ class Given(NamedTuple):
 
 
 def given_of(batch: Any, keys: Any = None) -> Given:
-    """A whole batch, to be cut."""
+    """Returns a whole batch with its rows' numbers, before it is split."""
     rows = rows_of(batch)
     return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
 
@@ -50,7 +54,10 @@ def given_of(batch: Any, keys: Any = None) -> Given:
 def program_of(
     layout: Layout, loss_fn: PipelineLoss, split: ModelSplit, board: StageTransfer, **others: Any
 ) -> PipelineProgram:
-    """What stages carry out: the loss's layers where ``board`` has them; ``others`` are a program's other fields, or other values of these."""
+    """Returns the program that the stages execute, with the loss's layers placed by ``board``.
+
+    ``others`` are the program's other fields, or overrides of these.
+    """
     layers = board.layers
     mine: dict[str, Any] = {
         "layer": layer_of(loss_fn, split),
@@ -61,13 +68,13 @@ def program_of(
 
 
 def before_of(loss_fn: PipelineLoss, split: ModelSplit, others: Any, batch: Any) -> jax.Array:
-    """What the first layer is given."""
+    """Returns the first layer's input."""
     x: jax.Array = _called(split, "embed", lambda model: loss_fn.embed(model, batch), others)
     return x
 
 
 def each_before(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
-    """The same of one microbatch at a time, in the ticks."""
+    """Returns the first layer's input and its backward pass for one microbatch at a time, for use in the ticks."""
 
     def given(weights: Any, piece: Given) -> jax.Array:
         with batch_rows(piece.numbers):
@@ -83,7 +90,7 @@ def each_before(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
 
 
 def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
-    """One layer, of its weights."""
+    """Returns the function that runs one layer with given weights."""
 
     def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         with batch_rows(side.numbers):
@@ -95,12 +102,12 @@ def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
 def side_of(
     layout: Layout, loss_fn: PipelineLoss, split: ModelSplit
 ) -> Callable[[Any, Sequence[jax.Array]], LayerInputs]:
-    """What layers know of a microbatch, of it and of what :func:`side_weights` gave."""
+    """Returns a function of a microbatch and :func:`side_weights` that computes the layer inputs."""
 
     def side(piece: Given, weights: Sequence[jax.Array]) -> LayerInputs:
         batch, keys, numbers = piece
         read, values = read_by_side(loss_fn, split, batch), iter(weights)
-        # What it does not read stays a shape, so that no tick is given it.
+        # Parameters that it does not read stay shapes, so that no tick receives them.
         value = lambda keys, shape: next(values) if to_path(keys) in read else shape
         others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
         with batch_rows(numbers):
@@ -114,18 +121,22 @@ def side_of(
 
 
 def read_by_side(loss_fn: PipelineLoss, split: ModelSplit, batch: Any) -> frozenset[Path]:
-    """The parameters that ``PipelineLoss.layer_inputs`` reads, beside none of the layers, of a microbatch."""
+    """Returns the paths of the parameters that ``PipelineLoss.layer_inputs`` reads; none are of the layers."""
     return read_by(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), split.others(split.shapes))
 
 
 def side_weights(
     loss_fn: PipelineLoss, split: ModelSplit, board: StageTransfer, weights: Any, pieces: Any
 ) -> list[jax.Array]:
-    """The parameters that ``PipelineLoss.layer_inputs`` reads, replicated over the stages: each computes the side of its own microbatch.
+    """Returns the parameters that ``PipelineLoss.layer_inputs`` reads, replicated over the stages.
+
+    They are replicated because each stage computes the layer inputs of its own microbatch.
 
     Args:
-      weights: the parameters that are not of the layers, as ticks have them; or versions of them, [versions, ...].
-      pieces: of the batch alone, [devices, microbatches, rows, ...].
+      loss_fn, split, board: the loss, its parameters and their transfer.
+      weights: the parameters outside the layers, as the ticks use them; or several versions of them,
+        ``[versions, ...]``.
+      pieces: the batch alone, ``[devices, microbatches, rows, ...]``.
     """
     board.look_at(lambda piece: read_by_side(loss_fn, split, piece), pieces)
     read = split.read["layer_inputs"]
@@ -136,28 +147,39 @@ def side_weights(
 def after_of(
     loss_fn: PipelineLoss, split: ModelSplit, after: Any, y: jax.Array, piece: Given
 ) -> tuple[jax.Array, Metrics, jax.Array]:
-    """Loss and metrics of a microbatch that has come through all layers, and what it counts."""
+    """Returns loss, metrics and weight of a microbatch that has passed all layers.
+
+    Raises:
+      ModelError: ``head`` returned updates, or a metric that is not a scalar.
+    """
     with batch_rows(piece.numbers):
         found = _called(split, "head", lambda model: loss_fn.head(model, y, piece.batch), after)
     loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(
-            "PipelineLoss(head=...) returned a third value (updates), but a pipeline carries no variables. Remedy: return loss or (loss, aux)."
+            "PipelineLoss(head=...) returned a third value (updates), but a pipeline carries no variables. Remedy: "
+            "return loss or (loss, aux)."
         )
     for name, value in metrics.items():
         if jnp.shape(value):
             raise ModelError(
-                f"PipelineLoss(head=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, so scalars are "
-                f"wanted. Remedy: return its mean."
+                f"PipelineLoss(head=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches "
+                f"are averaged, so scalars are wanted. Remedy: return its mean."
             )
     return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
 
 
 def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> frozenset[Path]:
-    """The paths of the parameters that the result of ``call(model)`` depends on; found once for each ``what``, a piece of the loss.
+    """Returns the paths of the parameters that the result of ``call(model)`` depends on.
+
+    Args:
+      split: the parameters; caches the result.
+      what: the name of this part of the loss, the key in the cache.
+      call: calls this part of the loss.
+      others: the parameters outside the layers.
 
     Raises:
-      ModelError: some of them are of the layers.
+      ModelError: the result depends on parameters of the layers.
     """
     if what not in split.read:
 
@@ -175,8 +197,9 @@ def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: An
         if of_layers := read[: sum(used[: len(stack)])]:
             where = "/".join(split.path)
             raise ModelError(
-                f"PipelineLoss({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
-                f"them in PipelineLoss(layer=...), or keep them outside of {where!r}."
+                f"PipelineLoss({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the "
+                f"parameters of its own layers alone. Remedy: read them in PipelineLoss(layer=...), or keep them "
+                f"outside of {where!r}."
             )
         split.read[what] = frozenset(read)
     return split.read[what]
@@ -187,7 +210,7 @@ def listed(paths: Iterable[Path]) -> str:
 
 
 def _called(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> Any:
-    """``call(model)`` of a model without its layers: a piece of the loss."""
+    """Returns ``call(model)`` for a model without its layers; ``call`` is a part of the loss."""
     read_by(split, what, call, others)
     model = split.model_of(others)
     found = call(model)
@@ -196,19 +219,23 @@ def _called(split: ModelSplit, what: str, call: Callable[[Any], Any], others: An
 
 
 def _check_carried(what: str, split: ModelSplit, model: Any) -> None:
-    """A piece changes no variable of the model: microbatches come in an order of their own, and nobody would see the change."""
+    """Raises if a part of the loss assigns to the model's variables; a pipeline carries none between microbatches."""
     now = split.kind.carried(model, split.variables, None)
     pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.variables), strict=True)
     changed = [show(("variables", *to_path(keys))) for (keys, new), old in pairs if new is not old]
     if changed:
         raise ModelError(
-            f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a model that changes none; for random "
-            f"numbers of layers PipelineLoss(keys=True)."
+            f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a "
+            f"model that changes none; for random numbers of layers PipelineLoss(keys=True)."
         )
 
 
 def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
-    """Every array has rows for each device's microbatches, and a sequence that its axes divide."""
+    """Raises if an array's rows cannot be split into each device's microbatches, or its sequence over its axes.
+
+    Raises:
+      LayoutError: the arrays, with the numbers that do not divide.
+    """
     ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
     if undivided := undivided_by(batch, ways * microbatches):
         raise LayoutError(messages.uncut_rows(undivided, microbatches, ways, "pipeline"))
@@ -218,15 +245,16 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
         parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
         if x.ndim > 1 and x.shape[1] % parts:
             raise LayoutError(
-                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} devices, which do not divide "
-                f"{x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule of 'seq' over those axes."
+                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} "
+                f"devices, which do not divide {x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule "
+                f"of 'seq' over those axes."
             )
 
 
 def columns(layout: Layout, x: jax.Array, dims: tuple[str | None, ...] | None) -> jax.Array:
-    """What the first layer is given, its last dim over the stages: only the first wants it whole, a microbatch at a time.
+    """Shards the first layer's input: the last dim over the stages, the other dims by their names, as between layers.
 
-    Its other dims lie by their names, as between layers: of a whole batch there is much.
+    Only the first stage needs the input in full, one microbatch at a time, and a whole batch is large.
     """
     stages = layout.sizes.get(AXIS, 1)
     if x.shape[-1] % stages:

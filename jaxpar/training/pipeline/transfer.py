@@ -1,4 +1,8 @@
-"""Into a pipeline and out of it: weights gathered and cut into stages' layers, a batch into pieces; gradients scattered, and back in the model's order."""
+"""Transfer into a pipeline and out of it.
+
+On entry, weights are gathered and cut into the stages' layers, and the batch is split into microbatches. On exit,
+gradients are reduce-scattered and returned to the model's order.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,18 @@ from jaxpar.training.state import TrainState
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """What crosses before the first tick and after the last, each once a step.
+    """The transfers before the first tick and after the last one, each once a step.
 
     Attributes:
-      axes: of the batch and of the sequence, over which each device has its own rows.
+      layout: the ambient layout.
+      axes: the axes of the batch and of the sequence, over which each device has its own rows.
       split: the parameters, as the stack of layers and all others.
-      layers: which stage wants which of them.
-      stored, wanted: where parameters, and their gradients, lie: trees of :class:`Lies`.
-      each: gradients of layers come already scattered.
-      chunks: of each sequence.
+      layers: which stage has which layers.
+      precision: dtypes of the gathers and reductions.
+      stored: the shardings of the parameters, a tree of :class:`Lies`.
+      wanted: the shardings of their gradients, a tree of :class:`Lies`.
+      each: the layers' gradients leave the ticks already scattered.
+      chunks: number of chunks of each sequence.
     """
 
     layout: Layout
@@ -54,10 +61,18 @@ class StageTransfer:
     def of(
         cls, layout: Layout, split: ModelSplit, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
     ) -> StageTransfer:
-        """That of a state.
+        """Returns the transfers for a state.
+
+        Args:
+          layout: the ambient layout.
+          split: the state's parameters.
+          state: supplies the parameters' shapes and dims.
+          precision: dtypes of the gathers and reductions.
+          asked: the pipeline's options.
 
         Raises:
-          ConfigError, LayoutError: layers do not go over the pieces, or parameters lie so that stages cannot have theirs.
+          ConfigError, LayoutError: the layers cannot be split over the pieces, or the rules shard parameters so that
+            stages cannot get theirs.
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
         stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
@@ -66,17 +81,18 @@ class StageTransfer:
             first = lies.parts(axes).dims[0]
             if each and first:
                 raise ConfigError(
-                    f"pipeline: grad_reduction is {asked.grad_reduction!r}, but gradients are split over {listing(first)} layer by layer, of which one alone cannot be. "
-                    f"Remedy: grad_reduction='per_step', or rules that split another dim."
+                    f"pipeline: grad_reduction is {asked.grad_reduction!r}, but gradients are split over "
+                    f"{listing(first)} layer by layer, of which one alone cannot be. Remedy: "
+                    f"grad_reduction='per_step', or rules that split another dim."
                 )
         chunks = asked.schedule.sequence_chunks
         return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks)
 
     def kept(self, asked: Pipeline) -> Kept | None:
-        """Slots of layers, where the first of a stage recompute.
+        """Returns the residual slots of each layer, if the first layers of a stage recompute; else ``None``.
 
         Raises:
-          ConfigError: a stage is to recompute more layers than it has.
+          ConfigError: ``recompute`` of a stage exceeds its number of layers.
         """
         pieces, path = self.layers.pieces, "/".join(self.split.path)
         counts = np.zeros((pieces.stages, pieces.chunks), np.int32)
@@ -85,15 +101,23 @@ class StageTransfer:
         for stage, (wanted, most) in enumerate(zip(asked.recompute, counts.max(axis=1).tolist(), strict=False)):
             if wanted > most:
                 raise ConfigError(
-                    f"pipeline: recompute is {list(asked.recompute)}, but stage {stage} has {most} of the {self.layers.total} layers of {path} in "
-                    f"a pass. Remedy: a number up to {most} for stage {stage}."
+                    f"pipeline: recompute is {list(asked.recompute)}, but stage {stage} has {most} of the "
+                    f"{self.layers.total} layers of {path} in a pass. Remedy: a number up to {most} for stage {stage}."
                 )
         return kept_of(asked.schedule, asked.recompute, counts) if asked.recompute else None
 
     def enter(self, params: Any, batch: Any, x: jax.Array | None, microbatches: int) -> tuple[Any, tuple[Any, Any]]:
-        """Weights, those of layers as [stages, chunks, layers, ...]; the batch and ``x``, if there is one, as [devices, microbatches, rows, ...].
+        """Moves weights and a batch into the pipeline.
 
-        Of sequences in chunks, each chunk of a microbatch comes as one.
+        Args:
+          params: the parameters, in the model's order.
+          batch: arrays ``[rows, ...]``.
+          x: the first layer's input ``[rows, ...]``, or ``None``.
+          microbatches: number of microbatches; each chunk of a sequence counts as one.
+
+        Returns:
+          The weights, with the layers as ``[stages, chunks, layers, ...]``; and ``batch`` and ``x`` as
+          ``[devices, microbatches, rows, ...]``.
         """
 
         def local(params: Any, batch: Any, x: jax.Array | None) -> Any:
@@ -115,7 +139,18 @@ class StageTransfer:
         return found
 
     def leave(self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> tuple[Any, jax.Array, Any, Any]:
-        """Sums over all devices, of metrics, of weights, and of gradients where they are wanted; ``x``, if there is one, as it came in."""
+        """Moves gradients and metrics out of the pipeline.
+
+        Args:
+          grads: each device's own gradients.
+          sums: each device's own sums of loss and metrics, ``[devices, ...]``.
+          weight: each device's own weight, ``[devices]``.
+          x: the cotangents of the first layer's input, or ``None``.
+
+        Returns:
+          The sums and the weight over all devices, the gradients in their shardings, and ``x`` in the shape of the
+          input.
+        """
 
         def local(grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> Any:
             sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
@@ -139,18 +174,23 @@ class StageTransfer:
         return found
 
     def summed(self, sums: Any) -> Any:
-        """Each device's own sums [1, ...], of all devices."""
+        """Sums each device's own values ``[1, ...]`` over all devices."""
         if not self.axes:
             return jax.tree.map(lambda x: x[0], sums)
         local = lambda sums: jax.lax.psum(jax.tree.map(lambda x: x[0], sums), self.axes)
         return self._inside(local, (PartitionSpec(self.axes),), PartitionSpec())(sums)
 
     def on_all_stages(self, weights: Any) -> Any:
-        """Parameters that are not of the layers, replicated over the stages where rules split them over these."""
+        """Replicates parameters outside the layers over the stages."""
         return self._inside(lambda weights: weights, (PartitionSpec(),), PartitionSpec())(weights)
 
     def look_at(self, f: Callable[[Any], Any], pieces: Any) -> None:
-        """Trace ``f(microbatch)`` of one device where a tick computes, and forget it. ``pieces``: [devices, microbatches, rows, ...]."""
+        """Traces ``f(microbatch)`` with the manual axes of a tick, and discards the result.
+
+        Args:
+          f: a function of one device's microbatch.
+          pieces: arrays ``[devices, microbatches, rows, ...]``.
+        """
 
         def local(pieces: Any) -> tuple[()]:
             f(jax.tree.map(lambda x: x[0, 0], pieces))
@@ -159,7 +199,7 @@ class StageTransfer:
         jax.eval_shape(self._inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
 
     def of_one_layer(self, grads: Any) -> Any:
-        """A layer's gradients, summed over devices and scattered."""
+        """Reduce-scatters one layer's gradients over the devices."""
 
         def one(g: jax.Array, lies: Lies) -> jax.Array:
             return reduce(g, Parts(lies.parts(self.axes).dims[1:]), self.axes, self.precision)
@@ -167,15 +207,15 @@ class StageTransfer:
         return jax.tree.map(one, grads, self.split.stack(self.wanted))
 
     def _cut(self, w: jax.Array, lies: Lies) -> jax.Array:
-        """A stage's layers, gathered."""
+        """Returns a stage's layers, gathered."""
         first, *others = lies.parts(self.axes).dims
         w = gather(w, Parts((first,)), self.precision) if first else w
-        # Cast before it goes to another stage, too.
+        # Cast before the transfer to another stage, which then moves fewer bytes.
         w = self.layers.cut(self.precision.crossing(w))
         return gather(w, Parts(((), (), *others)), self.precision)[None]
 
     def _back(self, g: jax.Array, lies: Lies) -> jax.Array:
-        """A stage's gradients [1, 1, chunks, layers, ...], scattered, in the place of its part of the stack."""
+        """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
         first, *others = lies.parts(self.axes).dims
         on, g = AXIS in lies.dims[0], g[0, 0]
         if not self.each and not first:
@@ -186,7 +226,7 @@ class StageTransfer:
         return g if on or self.layers.pieces.stages == 1 else jax.lax.psum(g, AXIS)
 
     def _columns(self, x: Any, ndim: int, *lead: Any) -> PartitionSpec:
-        """Of an array of so many dims whose last is that of ``x``, split over stages if they divide it."""
+        """Returns the spec of an array that ends in the last dim of ``x``, sharded over the stages if possible."""
         last = AXIS if x.shape[-1] % self.layers.pieces.stages == 0 else None
         return PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
 
@@ -196,7 +236,7 @@ class StageTransfer:
 
 
 class ModelSplit:
-    """A state's parameters as the stack of layers and all others."""
+    """A state's parameters, as the stack of layers and all others."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
         self.kind, self.path, self.variables = state.metadata.kind, loss_fn.path, state.variables
@@ -205,7 +245,8 @@ class ModelSplit:
         _, self.block = stacked_part(self.model(self.shapes), self.path)
         self.names = dict(state.metadata.dims)
         self.read: dict[str, frozenset[Path]] = {}
-        """Which parameters a piece of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`."""
+        """What each part of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`.
+        """
 
     def stack(self, params: Any) -> Any:
         for name in self.path:
@@ -213,11 +254,11 @@ class ModelSplit:
         return params
 
     def others(self, params: Any) -> Any:
-        """Without the layers."""
+        """Returns the parameters outside the layers."""
         return _replaced(params, self.path, None)
 
     def laid(self, others: Any) -> Any:
-        """Gradients of what is not of the layers, by their rules."""
+        """Constrains gradients of the parameters outside the layers to their rules."""
 
         def one(keys: Any, grad: jax.Array) -> jax.Array:
             names = self.names.get(("params", *to_path(keys)))
@@ -229,41 +270,44 @@ class ModelSplit:
         return _replaced(others, self.path, stack)
 
     def model_of(self, others: Any) -> Any:
-        """The model, with nothing but shapes for its layers."""
+        """Returns the model with shapes instead of arrays for its layers."""
         return self.model(self.join(self.stack(self.shapes), others))
 
     def apart(self, tree: Any, beside: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]) -> Any:
-        """``f(x, y)`` of every parameter and what is beside it, ``of_stack(x, y)`` of those of the layers."""
+        """Maps ``f(x, y)`` over the parameters outside the layers and ``of_stack(x, y)`` over those of the layers.
+
+        ``y`` is the leaf of ``beside`` at the same path.
+        """
         others = jax.tree.map(f, self.others(tree), self.others(beside))
         return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(beside)), others)
 
     def add(self, grads: Any, others: Any) -> Any:
-        """Gradients with those of what comes before the layers."""
+        """Adds ``others`` to the gradients of the parameters outside the layers."""
         summed = jax.tree.map(jnp.add, self.others(grads), others)
         return self.join(self.stack(grads), summed)
 
 
 @dataclass(frozen=True)
 class Lies:
-    """For each dim of a parameter, or of its gradient, the axes of the batch, the sequence and the pipeline that split it. A leaf."""
+    """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf."""
 
     dims: tuple[Axes, ...]
 
     def parts(self, axes: Axes) -> Parts:
-        """Those of these axes."""
+        """Returns the sharding over these axes only."""
         return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims))
 
     def spec(self, axes: Axes | None = None, *lead: Any) -> PartitionSpec:
-        """Of an array with so many dims before; of these axes alone, or all."""
+        """Returns the spec over ``axes`` (default: all), after leading dims with the specs ``lead``."""
         dims = self.dims if axes is None else self.parts(axes).dims
         return PartitionSpec(*lead, *(dim or None for dim in dims))
 
 
 def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
-    """Where every parameter, or its gradient, lies.
+    """Returns the sharding of every parameter, or of its gradient.
 
     Raises:
-      LayoutError: a dim is split over ``pipeline`` inside of another axis.
+      LayoutError: a dim is sharded over ``pipeline`` after another axis.
     """
 
     def one(path: Any, w: jax.Array) -> Lies:
@@ -271,8 +315,8 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
         for dim, names in enumerate(found):
             if AXIS in names[1:]:
                 raise LayoutError(
-                    f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages come first. Remedy: a rule with "
-                    f"{AXIS!r} before {names[0]!r}."
+                    f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages "
+                    f"come first. Remedy: a rule with {AXIS!r} before {names[0]!r}."
                 )
         return Lies(found)
 
@@ -280,7 +324,7 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
 
 
 def _layers(split: ModelSplit, asked: Pipeline | Asynchronous) -> Layers:
-    """How the stack goes over the pieces."""
+    """Returns which piece of the pipeline has which layers of the stack."""
     total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
     _check_layers(total, pieces.count, asked.layers, "/".join(split.path))
     return Layers(total, pieces, asked.layers or (total // pieces.count,) * pieces.count)
@@ -291,13 +335,15 @@ def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) 
         low, more = divmod(total, pieces)
         fits = (*(low + 1,) * more, *(low,) * (pieces - more))
         raise ConfigError(
-            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number for each piece (YAML: offset: "
-            f"{[n - low for n in fits]}), or a schedule of as many stages and chunks as divide {total}."
+            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number "
+            f"for each piece (YAML: offset: {[n - low for n in fits]}), or a schedule of as many stages and chunks as "
+            f"divide {total}."
         )
     if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
         raise ConfigError(
-            f"pipeline: layers is {list(layers)}, of {sum(layers)} layers in {len(layers)} pieces, but {where} has {total} layers and the "
-            f"schedule {pieces} pieces, of one layer or more each. Remedy: {pieces} numbers that sum to {total}."
+            f"pipeline: layers is {list(layers)}, of {sum(layers)} layers in {len(layers)} pieces, but {where} has "
+            f"{total} layers and the schedule {pieces} pieces, of one layer or more each. Remedy: {pieces} numbers "
+            f"that sum to {total}."
         )
 
 
@@ -309,13 +355,13 @@ def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
 
 
 def seq_axes(layout: Layout) -> Axes:
-    """The axes, larger than 1, that the rules split the dim ``seq`` over; none where no rule names it."""
+    """Returns the axes, larger than 1, that the rules shard the dim ``seq`` over; none if no rule names it."""
     resolved = layout.resolve(("seq",))
     model = {axis for dim in layout.resolve(("heads",)).dims for axis in dim.axes} if not resolved.problems else set()
     return () if resolved.problems else tuple(axis for axis in resolved.axes[0] if axis not in model)
 
 
 def row_axes(layout: Layout, x: Any) -> tuple[Axes, ...]:
-    """The manual axes of an array's first dims, rows and sequence."""
+    """Returns the manual axes of an array's first dims, rows and sequence."""
     seq = seq_axes(layout)
     return (batch_axes(layout), seq) if seq and x.ndim > 1 else (batch_axes(layout),)

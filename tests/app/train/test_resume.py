@@ -180,7 +180,7 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
         return str(error.value)
 
     assert refused(CheckpointError, "checkpoint.resume=required") == (
-        f"checkpoint: resume is must, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the run to go on with, or resume: auto."
+        f"checkpoint: resume is required, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the run to go on with, or resume: auto."
     )
     assert refused(ConfigError, at, "checkpoint.resume=never") == (
         f"checkpoint: resume is never, but {copy} holds steps [2, 4, 6] of another run. Remedy: another directory, or resume: auto."

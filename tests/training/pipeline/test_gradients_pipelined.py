@@ -401,7 +401,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ModelError,
         (
             "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what goes from layer to layer "
-            "keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as it was, or a before that gives "
+            "keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as it was, or an embed that gives "
             "bfloat16[4, 6, 8]."
         ),
     ),

@@ -201,7 +201,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "twice": (
         lambda block, x, side, keys: (x, {"weight": 1.0}),
-        "PipelineLoss(layer=...) returned metrics named 'weight', which after returns or weighs by. Remedy: rename them.",
+        "PipelineLoss(layer=...) returned metrics named 'weight', which head returns or weighs by. Remedy: rename them.",
     ),
     "taken": (
         lambda block, x, side, keys: (x, {"grad_norm": 1.0}),

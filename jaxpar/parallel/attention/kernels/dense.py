@@ -1,4 +1,4 @@
-"""The plain form: all scores at once, differentiated by jax. What every other implementation is held against."""
+"""``dense``: the reference implementation. It builds all scores and is differentiated by JAX."""
 
 from __future__ import annotations
 
@@ -28,9 +28,19 @@ def dense(
     segments: Segments,
     extras: TileArrays,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of all queries to all keys, and the logarithm of the sums of weights, as :func:`jaxpar.parallel.attention.split.vjp.attend` returns them.
+    """Returns attention of all queries to all keys; it builds the scores ``[batch, heads, queries, keys]``.
 
-    It builds scores [batch, heads, queries, keys].
+    Args:
+      rules: mask, scale, soft cap and dropout.
+      q_BSHD: queries ``[batch, queries, heads, head_dim]``.
+      k_BTKD, v_BTKD: keys and values ``[batch, keys, kv_heads, head_dim]``. ``heads`` is a multiple of ``kv_heads``.
+      positions: the positions of queries ``[queries]`` and keys ``[keys]``.
+      segments: segment ids of queries ``[batch, queries]`` and keys ``[batch, keys]``.
+      extras: array options.
+
+    Returns:
+      The result in the queries' dtype, and the log-sum-exp ``[batch, queries, heads]``, as
+      :func:`jaxpar.parallel.attention.split.vjp.attend` returns them.
     """
     batch, rows, heads, _ = q_BSHD.shape
     kv_heads = k_BTKD.shape[2]
@@ -53,9 +63,9 @@ def dense(
         visible = visible & (a == b) & (a >= 0)
     visible = visible[:, None, None]
     if extras.bias is not None or extras.slopes is not None:
-        visible = visible & ~(s <= FAR)  # as tiles.hidden
+        visible = visible & ~(s <= FAR)  # the same rule as tile.hidden
     empty = ~jnp.any(visible, -1)
-    # A row that sees nothing is given a number to look at, and its result is taken away: no NaN on the way, nor on the way back.
+    # A row that sees no key gets scores of 0, and its result is cleared below: -inf would give NaN in both passes.
     s = jnp.where(visible, s, jnp.where(empty[..., None], 0, -jnp.inf))
     lse = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - lse[..., None])

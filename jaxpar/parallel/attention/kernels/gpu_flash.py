@@ -1,6 +1,6 @@
-"""Flash attention on NVIDIA GPUs: jax's own Pallas kernel, for the heads and sequences of one device.
+"""Flash attention on NVIDIA GPUs: JAX's Pallas kernel for the heads and sequences of one device.
 
-Not cuDNN: jax looks for the library when it lowers, so a machine without a GPU could not check the program that will run.
+cuDNN is not used, because JAX needs the library at lowering: a machine without a GPU could not check the program.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jaxpar.parallel.attention.tiled.padding import FILL, pad, stated_flops, up,
 from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, TileSpec
 
 LEAST = 16
-"""The least size of a dim that the tensor cores multiply."""
+"""The minimum size of a dim in a tensor-core matmul."""
 BLOCK, BACKWARD = 128, 32
-"""Rows of queries and of keys that the kernels hold at a time; the library's defaults, for heads of 128 in two bytes."""
+"""Block sizes of the forward and backward kernels, in tokens: the library's defaults, for a 2-byte head_dim of 128."""
 
 
 def mha(
@@ -29,28 +29,29 @@ def mha(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one device's shards, causal or of all tokens.
+    """Returns attention of one device's shards, causal or to all tokens.
 
     Args:
-      q_BSHD: queries [batch, seq, heads, head_dim], of four bytes a number at most.
-      k_BSKD, v_BSKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``. The kernel
-        wants a key head for each query head: they are repeated.
-      rules: the mask, causal or none, and the scale.
-      segments: of the tokens [batch, seq], if there are several; the same of queries and keys.
-      interpret: run the kernel's Python on any device, slowly. For tests.
+      q_BSHD: queries ``[batch, seq, heads, head_dim]``, in a dtype of at most four bytes.
+      k_BSKD, v_BSKD: keys and values ``[batch, seq, kv_heads, head_dim]``. ``heads`` is a multiple of ``kv_heads``; key
+        heads are repeated, because the kernel requires one per query head.
+      rules: the mask (causal, or none) and the scale.
+      segments: segment ids ``[batch, seq]`` of both queries and keys, or ``None``.
+      interpret: interpret the kernel on any device; slow, for tests.
 
     Returns:
-      [batch, seq, heads, head_dim] in the dtype of ``q``; softmax and sums are fp32.
+      The result ``[batch, seq, heads, head_dim]`` in the dtype of the queries. The softmax and its sums are fp32.
     """
     with warnings.catch_warnings():
-        # In favour of a library that brings a profiler and a web server; until that is lighter, or this is gone.
+        # JAX deprecates this kernel in favour of a library that depends on a profiler and a web server. Keep the kernel
+        # until that library is lighter or JAX removes the kernel.
         warnings.filterwarnings("ignore", ".*pallas.ops.gpu.attention is deprecated", DeprecationWarning)
-        # Imported here: it costs a second, and only a GPU's program needs it.
+        # Imported lazily: the import takes a second, and only GPU programs need it.
         from jax.experimental.pallas.ops.gpu import attention as library
 
     batch, seq, heads, head_dim = q_BSHD.shape
     wide = max(LEAST, 1 << (head_dim - 1).bit_length())
-    # Wider rows, fewer of them: the blocks of queries, keys and values lie in a core's shared memory at once.
+    # Wider rows require smaller blocks: blocks of queries, keys and values share one core's shared memory.
     block = max(BACKWARD, BLOCK * 256 // max(256, wide * q_BSHD.dtype.itemsize))
     whole = up(seq, block) if seq > block else max(LEAST, 1 << (seq - 1).bit_length())
     block, backward = min(block, whole), min(BACKWARD, whole)
@@ -66,7 +67,7 @@ def mha(
     q, k, v = (pad(x, whole, wide) for x in (q_BSHD, k, v))
     causal = rules.mask.causal
     ids = segments
-    if ids is None and not causal and whole > seq:  # what fills up a sequence must not be seen
+    if ids is None and not causal and whole > seq:  # no causal mask hides the filler tokens
         ids = jnp.zeros((batch, seq), jnp.int32)
     if ids is not None:
         ids = jnp.pad(jnp.maximum(ids, PAD_SEGMENT).astype(jnp.int32), ((0, 0), (0, whole - seq)), constant_values=FILL)

@@ -1,4 +1,4 @@
-"""Which kernel of an accelerator computes an attention, and why none does."""
+"""Selects the accelerator kernel that computes an attention, or reports why none can."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxpar.parallel.attention.tiled.padding import up
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, TileSpec
 
 Kernel = Literal["", "splash", "tiles", "mha"]
-"""jax's for a whole sequence on TPU; ours, tile by tile, also as keys come in a ring; jax's on GPU. Empty: plain jax."""
+"""JAX's splash (TPU, full sequences), jaxpar's tiles (TPU, also in rings), JAX's mha (GPU); empty for plain JAX."""
 LIST = 2**16
-"""So many tiles at most are in a list: it lies in a TPU's scalar memory."""
+"""The maximum number of tiles in a list, which a TPU holds in scalar memory."""
 BLOCK = 512
 
 
 class KernelChoice(NamedTuple):
-    """A kernel; or none, and why."""
+    """A kernel, or the empty string and the reason why no kernel applies."""
 
     kernel: Kernel
     why: str
@@ -33,11 +33,15 @@ def find(
     *,
     split: bool = False,
 ) -> KernelChoice:
-    """The kernel for one device's work.
+    """Returns the kernel for one device's work.
 
     Args:
-      arrays: queries, keys and values [batch, seq, heads, head_dim], or shapes of them.
-      split: whether the queries meet keys of other devices too.
+      platform: the platform of the mesh's devices, such as ``tpu``.
+      arrays: queries, keys and values ``[batch, seq, heads, head_dim]``, as arrays or shapes.
+      rules: mask, scale, soft cap and dropout.
+      beside: array options.
+      offset: the position of the first query.
+      split: whether the queries also attend to keys of other devices.
     """
     q, k, v = arrays
     none = lambda why: KernelChoice("", why)
@@ -61,13 +65,13 @@ def find(
         return none(
             f"the kernel lists {LIST} tiles at most, but {q.shape[1]} queries and {k.shape[1]} keys are {tiles}"
         )
-    # jax's wants every query to see some key: under any of our masks each sees itself, where the two have one position.
+    # splash requires every query to see some key. Under every mask a query sees itself if its position is also a key's.
     itself = not split and alike(q, k, v) and not offset and all(x is None for x in beside._replace(segments=None))
     return KernelChoice("splash" if itself else "tiles", "")
 
 
 def alike(q: Any, k: Any, v: Any) -> bool:
-    """Whether there are as many queries as keys, and one head dim."""
+    """Whether queries, keys and values have the same length and the same head_dim."""
     return bool(q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2])
 
 

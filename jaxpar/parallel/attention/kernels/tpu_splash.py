@@ -1,6 +1,6 @@
-"""Flash attention on TPU: jax's own Pallas splash kernel, for the heads and sequences of one device.
+"""Flash attention on TPU: JAX's Pallas splash kernel for the heads and sequences of one device.
 
-It costs a second to import, and only a TPU's program needs it.
+Import this module lazily: the import takes a second, and only TPU programs need it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxpar.parallel.attention.tiled.padding import FILL, LANES, SAVED, pad, sta
 from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, TileSpec
 
 BLOCK = 512
-"""Rows of queries and of keys that the kernel holds at a time; 2,048 overflow a v5e's vector memory."""
+"""The block size of queries and of keys, in tokens; 2,048 overflow a v5e's vector memory."""
 
 
 def splash(
@@ -30,17 +30,17 @@ def splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one device's shards, under any mask that is none of a function.
+    """Returns attention of one device's shards, under any mask without a ``where`` function.
 
     Args:
-      q_BSHD: queries [batch, seq, heads, head_dim].
-      k_BSKD, v_BSKD: keys and values [batch, seq, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
+      q_BSHD: queries ``[batch, seq, heads, head_dim]``.
+      k_BSKD, v_BSKD: keys and values ``[batch, seq, kv_heads, head_dim]``. ``heads`` is a multiple of ``kv_heads``.
       rules: mask, scale and soft cap.
-      segments: of queries and keys [batch, seq], if there are several.
-      interpret: run the kernel's Python on any device, slowly. For tests.
+      segments: segment ids of queries and of keys ``[batch, seq]``, or ``None``.
+      interpret: interpret the kernel on any device; slow, for tests.
 
     Returns:
-      [batch, seq, heads, head_dim] in the dtype of ``q``; softmax and sums are fp32.
+      The result ``[batch, seq, heads, head_dim]`` in the dtype of the queries. The softmax and its sums are fp32.
     """
     batch, seq, heads, head_dim = q_BSHD.shape
     padded = up(seq, min(BLOCK, up(seq, LANES)))
@@ -79,15 +79,15 @@ def splash(
 
 
 class Lazy(library.Mask):
-    """A mask as the library takes it, which asks it for every block of scores several times, and only what ``any`` and ``all`` say of it.
+    """A splash mask that answers from the minimum and maximum positions of a block.
 
-    Of blocks that are seen whole or not at all that is known from their first and last positions; all of a long sequence's
-    scores, block by block, would take minutes (131,072 tokens: two).
+    The library reads every block of the mask several times, and uses only its ``any()`` and ``all()``. Evaluating all
+    scores block by block would take minutes for a long sequence (two for 131,072 tokens).
 
     Attributes:
-      shape: scores.
-      q_sequence: positions of the queries.
-      mask_function: which scores are seen, called in the kernel with positions of queries and keys.
+      shape: the padded number of queries and of keys.
+      q_sequence: the positions of the queries.
+      mask_function: which scores are visible; the kernel calls it with positions of queries and keys.
     """
 
     def __init__(self, mask: Mask, length: int, padded: int) -> None:
@@ -99,21 +99,21 @@ class Lazy(library.Mask):
         return self.padded, self.padded
 
     def mask_function(self, q: Any, k: Any) -> Any:
-        """What fills up a sequence sees everything: a query that sees nothing would divide by zero. Its result is cut off."""
+        """Whether ``q`` sees ``k``; filler queries see all keys to avoid a division by 0, and are sliced off later."""
         seen = self.mask.visible(q, k)
         if self.length == self.padded:
             return (k >= 0) & seen
         return ((k < self.length) & seen) | (q >= self.length)
 
     def bounds(self, q: tuple[Any, Any], k: tuple[Any, Any]) -> tuple[Any, Any]:
-        """As :meth:`jaxpar.parallel.attention.mask.Mask.bounds`."""
+        """Whether some or every query of a block sees a key, as :meth:`jaxpar.parallel.attention.mask.Mask.bounds`."""
         some, every = self.mask.bounds(q, k)
         return (some & (k[0] < self.length)) | (q[1] >= self.length), (every & (k[1] < self.length)) | (
             q[0] >= self.length
         )
 
     def visited(self, block: int) -> int:
-        """Scores that the kernel computes: those of all blocks that are not empty."""
+        """Returns the number of scores that the kernel computes: those of all blocks with a visible score."""
         at = in_blocks(self.q_sequence, block, 0)
         some, _ = self.bounds((at[:, :1], at[:, -1:]), (at[None, :, 0], at[None, :, -1]))
         return int(np.count_nonzero(np.broadcast_to(some, (len(at), len(at))))) * block * block

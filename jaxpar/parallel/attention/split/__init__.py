@@ -1,1 +1,1 @@
-"""Attention over a sharded sequence: ring, Ulysses, hybrid."""
+"""Attention over a sharded sequence: ring, Ulysses and hybrid."""

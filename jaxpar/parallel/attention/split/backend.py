@@ -1,4 +1,8 @@
-"""What computes tiles: plain jax (:mod:`jaxpar.parallel.attention.tiled.blockwise`), or on TPUs a kernel (:mod:`jaxpar.parallel.attention.tiled.tpu_pallas`)."""
+"""Dispatches tiles to plain JAX or to the TPU kernel.
+
+Plain JAX is :mod:`jaxpar.parallel.attention.tiled.blockwise`, the kernel
+:mod:`jaxpar.parallel.attention.tiled.tpu_pallas`.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ from jaxpar.parallel.attention.tiled.tile import Gradients, Sums
 
 
 def forward(way: AttentionPlan, *arguments: Any) -> Sums:
-    """:func:`jaxpar.parallel.attention.tiled.blockwise.forward`, by the engine of ``way``."""
+    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.forward`, or its TPU kernel, by ``way.engine``."""
     if way.engine == "jax":
         return blockwise.forward(way.rules, *arguments)
-    # Imported here: it costs a second, and only a TPU's program needs it.
+    # Imported lazily: the import takes a second, and only TPU programs need it.
     from jaxpar.parallel.attention.tiled import tpu_pallas
 
     return tpu_pallas.forward(way.rules, *arguments, mode=way.engine)
 
 
 def backward(way: AttentionPlan, *arguments: Any) -> Gradients:
-    """:func:`jaxpar.parallel.attention.tiled.blockwise.backward`, by the engine of ``way``."""
+    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.backward`, or its TPU kernel, by ``way.engine``."""
     if way.engine == "jax":
         return blockwise.backward(way.rules, *arguments)
     from jaxpar.parallel.attention.tiled import tpu_pallas
@@ -29,5 +33,5 @@ def backward(way: AttentionPlan, *arguments: Any) -> Gradients:
 
 
 def not_before[T](way: AttentionPlan, x: T, results: Any) -> T:
-    """:func:`jaxpar.parallel.attention.tiled.blockwise.not_before`; a compiler for TPUs orders instructions by the memory they take."""
+    """Delays ``x`` until ``results`` exist, in plain JAX only: the TPU compiler already schedules by memory."""
     return blockwise.not_before(x, results) if way.engine == "jax" else x

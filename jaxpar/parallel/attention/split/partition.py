@@ -1,4 +1,4 @@
-"""How a sequence's queries and keys are split, and where the tokens of each part stand."""
+"""``AttentionPlan`` and ``SequenceSplit``: how queries and keys are sharded, and the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ type Backend = Literal["jax", "tpu", "interpret"]
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How attention is computed: all that is no array.
+    """The static part of an attention: everything that is not an array.
 
     Attributes:
-      rules: what is computed.
-      keys: how the keys of other devices come: not at all, gathered, from neighbour to neighbour with an online softmax, or
-        so with whole rows of scores.
-      ring: the mesh axes that queries and keys are split over for ``keys``, major to minor.
-      heads: the mesh axes that exchange sequence for heads before, and back after.
-      order: how the tokens lie on the devices of ``ring``, unless the extras have their positions.
-      relay: they come contiguous, and are brought into that order first and back after.
-      kv_grad_dtype: the dtype in which gradients of keys and values go from device to device; ``None`` for that of the sums.
-      keep: gathered keys and values are kept for the backward pass.
-      block: tokens of a tile's side, at most.
-      tile: scores of a tile, at most, if one head's do not exceed it: heads go in parts.
-      offset: the position of the first query; the first key's is 0.
-      turns: the hops of a ring that some device needs, where a given order tells.
-      whole: every device of the ring has all queries, in order, and keeps to its own keys; results are to be merged.
-      engine: what computes tiles: plain jax, or a kernel for TPUs, compiled or in its interpreter.
+      rules: mask, scale, soft cap and dropout.
+      keys: how a device gets the keys of other devices: ``here`` (not at all), ``gather``, ``ring`` (from neighbour to
+        neighbour with an online softmax) or ``rows`` (a ring with complete rows of scores).
+      ring: the mesh axes that shard queries and keys for ``keys``, major to minor.
+      heads: the mesh axes that exchange sequence for heads before the attention, and back after it.
+      order: the order of the tokens on the devices of ``ring``, unless the extras contain explicit positions.
+      relay: the tokens arrive contiguous; the attention reorders them into ``order`` first and back afterwards.
+      kv_grad_dtype: the dtype in which devices send gradients of keys and values; ``None`` for that of the sums.
+      keep: whether gathered keys and values are kept for the backward pass.
+      block: the maximum number of tokens on a tile's side.
+      tile: the maximum number of scores in a tile. Heads are processed in parts of this size, but at least one at a
+        time.
+      offset: the position of the first query, relative to the first key.
+      turns: the hops of a ring that some device needs, if an explicit order determines them.
+      whole: every device of the ring has all queries in order and attends only to its own keys; the caller merges the
+        results.
+      engine: the backend that computes tiles: plain JAX, or the TPU kernel, compiled or interpreted.
     """
 
     rules: TileSpec
@@ -59,18 +61,20 @@ class AttentionPlan:
 
     @property
     def ways(self) -> int:
-        """Devices of the ring; inside of a shard_map."""
+        """The number of devices in the ring; only valid inside a ``shard_map``."""
         return math.prod(jax.lax.axis_size(axis) for axis in self.ring)
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """One device's queries and keys, inside of a shard_map.
+    """One device's share of the queries and keys, inside a ``shard_map``.
 
     Attributes:
-      batch: its sequences.
-      q_length, k_length: tokens that this device has.
-      segments: of these tokens, and of the keys of all devices.
+      way: the plan.
+      batch: number of local sequences.
+      q_length, k_length: number of local queries and keys.
+      segments: segment ids of the local queries, and of the keys of all devices.
+      extras: array options.
     """
 
     way: AttentionPlan
@@ -86,7 +90,7 @@ class SequenceSplit:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Tokens in a block of queries and in a block of keys."""
+        """The number of tokens in a block of queries and in a block of keys."""
         if self.way.keys == "rows":
             return self.q_length, self.k_length
         parts = 2 if self.way.order == "zigzag" and self.way.ways > 1 else 1
@@ -94,7 +98,7 @@ class SequenceSplit:
         return cut(self.q_length // parts, self.way.block), cut(self.k_length // parts, self.way.block)
 
     def parts(self, kv_heads: int, group: int) -> int:
-        """In how many parts key heads go, the fewest that make tiles small enough."""
+        """Returns the smallest number of parts of the key heads that keeps tiles within ``way.tile`` scores."""
         if self.way.keys == "rows" or self.way.engine != "jax":
             return 1
         head = self.batch * group * self.blocks[0] * self.blocks[1]
@@ -102,7 +106,7 @@ class SequenceSplit:
         return next(fits, kv_heads)
 
     def queries(self) -> Tokens:
-        """Where this device's queries stand, in blocks."""
+        """Returns positions and segments of this device's queries, in blocks."""
         way, segments = self.way, None if self.segments is None else self.segments[0]
         at = jnp.arange(self.q_length, dtype=jnp.int32) if way.whole else self._positions(self.q_length, self.index)
         at = at + way.offset
@@ -110,7 +114,10 @@ class SequenceSplit:
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
 
     def keys(self, distance: int | None = 0) -> Tokens:
-        """Where the keys stand of the device that is so many places back in the ring, in blocks; ``None`` for those of all."""
+        """Returns positions and segments of the keys of the device ``distance`` places back in the ring, in blocks.
+
+        With ``None``, those of all devices' keys.
+        """
         way, segments = self.way, None if self.segments is None else self.segments[1]
         length = self.k_length * way.ways
         if distance is None:
@@ -125,13 +132,13 @@ class SequenceSplit:
         return tokens_in_blocks(Tokens(at, segments), self.blocks[1])
 
     def _positions(self, length: int, index: Any) -> Any:
-        """Of the tokens of a device of the ring, each of which has so many."""
+        """Returns the positions of the ``length`` tokens of ring device ``index``."""
         if self.extras.order is not None:
             return jax.lax.dynamic_slice_in_dim(self.extras.order, index * length, length, 0)
         return positions(self.way.order, length * self.way.ways, self.way.ways, index)
 
     def extras_of(self, distance: int | None = 0) -> TileArrays:
-        """The extras with the bias's columns of those keys, filled up to whole blocks."""
+        """Returns the extras with the bias columns of the keys ``distance`` places back, padded to complete blocks."""
         bias = self.extras.bias
         if bias is None:
             return self.extras
@@ -143,13 +150,13 @@ class SequenceSplit:
         return self.extras._replace(bias=jnp.pad(bias, missing))
 
     def put_bias(self, sums: jax.Array, new: jax.Array, distance: int | None = 0) -> jax.Array:
-        """``sums``, of all of the bias, with the gradients of the columns of those keys."""
+        """Writes the bias gradients ``new`` of the keys ``distance`` places back into those of the full bias."""
         new = in_pieces(new[:, :, :, : self.q_length], up(self.k_length, self.blocks[1]), 4)
         new = new[..., : self.k_length].reshape(*new.shape[:4], -1)
         return jax.lax.dynamic_update_slice_in_dim(sums, new, self._column(distance), 4)
 
     def _filled(self, x: Any, axis: int, fill: int) -> Any:
-        """``x``, of keys of one or of all devices, with those of each filled up to whole blocks."""
+        """Pads each device's part of ``x``, an array over the keys of one or all devices, to complete blocks."""
         missing = up(self.k_length, self.blocks[1]) - self.k_length
         if not missing:
             return x
@@ -166,7 +173,7 @@ class SequenceSplit:
         return into_zigzag(bias, way.ring, 3, back=back)
 
     def bias_gradient(self, sums: jax.Array) -> jax.Array:
-        """``sums`` with rows and columns as those of the bias came."""
+        """Returns ``sums`` with rows and columns in the order of the caller's bias."""
         return self._bias_in_order(sums, back=True)
 
     def _column(self, distance: int | None) -> Any:
@@ -174,13 +181,18 @@ class SequenceSplit:
 
     @property
     def _by_formula(self) -> bool:
-        """Whether positions and mask alone, and none of the arrays, say where tokens stand and what they see of it."""
+        """Whether the plan alone determines positions and prefixes, without arrays."""
         return all(x is None for x in (self.extras.prefix, self.extras.offset, self.extras.order))
 
     def expected(self, distance: Any = 0) -> Expected:
-        """How many tiles a device visits of those keys, in the mean of all devices; of a hop that is not known here, in the mean of all but the first.
+        """Returns how many unmasked and partially masked tiles a device visits, on average over devices.
 
-        Where arrays decide, ``None``; of a kernel, whose cost the compiler's scheduler is told, as many as positions leave.
+        For a traced ``distance``, the average also runs over all hops but the first. If arrays determine the tiles, the
+        result is ``None`` in plain JAX. The TPU kernel needs a number for the compiler's scheduler: it gets the count
+        from positions alone, or all tiles if arrays determine positions or prefixes.
+
+        Args:
+          distance: counts the keys of the device ``distance`` places back in the ring; ``None`` for all keys.
         """
         way, ways = self.way, self.way.ways
         if not self._by_formula or self.segments is not None or way.rules.mask.where is not None:
@@ -210,7 +222,7 @@ class SequenceSplit:
         return int(whole), int(partly)
 
     def hops(self) -> tuple[int, ...]:
-        """How far back there are keys that some device's queries see; read from positions alone."""
+        """Returns the distances in the ring at which some device's queries see keys, judged by positions alone."""
         way, ways = self.way, self.way.ways
         if way.turns is not None:
             return way.turns
@@ -239,7 +251,14 @@ class SequenceSplit:
 
 
 def turns_of(mask: Mask, order: Any, ways: int, block: int, offset: int) -> tuple[int, ...]:
-    """How far back there are keys that some device's queries see, of tokens that stand at ``order`` [seq], known here.
+    """Returns the distances in the ring at which some device's queries see keys, for tokens in an explicit order.
+
+    Args:
+      mask: which keys a query sees.
+      order: the known position of each token ``[seq]``.
+      ways: number of devices in the ring.
+      block: tokens per block; the function compares the minimum and maximum positions of blocks.
+      offset: the position of the first query.
 
     >>> turns_of(Mask(causal=True, window=2), np.arange(8), 4, 2, 0)
     (0, 1)
@@ -255,19 +274,19 @@ def turns_of(mask: Mask, order: Any, ways: int, block: int, offset: int) -> tupl
 
 
 def in_pieces(x: Any, length: int, axis: int) -> Any:
-    """``x`` with ``axis`` as two: pieces, and what is in a piece."""
+    """Splits ``axis`` of ``x`` into two: pieces, and the elements of a piece."""
     return x.reshape(*x.shape[:axis], -1, length, *x.shape[axis + 1 :])
 
 
 def side(length: int, most: int) -> int:
-    """Tokens of a tile's side: the most that divide ``length`` and are no fewer than half of ``most``; else ``most``."""
+    """Returns a tile's side: ``length`` up to ``most``, else its largest divisor in (most / 2, most], else ``most``."""
     if length <= most:
         return length
     return next((size for size in range(most, most // 2, -1) if length % size == 0), most)
 
 
 def in_lanes(length: int, most: int) -> int:
-    """Tokens of a tile's side in a kernel for TPUs: a multiple of 128 that needs the least filling up, and no fewer than half of ``most``.
+    """Returns a tile's side in a TPU kernel: the multiple of 128 from most / 2 to most that pads ``length`` least.
 
     >>> [in_lanes(n, 512) for n in (100, 512, 640, 1280, 4096)]
     [128, 512, 384, 256, 512]

@@ -1,7 +1,8 @@
-"""Keys and values that go from neighbour to neighbour (Liu et al. 2023, arXiv:2310.01889), and such as are gathered.
+"""Attention to local, gathered or ring-permuted keys and values (ring: Liu et al. 2023, arXiv:2310.01889).
 
-All arrays are in blocks, see :mod:`jaxpar.parallel.attention.tiled.blockwise`. A ring of n sends n - 1 times forward; backward keys and values go n - 1
-times again, and the gradients of each follow them: what arrives is added to what was computed in the meantime.
+All arrays are in blocks, see :mod:`jaxpar.parallel.attention.tiled.blockwise`. In the forward pass a ring of n devices
+sends keys and values n - 1 times. In the backward pass it sends them n - 1 times again, and their gradients follow one
+hop behind: a device adds the gradients that arrive to those that it computed in the meantime.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tok
 from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
 
 UNROLLED = 3
-"""So many hops are written out. More go in a loop: that takes half the memory, and a program that does not grow with the ring."""
+"""The maximum number of unrolled hops. A loop takes half the memory, and its program does not grow with the ring."""
 
 
 def here_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Of queries against the keys of this device."""
+    """Returns the softmax sums of the local queries over the local keys."""
     at = split.queries(), split.keys()
     return forward(split.way, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
 
@@ -38,12 +39,12 @@ def here_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array
 
 
 def gathered(split: SequenceSplit, x: jax.Array) -> jax.Array:
-    """Keys or values of all devices."""
+    """All-gathers keys or values over the ring axes."""
     return gather_local(x, split.way.ring, dim=0)
 
 
 def gather_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Of queries against the keys of all devices, gathered; or, where they are kept, given."""
+    """Returns the softmax sums of the local queries over all keys; gathers ``k`` and ``v`` unless ``way.keep``."""
     k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
     at = split.queries(), split.keys(None)
     return forward(split.way, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
@@ -57,7 +58,7 @@ def gather_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Arr
     found = _with_bias(split, found, None)
 
     def home(x: jax.Array) -> jax.Array:
-        # As rows: of blocks the TPU's compiler makes an all-reduce and a slice.
+        # Scatter flat rows: for blocks the TPU compiler emits an all-reduce and a slice.
         rows = scatter_local(_for_travel(split, x).reshape(-1, x.shape[-1]), split.way.ring, dim=0)
         return rows.reshape(-1, *x.shape[1:]).astype(x.dtype)
 
@@ -65,7 +66,7 @@ def gather_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Arr
 
 
 def ring_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Of queries against the keys of all devices, as they come by."""
+    """Returns the softmax sums of the local queries over all keys, which the ring passes from device to device."""
     at = split.queries()
 
     def turn(carry: tuple[Sums, Any], distance: Any, before: int, after: int) -> tuple[Sums, Any]:
@@ -76,7 +77,7 @@ def ring_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array)
         extras, often = split.extras_of(distance), split.expected(distance)
         return forward(split.way, q, keys[0], keys[1], places, extras, sums, often), coming
 
-    # The first hop by itself: it alone has a diagonal, and as many tiles as no other.
+    # Unroll the first hop: only it has a causal diagonal, so its number of tiles differs from all others.
     return _around(split.hops(), turn, (nothing(q, v), (k, v)), 1)[0]
 
 
@@ -88,7 +89,7 @@ def ring_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array
         if after and isinstance(distance, int) and distance:
             keys = not_before(split.way, keys, sums.q)
         coming = _passed(split, keys, after) if after else None
-        # Of these keys, what the devices before have found. It travels while this one computes.
+        # Gradients of these keys from the previous devices. The transfer overlaps with this device's compute.
         arrived = None if found is None else _passed(split, _for_travel(split, found), before)
         extras = split.extras_of(distance)
         begin = not_before(split.way, no_gradients(q, keys[0], keys[1], extras), sums.q)
@@ -112,7 +113,7 @@ def ring_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array
 
 
 def rows_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """As Li et al. 2021 (arXiv:2105.13120): the keys go round, and leave whole rows of scores; then the values go round."""
+    """Passes all keys round to compute full rows of scores, then all values (Li et al. 2021, arXiv:2105.13120)."""
     at, rules, hops = split.queries(), split.way.rules, split.hops()
     gaps = [*(b - a for a, b in itertools.pairwise(hops)), 0]
     places = [(_one(at), _one(split.keys(distance))) for distance in hops]
@@ -123,7 +124,7 @@ def rows_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array)
         s, _ = tile.scores(rules, q[0, 0], keys[0, 0], places[n], extras[n])
         rows.append(jnp.where(tile.seen(rules, places[n], extras[n]), s, FAR))
         keys = coming
-    # At least FAR: a row without keys may have nothing but -inf, and would be NaN.
+    # Clamp to FAR: a row without keys may be all -inf, which would give NaN.
     greatest = functools.reduce(jnp.maximum, [jnp.maximum(jnp.max(row, -1), FAR) for row in rows])
     rows = [jnp.where(row <= FAR, 0, jnp.exp(row - greatest[..., None])) for row in rows]
     sums = nothing(q[0, 0], v)._replace(
@@ -141,8 +142,10 @@ def rows_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array)
 
 
 def _around(hops: Sequence[int], turn: Callable[..., Any], carry: Any, written: int) -> Any:
-    """``turn(carry, hop, steps since the last, steps to the next)`` of every hop; where they are many, the first ``written`` and the last are
-    written out, and a loop runs through the others."""
+    """Folds ``turn(carry, hop, steps since the last hop, steps to the next)`` over all hops.
+
+    With many hops, the first ``written`` and the last are unrolled, and a loop runs the others.
+    """
     gaps = [0, *(b - a for a, b in itertools.pairwise(hops)), 0]
     looped = len(hops) > UNROLLED and set(gaps[1:-1]) == {1}
     for n in range(written if looped else len(hops) - 1):
@@ -153,12 +156,12 @@ def _around(hops: Sequence[int], turn: Callable[..., Any], carry: Any, written: 
 
 
 def _one(tokens: Tokens) -> Tokens:
-    """The only block there is."""
+    """Returns the only block."""
     return jax.tree.map(lambda x: jnp.asarray(x)[0], tokens)
 
 
 def _passed(split: SequenceSplit, tree: Any, steps: int) -> Any:
-    """What the device so many places before has, of everyone."""
+    """Returns the arrays of the device ``steps`` places before in the ring (a ``ppermute``)."""
     ways = split.way.ways
     pairs = [(i, (i + steps) % ways) for i in range(ways)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, split.way.ring, pairs), tree)
@@ -169,6 +172,6 @@ def _for_travel(split: SequenceSplit, tree: Any) -> Any:
 
 
 def _with_bias(split: SequenceSplit, found: Gradients, distance: int | None) -> Gradients:
-    """``found`` with the gradients of all of the bias, in the place of those of the columns in use."""
+    """Returns ``found`` with the gradient of the full bias instead of the gradient of the columns in use."""
     bias = split.extras.bias
     return found if bias is None else found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))

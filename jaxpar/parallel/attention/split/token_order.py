@@ -1,8 +1,8 @@
-"""In which order a sequence's tokens lie on the devices it is split over.
+"""Orders of a sequence's tokens on the devices of a ring: ``contiguous``, ``zigzag`` and ``striped``.
 
-Under a causal mask the devices of a contiguous split have work from one block to all; ``zigzag`` gives each device one chunk from the
-front and its mirror image from the back (as Llama 3, arXiv:2407.21783, section 3.3.2), ``striped`` every n-th token (Brandon et al. 2023,
-arXiv:2311.09431).
+Under a causal mask a contiguous split gives the first device one block of work and the last device all blocks.
+``zigzag`` gives each device one chunk from the front and its mirror image from the back (Llama 3, arXiv:2407.21783,
+section 3.3.2). ``striped`` gives each of n devices every n-th token (Brandon et al. 2023, arXiv:2311.09431).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ORDERS: tuple[str, ...] = get_args(Order)
 
 
 def positions(order: Order, length: int, ways: int, index: Any) -> Any:
-    """Positions [length / ways] of the tokens that device ``index`` of ``ways`` has; a number or a traced one.
+    """Returns the positions ``[length / ways]`` of the tokens on device ``index`` of ``ways``.
+
+    The result is a numpy array for an integer ``index``, and a JAX array for a traced one.
 
     >>> [positions("zigzag", 8, 2, index).tolist() for index in (0, 1)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -38,10 +40,10 @@ def positions(order: Order, length: int, ways: int, index: Any) -> Any:
 
 
 def permutation(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The position of each token, as they lie: ``x[:, permutation(...)]`` puts tokens in order into this one.
+    """Returns the position of each stored token ``[length]``: ``x[:, permutation(...)]`` reorders natural tokens.
 
     Raises:
-      ConfigError: no such order.
+      ConfigError: the order is unknown.
       LayoutError: the sequence does not divide.
 
     >>> permutation("zigzag", 8, 2).tolist()
@@ -52,9 +54,15 @@ def permutation(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtyp
 
 
 def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = False) -> jax.Array:
-    """A device's tokens of a contiguous split for those of a zigzag one, or ``back``; inside of a shard_map over ``axes``.
+    """Exchanges a device's contiguous tokens for its zigzag tokens, or ``back``, inside a ``shard_map`` over ``axes``.
 
-    Every half goes straight to its new home, so each device sends and receives as much as it has.
+    Each half is sent directly to its destination, so a device sends and receives at most as many tokens as it stores.
+
+    Args:
+      x: this device's part of an array.
+      axes: the mesh axes that shard the tokens, major to minor.
+      dim: the dim of the tokens.
+      back: exchange zigzag tokens for contiguous ones.
     """
     ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
     if ways == 1:
@@ -62,7 +70,7 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
     half = x.shape[dim] // 2
     low, high = (jax.lax.slice_in_dim(x, i * half, (i + 1) * half, axis=dim) for i in (0, 1))
     even = jax.lax.axis_index(axes) % 2 == 0
-    # Device r has chunks 2r and 2r + 1, or the chunks r and 2n - 1 - r; of either pair one is even.
+    # Device r has chunks 2r and 2r + 1 (contiguous) or r and 2n - 1 - r (zigzag). Each pair has exactly one even chunk.
     pairs = zigzag_pairs(ways)
     if back:
         low, high = jnp.where(even, low, high), jnp.where(even, high, low)
@@ -74,7 +82,7 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
 
 
 def zigzag_pairs(ways: int) -> list[list[tuple[int, int]]]:
-    """Of the first and of the second halves of the devices' tokens, (from, to) on the way into zigzag.
+    """Returns (source, destination) pairs into zigzag, for the first and the second halves of the devices' tokens.
 
     >>> zigzag_pairs(2)
     [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
@@ -84,16 +92,16 @@ def zigzag_pairs(ways: int) -> list[list[tuple[int, int]]]:
 
 
 def check_given(order: Any, length: int, what: str) -> None:
-    """Raises where there are not as many positions as tokens."""
+    """Raises LayoutError if an explicit order does not have one position per token."""
     if len(order) != length:
         raise LayoutError(
-            f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: one for each token of all devices, as "
-            f"of jp.balanced_packing(...); and as many keys as queries."
+            f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: one for each token "
+            f"of all devices, as of jp.balanced_packing(...); and as many keys as queries."
         )
 
 
 def check(order: str, length: int, ways: int, what: str = "seq") -> None:
-    """Raises where ``length`` tokens cannot lie in this order on so many devices."""
+    """Raises ConfigError for an unknown order, LayoutError if ``length`` tokens do not divide over ``ways`` devices."""
     if order not in ORDERS:
         raise ConfigError(
             f"attention: unknown order {order!r}.{did_you_mean(order, ORDERS)} The orders are: {', '.join(ORDERS)}."
@@ -103,6 +111,6 @@ def check(order: str, length: int, ways: int, what: str = "seq") -> None:
         more = -length % parts
         other = f", or order='striped', which wants a multiple of {ways}" if parts > ways and not length % ways else ""
         raise LayoutError(
-            f"attention: {what} has {length} tokens, but order {order!r} over {ways} devices wants a multiple of {parts}. Remedy: "
-            f"pad=True (adds {more} tokens that nothing sees){other}."
+            f"attention: {what} has {length} tokens, but order {order!r} over {ways} devices wants a multiple of "
+            f"{parts}. Remedy: pad=True (adds {more} tokens that nothing sees){other}."
         )

@@ -1,7 +1,7 @@
-"""Sequence for heads (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509): each device gets all tokens of some heads.
+"""Head exchange of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): each device gets all tokens of some heads.
 
-Where there are fewer key heads than devices, or their number does not divide, key heads are repeated as far as needed: every device gets
-the keys that its own queries look at.
+If the number of devices does not divide the key heads, the key heads are repeated as often as necessary, so that every
+device gets the keys of its own query heads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_lo
 
 
 def ways_of(axes: Sequence[str]) -> int:
-    """Devices along these axes; inside of a shard_map."""
+    """Returns the number of devices along ``axes``, inside a ``shard_map``."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def repeats(kv_heads: int, ways: int) -> int:
-    """How often each key head is there before the exchange.
+    """Returns how often each key head is repeated before the exchange among ``ways`` devices.
 
     >>> repeats(8, 4), repeats(2, 4), repeats(6, 4)
     (1, 2, 2)
@@ -31,7 +31,13 @@ def repeats(kv_heads: int, ways: int) -> int:
 
 
 def apart(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
-    """[batch, tokens, heads, …] of a device's tokens to all tokens of some of the heads, each of which is repeated before."""
+    """Exchanges local tokens of all heads ``[batch, tokens, heads, …]`` for all tokens of some heads.
+
+    Args:
+      x_BSHD: the local tokens.
+      axes: the mesh axes to exchange over, major to minor; empty for no exchange.
+      repeat: how often each head is repeated before the exchange.
+    """
     if not axes:
         return x_BSHD
     repeated = jnp.repeat(x_BSHD, repeat, axis=2) if repeat > 1 else x_BSHD
@@ -39,7 +45,7 @@ def apart(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
 
 
 def together(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
-    """The way back, of results or of gradients; those of heads that were repeated are summed."""
+    """Inverts :func:`apart` for results or gradients, and sums over repeated heads in at least fp32."""
     if not axes:
         return x_BSHD
     back = all_to_all_local(x_BSHD, axes, split_dim=1, concat_dim=2)
@@ -50,5 +56,5 @@ def together(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Arr
 
 
 def all_tokens(x_BS: Any, axes: Sequence[str]) -> Any:
-    """What there is one of for each token, of all tokens."""
+    """All-gathers a per-token array ``[batch, tokens]`` over ``axes``."""
     return gather_local(x_BS, axes, dim=1) if axes else x_BS

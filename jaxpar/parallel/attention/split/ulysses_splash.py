@@ -1,11 +1,11 @@
-"""Ulysses on TPU: heads exchanged, jax's splash kernel, heads exchanged back, with one gradient around all of it.
+"""Ulysses on TPU: a head exchange, JAX's splash kernel and the exchange back, under a single custom gradient.
 
-Of the result the gradient kernels want only what each row of it is worth in the direction of its gradient: one number for each query and head.
-Left to the kernel's own gradient, which makes that number from the whole result as the kernel left it, the result would be exchanged
-a second time in every layer that keeps it in the form that the output projection reads. Here it is kept in that form alone, and the numbers
-are exchanged.
+The gradient kernels need only ``delta = sum(o * do)`` of the result, one number per query and head. The kernel's own
+VJP computes delta from the result before the exchange back. A layer that saves the result after the exchange, as the
+output projection reads it, would have to exchange it a second time. This module saves the result only after the
+exchange, computes delta from it and exchanges delta.
 
-The gradient kernels have no public name in jax: this file is the one to change when jax moves them.
+JAX has no public name for the gradient kernels: if JAX moves them, change this file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from jaxpar.parallel.attention.tiled.padding import SAVED, pad, stated_flops, up
 def splash_exchanged(
     q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, axes: Sequence[str], *, interpret: bool = False
 ) -> jax.Array:
-    """Causal attention of one device's tokens to the tokens of all devices along ``axes``; inside of a ``shard_map`` over them.
+    """Returns causal attention of one device's tokens to all tokens along ``axes``; call it inside a ``shard_map``.
 
     Args:
-      q_BSHD: queries [batch, tokens, heads, head_dim]; the devices divide ``heads``.
-      k_BSKD, v_BSKD: keys and values [batch, tokens, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
-      interpret: run the kernel's Python on any device, slowly. For tests.
+      q_BSHD: local queries ``[batch, tokens, heads, head_dim]``. The number of devices divides ``heads``.
+      k_BSKD, v_BSKD: local keys and values ``[batch, tokens, kv_heads, head_dim]``. ``heads`` is a multiple of
+        ``kv_heads``.
+      axes: the mesh axes that shard the sequence, major to minor.
+      interpret: interpret the kernel on any device; slow, for tests.
 
     Returns:
-      As the queries; softmax and sums are fp32.
+      The result, with the shape and dtype of the queries. The softmax and its sums are fp32.
     """
     return _attend((tuple(axes), k_BSKD.shape[2], interpret), q_BSHD, k_BSKD, v_BSKD)
 
@@ -59,7 +61,8 @@ def _forward(how: tuple[tuple[str, ...], int, bool], q: Any, k: Any, v: Any) -> 
 def _backward(how: tuple[tuple[str, ...], int, bool], kept: Any, gradient: jax.Array) -> Any:
     axes, kv_heads, interpret = how
     (q, k, v), o, lse = kept
-    # A gradient that is there before the result is (of a recomputed layer, of one attention by itself) would be exchanged first and take room meanwhile.
+    # Without the barrier, a gradient that exists before the result (under remat, or of a single attention) is exchanged
+    # first and occupies memory until the result exists.
     lse, gradient = jax.lax.optimization_barrier((lse, gradient))
     wide = jnp.promote_types(o.dtype, jnp.float32)
     delta = jnp.sum(o.astype(wide) * gradient.astype(wide), -1)
@@ -82,8 +85,8 @@ def _scaled(q: jax.Array) -> jax.Array:
 
 
 def _prepared(shape: tuple[int, ...], interpret: bool) -> tuple[Any, str, Any, Any]:
-    """The kernel of [heads, seq, head_dim], the scope that states its FLOPs, and the ways of arrays [batch, seq, heads, head_dim] there and back."""
-    # Imported here: it costs a second, and only a TPU's program needs it.
+    """Returns the kernel, a name scope that states its FLOPs, and the conversions of arrays to its layout and back."""
+    # Imported lazily: the import takes a second, and only TPU programs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     batch, seq, count, head_dim = shape
@@ -105,7 +108,7 @@ def _prepared(shape: tuple[int, ...], interpret: bool) -> tuple[Any, str, Any, A
 
 
 def _gradients(kernel: Any, q: Any, k: Any, v: Any, lse: Any, gradient: Any, delta: Any) -> tuple[Any, Any, Any]:
-    """Of one sequence's queries, keys and values [heads, seq, head_dim], from ``lse`` and ``delta`` [heads, seq]."""
+    """Returns the gradients of one sequence's queries, keys and values [heads, seq, head_dim]."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 
     said, sizes = kernel.kwargs, kernel.kwargs["block_sizes"]

@@ -1,7 +1,7 @@
-"""One attention with its gradient, whatever way the keys come: what all implementations share.
+"""``attend``: attention with a custom gradient, shared by all implementations that compute in tiles.
 
-The gradient is written by hand: tiles are computed again from queries, keys and the logarithm of the sums of weights, and sums of
-gradients are fp32 (fp64 for fp64) from the first tile to the last device.
+The backward pass recomputes tiles from queries, keys and the log-sum-exp of the scores. Sums of gradients are fp32
+(fp64 for fp64) from the first tile to the last device.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ BACKWARD = {
 def attend(
     way: AttentionPlan, q_BSHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, segments: Segments, extras: TileArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of one device's queries, keys and values; inside of a shard_map over the axes of ``way``.
+    """Returns attention of one device's queries, keys and values, inside a ``shard_map`` over the axes of ``way``.
 
     Args:
-      way: how, and what.
-      q_BSHD, k_BTKD, v_BTKD: [batch, tokens, heads, head_dim]; queries' heads a multiple of the keys'.
-      segments: of queries [batch, tokens] and keys.
-      extras: as after the exchange of heads: of the heads that this device computes; columns of a bias are all keys.
+      way: the plan.
+      q_BSHD: local queries ``[batch, tokens, heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
+      k_BTKD, v_BTKD: local keys and values ``[batch, tokens, kv_heads, head_dim]``.
+      segments: segment ids of the local queries and keys ``[batch, tokens]``.
+      extras: array options of the heads that this device computes after the head exchange; a bias has one column per
+        key of all devices.
 
     Returns:
-      The result as the queries (as wide as sums, where it is to be merged), and the logarithm of the sums of weights [batch, tokens, heads], in the dtype of sums;
-      0 and -inf for a query that sees nothing.
+      The result in the queries' dtype (in the sums' dtype if the caller merges it), and the log-sum-exp ``[batch,
+      tokens, heads]`` in the sums' dtype. A query that sees no key gets 0 and -inf.
     """
     return _forward(way, q_BSHD, k_BTKD, v_BTKD, segments, extras)[0]
 
@@ -83,7 +85,7 @@ def _backward(way: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Arr
     dq = _unpacked(found.q, q.shape[1]).astype(q.dtype)
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
     repeat = ulysses.repeats(kv_heads, ulysses.ways_of(way.heads))
-    # What is summed on the way stays as wide as the sums, unless it is to travel in less.
+    # Gradients of repeated heads are summed after the exchange, so they keep the sums' dtype without kv_grad_dtype.
     narrow = way.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
     dk, dv = (_returned(way, x.astype(narrow) if way.heads else x, repeat) for x in (dk, dv))
     beside = TileArrays(
@@ -97,7 +99,7 @@ attend.defvjp(_forward, _backward)
 
 
 def _arrived(way: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
-    """[B, S, H, …] of a device's tokens as the heads and tokens that it computes."""
+    """Exchanges a device's tokens [B, S, H, …] for the heads and tokens that it computes."""
     x = ulysses.apart(x, way.heads, repeat)
     return into_zigzag(x, way.ring, 1) if way.relay else x
 
@@ -121,12 +123,12 @@ def _split(way: AttentionPlan, far: tuple[jax.Array, ...], segments: Segments, e
 
 
 def _grouped(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
-    """[B, S, H, …] as [B, K, G, S, …]."""
+    """Transposes [B, S, H, …] to [B, K, G, S, …]."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, group, *x.shape[3:]), 1, 3)
 
 
 def _packed(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, keys and values in blocks."""
+    """Returns queries, keys and values in blocks."""
     kv_heads, group, (rows, columns) = k.shape[2], q.shape[2] // k.shape[2], split.blocks
     parts = split.parts(kv_heads, group)
     q = _in_parts(in_blocks(_grouped(q, kv_heads, group), rows, 3), parts)
@@ -134,12 +136,12 @@ def _packed(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> t
 
 
 def _in_parts(x: jax.Array, parts: int) -> jax.Array:
-    """Blocks [n, B, K, …] as [n, P, B, K / P, …]."""
+    """Splits blocks [n, B, K, …] into parts of heads [n, P, B, K / P, …]."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], parts, -1, *x.shape[3:]), 2, 1)
 
 
 def _unpacked(x: jax.Array, tokens: int) -> jax.Array:
-    """Blocks [n, P, B, K, G, Q, …] as [B, S, H, …]."""
+    """Joins blocks [n, P, B, K, G, Q, …] to [B, S, H, …]."""
     x = jnp.moveaxis(x, 1, 2)
     x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
     joined = jnp.moveaxis(whole(x, tokens, 3), 3, 1)

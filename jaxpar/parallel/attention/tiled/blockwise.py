@@ -1,8 +1,8 @@
-"""Attention in tiles: those that the mask empties are not visited, those that it leaves whole are not masked.
+"""Attention in tiles in plain JAX: it skips tiles that the mask hides, and masks only partially visible tiles.
 
-After FlashAttention (Dao et al. 2022, arXiv:2205.14135), in plain jax, for any mask and on any device. Queries come in blocks
-[n, P, B, K, G, Q, D], keys and values in blocks [m, P, B, K, L, D], with heads in P parts: a tile is a block of queries and a block of
-keys of one part, small enough for a cache.
+The algorithm is FlashAttention (Dao et al. 2022, arXiv:2205.14135), for any mask on any device. Queries are in blocks
+[n, P, B, K, G, Q, D], keys and values in blocks [m, P, B, K, L, D], with the heads in P parts. A tile is a block of
+queries and a block of keys of one part, small enough for a cache.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from jaxpar.parallel.attention.tiled.tile import (
 )
 
 type Expected = tuple[int, int] | None
-"""How many tiles a device visits in the mean, whole and in part; ``None`` where arrays decide."""
+"""How many unmasked and partially masked tiles a device visits on average; ``None`` if that depends on arrays."""
 
 
 class Tiles(NamedTuple):
-    """Which tiles to visit: numbers ``i * columns + j``, the first ``count`` of them."""
+    """The tiles to visit: the first ``count`` of ``numbers``, where tile (i, j) has the number ``i * columns + j``."""
 
     numbers: Any
     count: Any
 
 
 def in_blocks(x: Any, block: int, axis: int, fill: Any = 0) -> Any:
-    """``x`` with ``axis`` cut into blocks, which come first; the last one is filled up."""
+    """Cuts ``axis`` of ``x`` into blocks along a new first axis, and pads the last block with ``fill``."""
     xp = np if isinstance(x, np.ndarray) else jnp
     missing = -x.shape[axis] % block
     if missing:
@@ -52,21 +52,24 @@ def in_blocks(x: Any, block: int, axis: int, fill: Any = 0) -> Any:
 
 
 def whole(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """The inverse of :func:`in_blocks`."""
+    """Inverts :func:`in_blocks` for an axis of the given length."""
     joined = jnp.moveaxis(x, 0, axis)
     joined = joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
     return jax.lax.slice_in_dim(joined, 0, length, axis=axis)
 
 
 def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
-    """Positions [n, Q] and segments [n, B, Q]."""
+    """Returns tokens in blocks: positions [n, Q] and segments [n, B, Q]."""
     segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, PAD_SEGMENT)
     return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
 
 
 def flags(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[Any, Any]:
-    """Of the tiles [n, m], which the mask does not empty, and which of these it leaves whole; from the blocks' first and last positions
-    and segments."""
+    """Returns which tiles [n, m] are visible at least in part, and which of these are fully visible.
+
+    Both follow from the minimum and maximum positions and segments of the blocks, except under a ``where`` function,
+    which is evaluated on every tile.
+    """
     some, every = _of_positions(rules, q.positions, k.positions, extras)
     if q.segments is not None:
         overlap, equal = _of_segments(q.segments, k.segments)
@@ -77,14 +80,14 @@ def flags(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[An
 
 
 def chosen(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[Tiles, Tiles]:
-    """The tiles that the mask leaves whole, and those it leaves in part."""
+    """Returns the fully visible tiles and the partially visible tiles."""
     some, every = flags(rules, q, k, extras)
     partly = some & ~every
     if isinstance(some, np.ndarray):
         known = (np.flatnonzero(x).astype(np.int32) for x in (every, partly))
         whole, masked = (Tiles(numbers, len(numbers)) for numbers in known)
         return whole, masked
-    # One sort puts the first kind in front and the second behind all others.
+    # A single sort moves the fully visible tiles to the front and the partially visible ones to the back.
     kinds = jnp.where(every, 0, jnp.where(partly, 2, 1)).ravel()
     numbers = jnp.argsort(kinds).astype(jnp.int32)
     counts = (jnp.sum(x, dtype=jnp.int32) for x in (every, partly))
@@ -112,7 +115,7 @@ def _of_segments(q: Any, k: Any) -> tuple[Any, Any]:
 
 
 def _of_values(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays, some: Any) -> tuple[Any, Any]:
-    """A function of positions says only by its values what it hides."""
+    """Refines ``some`` under a ``where`` function, which must be evaluated to know what it hides."""
     rows, columns = some.shape
 
     def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,12 +136,23 @@ def visit(
     one: Callable[..., Any],
     carry: Any,
 ) -> Any:
-    """``carry`` after ``one(carry, i, j, part, masked)`` of every tile that is to be visited."""
+    """Folds ``one(carry, i, j, part, masked)`` over all tiles to visit.
+
+    Args:
+      rules: mask, scale, soft cap and dropout.
+      at: positions and segments of queries and keys, in blocks.
+      extras: array options.
+      parts: number of parts of the heads.
+      expected: the average number of tiles, from
+        :meth:`jaxpar.parallel.attention.split.partition.SequenceSplit.expected`.
+      one: computes one tile.
+      carry: the initial carry.
+    """
     q, k = at
     columns = k.positions.shape[0]
     for n, (some, masked) in enumerate(zip(chosen(rules, q, k, extras), (False, True), strict=True)):
         if some.count == 0 if isinstance(some.count, int) else expected is not None and not expected[n]:
-            continue  # on every device: a loop of no tiles is one that a compiler may hide a transfer behind
+            continue  # no device has such tiles; the compiler could otherwise overlap a transfer with an empty loop
         numbers = jnp.asarray(some.numbers)
 
         def step(t: jax.Array, carry: Any, numbers: Any = numbers, masked: bool = masked) -> Any:
@@ -146,20 +160,20 @@ def visit(
             return one(carry, *_apart(_pick(numbers, at), columns), part, masked)
 
         first, last = _start(0, some.count * parts)
-        # A loop's length that depends on the device is not in the program; an audit reads it here.
+        # The program does not contain a loop length that depends on the device, so audits read it from the scope.
         with jax.named_scope("tiles" if expected is None else f"visits_{expected[n] * parts}"):
             carry = jax.lax.fori_loop(first, last, step, carry)
     return carry
 
 
 def nothing(q: jax.Array, v: jax.Array) -> Sums:
-    """The sums of queries that have seen no key yet."""
+    """Returns the initial sums, of queries that have seen no key yet."""
     rows = zeros(q[..., 0])
     return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + FAR, rows)
 
 
 def zeros(x: jax.Array) -> jax.Array:
-    """As many as ``x`` has, in the dtype of sums, differing over the axes that ``x`` differs over."""
+    """Returns zeros of the shape of ``x`` in the dtype of sums, varying over the same manual axes as ``x``."""
     none = jnp.zeros(x.shape, accumulator(x))
     axes = tuple(varies_over(x))
     return jax.lax.pcast(none, axes, to="varying") if axes else none
@@ -175,7 +189,17 @@ def forward(
     sums: Sums,
     expected: Expected = None,
 ) -> Sums:
-    """``sums`` of queries with these keys in them; all in blocks."""
+    """Returns ``sums`` updated with the given keys.
+
+    Args:
+      rules: mask, scale, soft cap and dropout.
+      q: queries in blocks [n, P, B, K, G, Q, D].
+      k, v: keys and values in blocks [m, P, B, K, L, D].
+      at: positions and segments of queries and keys, in blocks.
+      extras: array options.
+      sums: the sums over the keys so far.
+      expected: the average number of tiles, see :func:`visit`.
+    """
 
     def one(sums: Sums, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Sums:
         own, other = _pick((q, sums), i, part), _pick((k, v), j, part)
@@ -187,23 +211,24 @@ def forward(
 
 
 def finished(sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of the sum of weights: 0 and -inf for a query that has seen nothing."""
+    """Returns the result and the log-sum-exp of each query; 0 and -inf for a query that has seen no key."""
     empty = sums.weights == 0
     weights = jnp.where(empty, 1, sums.weights)
     return sums.values / weights[..., None], jnp.where(empty, -jnp.inf, sums.greatest + jnp.log(weights))
 
 
 def rows_of(o: jax.Array, lse: jax.Array, gradient: jax.Array, lse_gradient: jax.Array) -> Rows:
-    """What the backward pass wants of the forward pass and of the gradients of its two results."""
+    """Returns what the backward pass needs per query, from the forward pass and the gradients of its two results."""
     delta = jnp.sum(o.astype(lse.dtype) * gradient.astype(lse.dtype), -1) - lse_gradient.astype(lse.dtype)
     return Rows(gradient, jnp.where(jnp.isneginf(lse), 0, lse), delta)
 
 
 def not_before[T](x: T, results: jax.Array) -> T:
-    """``x``, of which nothing can be made before the results are there.
+    """Returns ``x`` with a data dependence on ``results``, so that nothing is computed from it earlier.
 
-    XLA's CPU compiler puts what waits for nothing in front of all else, where it takes memory until it is wanted: the backward pass's blocks and
-    zeros before the forward pass. It forgets barriers before it orders instructions, but not what a choice depends on.
+    XLA's CPU compiler schedules instructions without dependences first: the blocks and zeros of the backward pass would
+    occupy memory during the forward pass. The compiler drops optimization barriers before it schedules, but it keeps a
+    select.
     """
     never = results[(0,) * results.ndim] < -jnp.inf
     same: T = jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
@@ -211,7 +236,7 @@ def not_before[T](x: T, results: jax.Array) -> T:
 
 
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: TileArrays) -> Gradients:
-    """Where sums of gradients begin."""
+    """Returns the initial sums of gradients, all 0."""
     bias, slopes = (None if x is None else zeros(x) for x in (extras.bias, extras.slopes))
     return Gradients(zeros(q), zeros(k), zeros(v), bias, slopes)
 
@@ -227,7 +252,18 @@ def backward(
     sums: Gradients,
     expected: Expected = None,
 ) -> Gradients:
-    """``sums`` with the gradients of these queries and keys in them; all in blocks."""
+    """Returns ``sums`` plus the gradients of the given queries and keys.
+
+    Args:
+      rules: mask, scale, soft cap and dropout.
+      q: queries in blocks [n, P, B, K, G, Q, D].
+      k, v: keys and values in blocks [m, P, B, K, L, D].
+      at: positions and segments of queries and keys, in blocks.
+      extras: array options.
+      rows: the gradient of the result, the log-sum-exp and delta of each query, in blocks.
+      sums: the sums of gradients so far.
+      expected: the average number of tiles, see :func:`visit`.
+    """
 
     def one(sums: Gradients, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Gradients:
         own, other = _pick((q, rows), i, part), _pick((k, v), j, part)
@@ -250,7 +286,7 @@ def _at(q: Tokens, k: Tokens, i: Any, j: Any) -> tuple[Tokens, Tokens]:
 
 
 def _pick(tree: Any, *numbers: Any) -> Any:
-    """Element ``[numbers]`` of every array."""
+    """Returns element ``[numbers]`` of every array in ``tree``."""
 
     def pick(x: Any) -> jax.Array:
         size = (1,) * len(numbers) + x.shape[len(numbers) :]
@@ -266,22 +302,22 @@ def _put(x: jax.Array, y: jax.Array, *numbers: Any) -> jax.Array:
 
 
 def _start(*numbers: Any) -> tuple[Any, ...]:
-    """In one dtype, also where numbers are 64 bits wide."""
+    """Casts start indices to int32: dynamic slices require a single dtype, also with 64-bit types enabled."""
     return tuple(np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32) for n in numbers)
 
 
-# Numbers count from 0 here. Told so, jax does not write out for every dim of every slice what a negative one would mean: of a ring's
-# program that was half.
+# Indices are never negative here. By default JAX emits code for negative indices in each dim of every slice, which was
+# half of a ring's program.
 _slice = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 _update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
 
 
 def _apart(number: Any, size: int) -> tuple[Any, Any]:
-    """Quotient and rest of a number from 0 on."""
+    """Returns quotient and remainder of a non-negative number."""
     if size == 1:
         return number, 0
     whole = jnp.asarray(number)
-    by = jnp.asarray(size, whole.dtype)  # that of a loop's count is 64 bits wide where numbers are
+    by = jnp.asarray(size, whole.dtype)  # a loop counter is int64 with 64-bit types enabled
     return jax.lax.div(whole, by), jax.lax.rem(whole, by)
 
 
@@ -320,7 +356,7 @@ def _add_bias(sums: jax.Array, new: jax.Array, *where: Any) -> jax.Array:
 def _window(
     bias: jax.Array, where: tuple[Any, ...], sizes: tuple[int, int, int]
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Where a tile begins in a bias [B or 1, K or 1, G or 1, queries, keys], and its size."""
+    """Returns the start and the size of a tile in a bias [B or 1, K or 1, G or 1, queries, keys]."""
     (i, j, part), (rows, columns, heads) = where, sizes
     heads, first = (1, 0) if bias.shape[1] == 1 else (heads, part * heads)
     return _start(0, first, 0, i * rows, j * columns), (bias.shape[0], heads, bias.shape[2], rows, columns)

@@ -1,7 +1,7 @@
-"""What kernels that work in blocks share: padding to whole blocks, and saying what the blocks cost.
+"""Helpers of kernels that work in blocks: padding to complete blocks, and stating the FLOPs of the blocks.
 
-A kernel wants sequences in whole blocks and a head dim of a size of its own. What is short of that is padded with zeros: a
-causal mask hides padded keys from every real query, zero lanes add nothing to a product.
+A kernel requires sequences of complete blocks and certain sizes of head_dim, so shorter arrays are padded with zeros. A
+causal mask hides padded keys from every real query, and zeros in head_dim add nothing to a product.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import jax
 import jax.numpy as jnp
 
 SAVED = "attention"
-"""The name of what attention makes, for checkpoint policies: saved, its kernel does not run again."""
+"""The checkpoint name of attention outputs; if a remat policy saves it, the kernel is not recomputed."""
 
 KEPT = "attention_keys"
-"""The name of the keys and values of all devices, where ``keep`` is asked for: saved, they are not gathered again."""
+"""The checkpoint name of gathered keys and values under ``keep``; if saved, they are not gathered again."""
 
 LANES = 128
-"""Of a TPU's registers: what is no multiple of them is filled up."""
+"""Lanes of a TPU register; other sizes are padded to a multiple."""
 
 FILL = -2
-"""The segment of what fills up a block. Padding is given another: it is seen by padding, and what it makes is taken away."""
+"""The segment of filler tokens in a block.
+
+The caller's padded tokens have another segment, -1: they see each other, and the kernel's wrapper clears their results.
+"""
 
 
 def up(size: int, multiple: int) -> int:
-    """The least multiple that is no less than ``size``.
+    """Rounds ``size`` up to a multiple of ``multiple``.
 
     >>> up(130, 128)
     256
@@ -32,13 +35,13 @@ def up(size: int, multiple: int) -> int:
 
 
 def pad(x_BSHD: jax.Array, seq: int, head_dim: int) -> jax.Array:
-    """``x`` with zeros behind its sequence and its head dim, up to these sizes."""
+    """Pads ``x_BSHD`` with zeros to ``seq`` tokens and ``head_dim``."""
     missing = (seq - x_BSHD.shape[1], head_dim - x_BSHD.shape[3])
     return jnp.pad(x_BSHD, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1]))) if any(missing) else x_BSHD
 
 
 def visited(seq: int, block: int) -> int:
-    """Scores that a causal kernel computes: blocks above the diagonal are never visited, those on it are computed whole.
+    """Returns the scores that a causal kernel computes: it skips blocks above the diagonal, and computes all others.
 
     >>> visited(1024, 512) // 512**2
     3
@@ -48,8 +51,11 @@ def visited(seq: int, block: int) -> int:
 
 
 def stated_flops(batch: int, heads: int, head_dim: int, *scores: int) -> str:
-    """A scope name that tells an audit what the kernels do not: FLOPs of one matmul, in the forward and in the gradient kernels.
+    """Returns a name scope that states the FLOPs of one matmul to audits, because the kernels themselves do not.
 
-    ``scores`` are those that a kernel computes for a head: one number, or one for the forward and one for the gradient kernels.
+    Args:
+      batch, heads, head_dim: the sizes of the queries.
+      scores: the scores that a kernel computes per head: one number, or one for the forward and one for the backward
+        kernels.
     """
     return "_".join(["attention_matmul_flops", *(str(2 * batch * heads * n * head_dim) for n in scores)])

@@ -17,18 +17,18 @@ from jax.extend.random import threefry_2x32
 from jaxpar.parallel.attention.mask import Mask
 
 FAR = -1e30
-"""What an unseen key scores: far below any score, and still a number."""
+"""The score of a hidden key: far below any real score, and finite."""
 PAD = -(2**31)
-"""The position of a token that only fills up a block: the one int32 that no token's position may be. Positions below 0 are legal."""
+"""The position of filler tokens in a block: the only int32 that no real token has. Negative positions are legal."""
 PAD_SEGMENT = -1
-"""The segment of such a token. All segments below 0 are padding."""
+"""The segment of a filler token. All negative segments are padding."""
 Segments = tuple[Any, Any] | None
-"""Of queries [B, S] and of keys [B, T]."""
+"""The segment ids of queries [B, S] and of keys [B, T]."""
 
 
 @dataclass(frozen=True)
 class TileSpec:
-    """What is computed of queries and keys: all that is no array."""
+    """The static options of an attention: mask, scale, soft cap and dropout fraction."""
 
     mask: Mask
     scale: float
@@ -37,14 +37,14 @@ class TileSpec:
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of queries or of keys stand: positions [Q], and segments [B, Q] if there are several."""
+    """Positions [Q] of queries or keys, and their segments [B, Q] if segments are given."""
 
     positions: Any
     segments: Any = None
 
 
 class AttentionArrays(NamedTuple):
-    """Arrays beside queries, keys and values; ``None`` for what is not asked for."""
+    """The array options of a global attention, ``None`` if not given; see :class:`TileArrays` for most of them."""
 
     segments: Segments = None
     prefix: Any = None
@@ -58,16 +58,17 @@ class AttentionArrays(NamedTuple):
 
 
 class TileArrays(NamedTuple):
-    """Arrays beside queries, keys and values; what is not asked for is ``None``.
+    """The array options of one device's tiles, ``None`` if not given.
 
     Attributes:
       bias: added to the scores, [B or 1, K or 1, G or 1, queries, keys].
-      slopes: of ALiBi, [K, G]: ``-slope * |q - k|`` is added to the scores.
-      prefix: lengths of prefixes [B or 1].
-      key: of the dropout, two 32-bit words [2], or those of each sequence [B, 2].
-      numbers: the places of the sequences here among all [B], and the number of the first head here: what dropout draws for.
-      offset: of the queries' positions, beside what :class:`jaxpar.parallel.attention.split.partition.AttentionPlan` says.
-      order: the position of each token of all devices, as they lie [seq]; in the place of an order with a name.
+      slopes: ALiBi slopes [K, G]: ``-slope * |q - k|`` is added to the scores.
+      prefix: prefix lengths [B or 1].
+      key: the dropout key as two 32-bit words [2], or [B, 2] for one key per sequence.
+      numbers: the global indices of the local sequences [B] and the index of the first local head, for dropout.
+      offset: added to the queries' positions, on top of
+        :class:`jaxpar.parallel.attention.split.partition.AttentionPlan`'s ``offset``.
+      order: the position of each stored token of all devices [seq], instead of a named order.
     """
 
     bias: Any = None
@@ -80,32 +81,41 @@ class TileArrays(NamedTuple):
 
 
 def varies_over(x: Any) -> frozenset[str]:
-    """The manual axes over which a ``shard_map`` that keeps count of it takes ``x`` to differ."""
+    """Returns the manual axes over which ``x`` varies, as tracked by a ``shard_map`` with ``check_vma``."""
     kind = jax.typeof(x)
-    # jax 0.12 has it in a place of its own.
+    # JAX 0.12 stores the axes in ``manual_axis_type``.
     axes: frozenset[str] = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
     return axes
 
 
 def accumulator(x: Any) -> Any:
-    """The dtype of sums: fp32, or that of ``x`` where it is wider."""
+    """Returns the dtype of sums: fp32, or the dtype of ``x`` if it is wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def scaled(rules: TileSpec, q: Any) -> tuple[Any, float]:
-    """Queries with the scale in them, and by what scores are still to be multiplied: numbers less wide than sums would lose some of it."""
+    """Folds the scale into the queries, or returns it as a factor of the scores if their dtype is too narrow."""
     return (q * rules.scale, 1.0) if q.dtype == accumulator(q) else (q, rules.scale)
 
 
 def turned(x: jax.Array) -> jax.Array:
-    """What is of queries and keys [B, K, G, Q, L] as [B, K, L, G, Q]."""
+    """Transposes [B, K, G, Q, L] to [B, K, L, G, Q]."""
     return jnp.moveaxis(x, -1, 2)
 
 
 def scores(
     rules: TileSpec, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: TileArrays, turn: bool = False
 ) -> tuple[jax.Array, Any]:
-    """Scores [B, K, G, Q, L] of queries [B, K, G, Q, D] and keys [B, K, L, D]; and what the soft cap has made of them. Both :func:`turned`, if asked."""
+    """Returns the scores of a tile, and the tanh of the soft cap (``None`` without one).
+
+    Args:
+      rules: scale and soft cap.
+      q: queries [B, K, G, Q, D].
+      k: keys [B, K, L, D].
+      at: positions and segments of queries and keys.
+      extras: slopes and bias, of this tile.
+      turn: return [B, K, L, G, Q] instead of [B, K, G, Q, L].
+    """
     own, rest = scaled(rules, q)
     pair, operands = ("bkld,bkgqd->bklgq", (k, own)) if turn else ("bkgqd,bkld->bkgql", (own, k))
     s = jnp.einsum(pair, *operands, preferred_element_type=accumulator(q)) * rest
@@ -122,18 +132,18 @@ def scores(
 
 
 def hidden(s: jax.Array) -> jax.Array:
-    """Scores, of which those that a bias or a slope brings to :data:`FAR` or below are -inf: their keys are not seen. NaN stays."""
+    """Replaces scores that a bias or slope lowers to :data:`FAR` or less by -inf, which hides their keys; keeps NaN."""
     return jnp.where(s <= FAR, -jnp.inf, s)
 
 
 def distances(at: tuple[Tokens, Tokens]) -> jax.Array:
-    """How far apart query and key stand, [Q, L]; unsigned, because the distance of two int32 may be no int32."""
+    """Returns the distances [Q, L] of queries and keys; uint32, because the distance of two int32 may exceed int32."""
     q, k = jnp.asarray(at[0].positions)[:, None], jnp.asarray(at[1].positions)[None, :]
     return (jnp.maximum(q, k) - jnp.minimum(q, k)).astype(jnp.uint32)
 
 
 def seen(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays) -> jax.Array:
-    """Which keys the queries of a tile see: [B or 1, 1, 1, Q, L]."""
+    """Returns which keys the queries of a tile see, [B or 1, 1, 1, Q, L]."""
     q, k = at
     prefix = None if extras.prefix is None else extras.prefix[:, None, None]
     x, y = q.positions[None, :, None], k.positions[None, None, :]
@@ -145,17 +155,18 @@ def seen(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays) -> jax.
 
 
 def real(mask: Mask, q: Any, k: Any) -> tuple[Any, Any]:
-    """Positions of a tile as a mask is called with them: a caller's function never meets :data:`PAD`, but a position of the same tile."""
+    """Replaces :data:`PAD` by a real position of the tile, because a caller's ``where`` must not get :data:`PAD`."""
     if mask.where is None:
         return q, k
-    # Every block has a token: only the last one is filled up.
+    # Every block has a real token: only the last one is padded.
     return jnp.where(q == PAD, jnp.max(q), q), jnp.where(k == PAD, jnp.max(k), k)
 
 
 def kept(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays, shape: tuple[int, ...]) -> jax.Array:
-    """What dropout leaves of a tile's weights, [B, K, G, Q, L]: 0, or the inverse of the share that it leaves.
+    """Returns dropout's factors of a tile's weights, [B, K, G, Q, L]: 0 or 1 / (1 - dropout).
 
-    A number is drawn from the key, the sequence, the head and the two positions, and so is the same however the arrays are split.
+    Each factor is drawn from the key, the sequence, the head and the two positions, so it does not depend on the
+    sharding.
     """
     batch, kv_heads, group, rows, columns = shape
     sequences, first_head = extras.numbers
@@ -178,7 +189,7 @@ def kept(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays, shape: 
 
 
 class Sums(NamedTuple):
-    """Attention on the way, per query: values [.., D] weighted and summed, the greatest score, the sum of weights, in the dtype of sums."""
+    """Partial softmax sums per query: the weighted values [.., D], the maximum score and the sum of weights."""
 
     values: jax.Array
     greatest: jax.Array
@@ -186,13 +197,23 @@ class Sums(NamedTuple):
 
 
 def forward(rules: TileSpec, q: Any, k: Any, v: Any, at: Any, extras: TileArrays, sums: Sums, masked: bool) -> Sums:
-    """``sums`` with the keys of a tile in it (the online softmax of Milakov & Gimelshein 2018, arXiv:1805.02867)."""
+    """Returns ``sums`` updated with the keys of a tile by online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867).
+
+    Args:
+      rules: the static options.
+      q: queries [B, K, G, Q, D].
+      k, v: keys and values [B, K, L, D].
+      at: positions and segments of queries and keys.
+      extras: array options of this tile.
+      sums: the sums over the keys so far.
+      masked: whether the mask hides part of the tile.
+    """
     s, _ = scores(rules, q, k, at, extras)
     visible = seen(rules, at, extras) if masked else None
     s = s if visible is None else jnp.where(visible, s, FAR)
     greatest = jnp.maximum(sums.greatest, jnp.max(s, -1))
     p = jnp.exp(s - greatest[..., None])
-    # A row that sees nothing has FAR for its greatest, and would weigh all alike.
+    # A row that sees no key has FAR as its maximum, which would give all keys equal weight.
     p = p if visible is None else jnp.where(visible, p, 0)
     shrunk = jnp.exp(sums.greatest - greatest)
     weights = sums.weights * shrunk + jnp.sum(p, -1)
@@ -203,7 +224,7 @@ def forward(rules: TileSpec, q: Any, k: Any, v: Any, at: Any, extras: TileArrays
 
 
 class Gradients(NamedTuple):
-    """Of a tile's queries, keys, values, bias (of the scores, [B, K, G, Q, L]) and slopes [K, G], in the dtype of sums."""
+    """Gradients of queries, keys, values, bias ([B, K, G, Q, L] in a tile) and slopes [K, G], in the dtype of sums."""
 
     q: jax.Array
     k: jax.Array
@@ -213,8 +234,13 @@ class Gradients(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of the queries of a tile: the gradient of the result [B, K, G, Q, D], the logarithm of the sum of weights, and what the softmax
-    takes off each gradient of its weights."""
+    """Inputs of the backward pass per query.
+
+    Attributes:
+      gradient: the gradient of the result [B, K, G, Q, D].
+      lse: the log-sum-exp of the scores [B, K, G, Q].
+      delta: ``sum(o * do)`` minus the gradient of ``lse`` [B, K, G, Q], to subtract from the weights' gradient.
+    """
 
     gradient: jax.Array
     lse: jax.Array
@@ -224,10 +250,20 @@ class Rows(NamedTuple):
 def backward(
     rules: TileSpec, q: Any, k: Any, v: Any, at: Any, extras: TileArrays, rows: Rows, masked: bool
 ) -> Gradients:
-    """The gradients that a tile gives (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+    """Returns the gradients of one tile (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 
-    Keys come before queries in all that belongs to both, [B, K, L, G, Q]: so it goes into each product as it is, and XLA's CPU compiler,
-    which wants an operand's summed dim in its place, turns only rows of head dims.
+    Scores and their gradients have keys before queries, [B, K, L, G, Q], so every einsum takes them without a
+    transpose. XLA's CPU compiler requires the contracted dim of an operand in a fixed place, and then transposes only
+    arrays with head_dim.
+
+    Args:
+      rules: the static options.
+      q: queries [B, K, G, Q, D].
+      k, v: keys and values [B, K, L, D].
+      at: positions and segments of queries and keys.
+      extras: array options of this tile.
+      rows: the gradient of the result, the log-sum-exp and delta of each query.
+      masked: whether the mask hides part of the tile.
     """
     dtype = accumulator(q)
     multiply = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -246,7 +282,8 @@ def backward(
     if capped is not None:
         ds = ds * (1 - capped * capped)
     ds = (ds * rest).astype(q.dtype)
-    # Rows are turned faster than scores; but of several heads in bf16 that compiler makes a product that it then lacks.
+    # Transposing dq is faster than transposing ds, but for several heads in bf16 the CPU compiler then emits a dot that
+    # it does not support.
     narrow = q.dtype != dtype
     dq = multiply("bkld,bklgq->bkgqd", k, ds) if narrow else jnp.moveaxis(multiply("bkld,bklgq->bkdgq", k, ds), 2, -1)
     return Gradients(

@@ -1,9 +1,9 @@
-"""Tiles on TPUs: the two passes of :mod:`jaxpar.parallel.attention.tiled.blockwise` as Pallas kernels, with the same arrays in and out.
+"""Pallas TPU kernels for both passes of :mod:`jaxpar.parallel.attention.tiled.blockwise`, on the same arrays.
 
-A step of a kernel's grid is a tile, taken from a list that lies in scalar memory; the list may be as long as arrays say. What is summed over a
-row (or, of keys and values, a column) of tiles stays in vector memory meanwhile, and is read and written in place: rows without
-tiles are not touched, and hops of a ring need no merging. Scores are computed as keys × queries, [L, Q]: what is known of
-a query then lies along the lanes, as it does in the arrays, and what is summed over keys needs no lane of another.
+Each step of a kernel's grid computes one tile from a list in scalar memory; the length of the list may be traced. Sums
+over a row of tiles (for keys and values, a column) stay in vector memory, and their arrays are updated in place: rows
+without tiles are not touched, and the hops of a ring need no merging. Scores are computed as keys × queries, [L, Q].
+Per-query numbers are then along the lanes, as they are stored, and sums over keys do not cross lanes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Gradients, Rows, Sums
 
 Mode = Literal["tpu", "interpret"]
 MASKED, FIRST, LAST, EMPTY, BITS = 1, 2, 4, 8, 4
-"""What is said of a tile beside its number: whether the mask leaves it in part, whether it is the first or last of its row, and whether it
-is only there to be both."""
+"""Flag bits of a listed tile, and their number.
+
+A tile is partially masked, the first of its row, the last of its row, or a placeholder that is not computed.
+"""
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
-"""Which dims of two matrices are contracted."""
+"""The contracted dims of two matrices."""
 
 
 class Visit(NamedTuple):
-    """Tiles to visit, ``number << 4 | what is said of it``, the first ``count`` of them."""
+    """The tiles to visit: the first ``count`` of ``tiles``, each ``number << BITS | flags``."""
 
     tiles: Any
     count: Any
@@ -49,7 +51,7 @@ def forward(
     *,
     mode: Mode = "tpu",
 ) -> Sums:
-    """``sums`` of queries with these keys in them; as :func:`jaxpar.parallel.attention.tiled.blockwise.forward`."""
+    """Returns ``sums`` updated with the given keys; see :func:`jaxpar.parallel.attention.tiled.blockwise.forward`."""
     visit = visits(*flags(rules, *at, extras), by_row=True)
     if visit is None:
         return sums
@@ -90,9 +92,10 @@ def backward(
     *,
     mode: Mode = "tpu",
 ) -> Gradients:
-    """``sums`` with the gradients of these queries and keys in them; as :func:`jaxpar.parallel.attention.tiled.blockwise.backward`.
+    """Returns ``sums`` plus the gradients; see :func:`jaxpar.parallel.attention.tiled.blockwise.backward`.
 
-    Those of keys and values begin at 0 with every caller: they are written, not read, which saves a ring arrays of zeros.
+    Every caller passes zeros for the gradients of keys and values. The kernel therefore only writes them, which saves a
+    ring the arrays of zeros.
     """
     some, every = flags(rules, *at, extras)
     by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, all_of_them=True)
@@ -136,10 +139,13 @@ def backward(
 
 
 def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) -> Visit | None:
-    """The list of tiles [rows, columns], row by row or column by column; ``None`` where it is known here to be empty.
+    """Returns the list of visible tiles, or ``None`` if it is known to be empty.
 
     Args:
-      all_of_them: a row without tiles is given one, which is not computed.
+      some: which tiles are visible at least in part [rows, columns].
+      every: which tiles are fully visible [rows, columns].
+      by_row: list the tiles row by row, otherwise column by column.
+      all_of_them: add a placeholder, which is not computed, to every row (or column) without tiles.
     """
     some, every = (some, every) if by_row else (some.T, every.T)
     columns, computed = some.shape[1], some
@@ -153,7 +159,7 @@ def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) ->
         count: Any = len(numbers)
     else:
         xp, numbers = jnp, jnp.nonzero(some.ravel(), size=some.size, fill_value=0)[0]
-        # A kernel makes one step at least: then of tile 0, which is masked and sees nothing.
+        # A kernel runs at least one step. With an empty list that is tile 0, flagged as a placeholder.
         count = jnp.maximum(jnp.sum(some, dtype=jnp.int32), 1)
     row, place = numbers // columns, xp.arange(len(numbers))
     first = (place == 0) | (row != xp.roll(row, 1))
@@ -164,7 +170,7 @@ def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) ->
 
 
 class _Where:
-    """Which blocks of arrays a step of a grid sees."""
+    """Index maps of a kernel's arrays: which block a step of the grid reads."""
 
     def __init__(self, tile: Callable[..., tuple[Any, ...]]) -> None:
         self.tile = tile
@@ -175,24 +181,24 @@ class _Where:
         return self.tile(b, h, g, tiles[t] >> BITS)
 
     def of_rows(self, *step: Any) -> tuple[Any, ...]:
-        """Of [n, 1, B, K, G, …]."""
+        """Index of arrays over queries and heads [n, 1, B, K, G, …]."""
         b, h, g, i, _ = self._of(*step)
         return i, 0, b, h, g, 0, 0
 
     def of_columns(self, *step: Any) -> tuple[Any, ...]:
-        """Of [m, 1, B, K, …]."""
+        """Index of arrays over keys and heads [m, 1, B, K, …]."""
         b, h, _, _, j = self._of(*step)
         return j, 0, b, h, 0, 0
 
     def row(self, *step: Any) -> tuple[Any, ...]:
-        """Of positions [n, 1, Q]."""
+        """Index of the queries' positions [n, 1, Q]."""
         return self._of(*step)[3], 0, 0
 
     def column(self, *step: Any) -> tuple[Any, ...]:
         return self._of(*step)[4], 0, 0
 
     def row_of_batch(self, *step: Any) -> tuple[Any, ...]:
-        """Of segments [n, B, 1, Q]."""
+        """Index of the queries' segments [n, B, 1, Q]."""
         found = self._of(*step)
         return found[3], found[0], 0, 0
 
@@ -217,7 +223,7 @@ def _prefixes(extras: TileArrays, batch: int) -> jax.Array:
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """What there is one of for a query, [n, 1, B, K, G, Q], as a row [.., 1, Q]."""
+    """Reshapes per-query numbers [n, 1, B, K, G, Q] to rows [.., 1, Q]."""
     return x[..., None, :]
 
 
@@ -227,7 +233,7 @@ def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, ...]:
 
 
 def _cost(expected: Expected, q: jax.Array, k: jax.Array, width: int) -> pl.CostEstimate | None:
-    """Of as many tiles as a device visits in the mean: products over ``width`` in all. An audit reads it, and the compiler."""
+    """Returns the cost of the average number of tiles, with ``width`` summed over all matmuls; audits read it too."""
     if expected is None:
         return None
     _, _, batch, kv_heads, group, side, _ = q.shape
@@ -249,10 +255,10 @@ def _call(
     *,
     anew: bool = False,
 ) -> Sequence[jax.Array]:
-    """``carried`` after the kernel has been over them, in place; ``anew``, such arrays made by the kernel."""
+    """Runs the kernel and returns ``carried`` updated in place; with ``anew``, new arrays of the same shapes."""
 
     def spec(x: jax.Array, index: Any) -> pl.BlockSpec:
-        # The last two dims whole, one of each of the others.
+        # A block has the full last two dims and one element of each other dim.
         return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
 
     parallel: Any = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
@@ -277,7 +283,7 @@ def _call(
 
 
 def _alike(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape of ``x``, differing over the axes that it differs over."""
+    """Returns the shape and dtype of ``x``, varying over the same manual axes."""
     kind = jax.typeof(x)
     varying = {"manual_axis_type": kind.manual_axis_type} if hasattr(kind, "manual_axis_type") else {"vma": kind.vma}
     return jax.ShapeDtypeStruct(x.shape, x.dtype, **varying)
@@ -288,7 +294,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int], tuple[int]]) 
 
 
 def _scores(rules: TileSpec, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any]:
-    """Scores [L, Q]; and what the soft cap has made of them."""
+    """Returns the scores [L, Q], and the tanh of the soft cap (``None`` without one)."""
     s = _dot(k, q, NT) * rules.scale
     if rules.softcap is None:
         return s, None
@@ -297,7 +303,7 @@ def _scores(rules: TileSpec, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any
 
 
 def _seen(rules: TileSpec, places: Sequence[Any], prefix: Any) -> jax.Array:
-    """Which keys the queries of a tile see, [L, Q]; of positions, and of segments if there are any."""
+    """Returns which keys the queries of a tile see, [L, Q], from positions and any segments."""
     x, y = places[0][...], _upright(places[1][...])
     visible = (x != PAD) & (y != PAD) & rules.mask.visible(x, y, prefix)
     if len(places) > 2:
@@ -307,14 +313,14 @@ def _seen(rules: TileSpec, places: Sequence[Any], prefix: Any) -> jax.Array:
 
 
 def _upright(x: jax.Array) -> jax.Array:
-    """[1, L] as [L, 1]."""
+    """Transposes [1, L] to [L, 1]."""
     return jnp.swapaxes(jnp.broadcast_to(x, (LANES, x.shape[1])), 0, 1)[:, :1]
 
 
 def _tile(
     rules: TileSpec, segments: bool, prefix: bool, scalars: Sequence[Any], refs: Sequence[Any]
 ) -> tuple[Any, Callable[[], jax.Array], list[Any]]:
-    """What is said of a grid's tile, which keys are seen of it, and the references behind those of places."""
+    """Returns a tile's list entry, a function that computes its mask, and the refs after positions and segments."""
     tiles, prefixes = scalars
     many = 4 if segments else 2
     length = prefixes[pl.program_id(0)] if prefix else None
@@ -322,7 +328,7 @@ def _tile(
 
 
 def _either(said: Any, tile: Callable[[bool], None]) -> None:
-    """``tile(masked)``."""
+    """Runs ``tile(masked)`` according to the flags of a tile, or nothing for a placeholder."""
     pl.when(said & (MASKED | EMPTY) == MASKED)(lambda: tile(True))
     pl.when(said & MASKED == 0)(lambda: tile(False))
 
@@ -344,7 +350,7 @@ def _forward_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -
         before = greatest[...]
         most = jnp.maximum(before, jnp.max(s, 0, keepdims=True))
         p = jnp.exp(s - most)
-        # A query that sees nothing has FAR for its greatest, and would weigh all alike.
+        # A query that sees no key has FAR as its maximum, which would give all keys equal weight.
         p = p if visible is None else jnp.where(visible, p, 0)
         shrunk = jnp.exp(before - most)
         greatest[...], weights[...] = most, weights[...] * shrunk + jnp.sum(p, 0, keepdims=True)
@@ -359,7 +365,7 @@ def _forward_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -
 
 
 def _weights(rules: TileSpec, refs: Sequence[Any], visible: Any) -> tuple[jax.Array, jax.Array]:
-    """Of a tile, the weights of values and the gradient of the scores before they are scaled, both [L, Q]."""
+    """Returns the softmax weights of a tile and the gradient of its unscaled scores, both [L, Q]."""
     q, gradient, lse, delta, k, v = refs
     s, capped = _scores(rules, q[...], k[...])
     p = jnp.exp(s - lse[...])

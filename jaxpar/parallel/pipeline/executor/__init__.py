@@ -1,1 +1,1 @@
-"""A schedule's table run tick by tick."""
+"""Runs the table of a schedule tick by tick."""

@@ -1,7 +1,8 @@
-"""A window of ticks carried out: what a call finds on its way it carries on, and what is on its way at its end it hands to the next.
+"""Runs the ticks of one call of an asynchronous pipeline, from the microbatches in flight before it to those after it.
 
-The batch before and the call's own are two *chunks* of each stage to the ticks of :mod:`jaxpar.parallel.pipeline.executor.tick`: weights and sums of gradients are there twice,
-[2, layers, ...], and every position of the window says of which batch it is.
+To :mod:`jaxpar.parallel.pipeline.executor.tick` the previous batch and the call's own batch are two chunks of each
+stage. Weights and sums of gradients therefore exist twice, [2, layers, ...], and each position of the window has the
+number of its batch.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
 
 def beside(old: Any, new: Any, dim: int) -> Any:
-    """Two batches' arrays, one after the other along a dim."""
+    """Concatenates the arrays of two batches along a dim."""
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim), old, new)
 
 
 def numbered(program: PipelineProgram) -> PipelineProgram:
-    """A program for ``after`` [2, ...] and pieces ``{"batch": 0 or 1, "of": piece}``: a microbatch's loss, and what its layers know, is of its batch's version."""
+    """Adapts a program to two batches, each with its own version of the weights.
+
+    ``after`` becomes [2, ...] and a piece ``{"batch": 0 or 1, "of": piece}``. The loss of a microbatch and its layers'
+    further inputs use the version of its batch.
+    """
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
         return program.head(pick(after, piece["batch"]), piece["of"], y)
@@ -38,7 +43,17 @@ def numbered(program: PipelineProgram) -> PipelineProgram:
 
 
 def rows_of(program: PipelineProgram, have: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The table's rows, with its rings turned and without what is of no batch (see :meth:`AsyncRunner.run`); and where the first input goes."""
+    """Returns the rows of the table for one call.
+
+    Args:
+      program: the program of the call.
+      have: [2], whether the previous batch and the call's own batch exist.
+      turn: the number of positions by which the rings are rotated.
+
+    Returns:
+      The rows of stages, with rotated rings and without the backwards of a missing batch; the rows of all stages,
+      without its heads; and the slots [stages] of the first input.
+    """
     (rows, every), table = program.rows(), program.table
     batch = program.schedule.microbatches // 2
 
@@ -57,34 +72,42 @@ def rows_of(program: PipelineProgram, have: jax.Array, turn: jax.Array) -> tuple
 
 @dataclass(frozen=True)
 class _Going(TickRunner):
-    """Ticks that find something on its way."""
+    """Ticks that start with microbatches in flight."""
 
     def _started(self, x: jax.Array) -> dict[str, Any]:
-        """Empty buffers.
+        """Returns empty buffers.
 
         Raises:
-          ModelError: layers have losses or metrics of their own, which no call would hand on.
+          ModelError: layers return losses or metrics, which calls do not pass on.
         """
         carry = self.start(x)
         if carry["aux"]:
             raise ModelError(
-                f"asynchronous pipeline: layers gave {listing(carry['aux']['sums'])} beside x, but what a microbatch's layers give is not handed on from "
-                f"call to call. Remedy: layers that return x alone, or the schedule '1f1b'."
+                f"asynchronous pipeline: layers gave {listing(carry['aux']['sums'])} beside x, but what a microbatch's "
+                "layers give is not handed on from call to call. Remedy: layers that return x alone, or the schedule "
+                "'1f1b'."
             )
         return carry
 
 
 @dataclass(frozen=True)
 class AsyncRunner(_Going):
-    """The ticks of a window. ``weights`` are [stages, 2, layers, ...], ``after`` [2, ...]; programs are :func:`numbered`."""
+    """The ticks of one call.
+
+    ``weights`` are [stages, 2, layers, ...], ``after`` is [2, ...], and :func:`numbered` returns the program.
+    """
 
     def aboard(self, x: jax.Array) -> dict[str, Any]:
-        """What is on its way where nothing is: zeros, of the shapes and dtypes of what a call hands to the next.
+        """Returns the state between two calls if nothing is in flight: zeros in the shapes and dtypes of that state.
+
+        Args:
+          x: the inputs of the first layer for two batches, [devices, 2 * microbatches, rows, ...].
 
         Returns:
-          ``act``, ``sent``, ``res``: inputs or residuals that are kept, and cotangents between stages, [stages, devices, ...]; ``grads``: sums of the
-          batch whose backwards have begun, [stages, devices, 1, layers, ...]; ``weight``, ``after``: those of its loss and of what comes after the
-          layers, [devices, ...]; ``x``: the cotangents of its inputs, [devices, microbatches, rows, ...].
+          ``act``, ``sent``, ``res``: the stored inputs or residuals, and the cotangents between stages,
+          [stages, devices, ...]. ``grads``: the gradient sums of the batch whose backwards have begun,
+          [stages, devices, 1, layers, ...]. ``weight``, ``after``: the weight of its loss and the gradient sums of the
+          other weights, [devices, ...]. ``x``: the cotangents of its inputs, [devices, microbatches, rows, ...].
         """
         carry, count = self._started(x), x.shape[1] // 2
         _, weight, after = carry["sums"]
@@ -93,17 +116,18 @@ class AsyncRunner(_Going):
         return {**kept, "grads": grads, "weight": weight, "after": after, "x": jnp.zeros_like(x[:, :count])}
 
     def run(self, aboard: Any, x: jax.Array, have: jax.Array, turn: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The window's ticks.
+        """Runs the ticks of one call.
 
         Args:
-          aboard: what is on its way.
-          x: what the first layer is given of the call's own batch, [devices, microbatches, rows, ...].
-          have: [2], whether there is the batch before, and one of the call's own.
-          turn: how many positions the rings have gone before this window.
+          aboard: the state between calls, as :meth:`aboard` or the previous call returned it.
+          x: the inputs of the first layer for the call's own batch, [devices, microbatches, rows, ...].
+          have: [2], whether the previous batch and the call's own batch exist.
+          turn: the number of positions that the rings advanced before this call.
 
         Returns:
-          Of the batch before, now whole, ``grads``, ``weight``, ``after`` and ``x``, as ``aboard`` has them, with ``sums`` of loss and metrics over all
-          microbatches whose loss was made, and their weight ``seen``; and what is aboard now.
+          Two dicts. The first has ``grads``, ``weight``, ``after`` and ``x`` of the previous batch, now complete, in
+          the shapes of :meth:`aboard`. It also has ``sums``, the loss and metrics of all microbatches whose loss this
+          call computed, and ``seen``, their weight. The second dict is the state for the next call.
         """
         rows, every, first = rows_of(self.program, have, turn)
 
@@ -124,11 +148,11 @@ class AsyncRunner(_Going):
 
     @property
     def _lasting(self) -> tuple[str, ...]:
-        """Buffers that outlive a call; where residuals are not kept, theirs is only a place to work in."""
+        """The buffers that outlive a call; ``res`` is only working memory if residuals are not stored."""
         return ("act", "sent", "res") if self.program.activation_checkpointing == "none" else ("act", "sent")
 
     def _resumed(self, aboard: Any, x: jax.Array, first: jax.Array) -> dict[str, Any]:
-        """The carry of the first tick: empty places to work in, and what is aboard."""
+        """Returns the carry of the first tick: empty working buffers, and the state of the previous call."""
         x = beside(aboard["x"], x, 1)
         carry = self._started(x)
 
@@ -144,7 +168,7 @@ class AsyncRunner(_Going):
         return {**carry, **lasting, "act": act, "grads": grads, "sums": sums}
 
     def _heads(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
-        """As of any tick, but weight and gradients go to the sums of the microbatch's batch."""
+        """As in the base class, but adds weight and gradients to the sums of the microbatch's batch."""
         at = of_every(every, "head")
         batch = at // (self.program.schedule.microbatches // 2)
 
@@ -167,10 +191,13 @@ class AsyncRunner(_Going):
 
 @dataclass(frozen=True)
 class Stashing(_Going):
-    """Single ticks of a window in which weights change: forwards are done with the newest, [:, 1] of ``weights``, backwards with those of their forward, [:, 0]."""
+    """Single ticks during which weights change.
+
+    Forwards use the newest weights, [:, 1] of ``weights``. Backwards use the version of their forward, [:, 0].
+    """
 
     def aboard(self, x: jax.Array) -> dict[str, Any]:
-        """What is on its way where nothing is: ``act``, ``sent`` and ``res``, zeros, as of :meth:`AsyncRunner.aboard`."""
+        """Returns ``act``, ``sent`` and ``res`` as zeros, as :meth:`AsyncRunner.aboard` does: nothing is in flight."""
         carry = self._started(x)
         names = ("act", "sent", "res") if self.program.activation_checkpointing == "none" else ("act", "sent")
         return {name: jax.tree.map(jnp.zeros_like, carry[name]) for name in names}
@@ -178,11 +205,18 @@ class Stashing(_Going):
     def once(
         self, aboard: dict[str, Any], x: jax.Array, row: jax.Array, every: jax.Array
     ) -> tuple[dict[str, Any], Any, Any, jax.Array]:
-        """A tick on what is aboard, the first stage being given ``x`` [devices, 1, rows, ...].
+        """Runs one tick.
+
+        Args:
+          aboard: the state after the previous tick.
+          x: the input of the first stage, [devices, 1, rows, ...].
+          row: the tick's row of each stage, [stages, columns].
+          every: the tick's row of all stages, [columns].
 
         Returns:
-          What is aboard then; gradients of layers [stages, devices, 1, layers, ...]; of the microbatch whose loss was made, its share of all sums; and the
-          cotangent of the input of the one that came out, as ``x`` is.
+          The state for the next tick; gradients of the layers [stages, devices, 1, layers, ...]; the sums of the
+          microbatch whose loss was computed; and the input cotangent of the microbatch that left the pipeline, in the
+          shape of ``x``.
         """
         carry = self._started(x)
 
@@ -191,7 +225,7 @@ class Stashing(_Going):
             return put(act, jnp.where(jax.lax.axis_index(AXIS) == 0, self._fed(x, 0), pick(act, at)), at)
 
         act = self._inside(fed, ("columns", "stage", "stage own"), "stage own")(x, row, aboard["act"])
-        # What is fed and what comes out goes by this tick alone.
+        # The caller passes the input and takes the cotangent of this tick, so the tick itself feeds and drains nothing.
         none = [EVERY.index(name) for name in ("feeds", "drains")]
         row = row.at[:, FIELDS.index("f_chunk")].set(1).at[:, FIELDS.index("b_chunk")].set(0)
         carry = self({**carry, **aboard, "act": act}, row, every.at[np.asarray(none)].set(0))

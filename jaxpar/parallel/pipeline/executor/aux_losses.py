@@ -1,7 +1,7 @@
-"""Sums of what layers give beside ``x``, for each microbatch: what one counts is only known when it has come through all layers.
+"""Sums the scalars of layers per microbatch, as the weight of a microbatch is known only after the head.
 
-``aux`` of a stage is ``{"sums": {name: [microbatches + 1]}, "counts": [microbatches + 1, 2]}``, the last place for what nobody reads; or empty,
-where layers give nothing.
+``aux`` of a stage is ``{"sums": {name: [microbatches + 1]}, "counts": [microbatches + 1, 2]}``, or empty if layers
+return no scalars. The last entry of each array is for values that nothing reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpar.parallel.pipeline.executor.primitives import pick, put
 
 
 def empty_sums(extras: Any, microbatches: int) -> dict[str, Any]:
-    """Of layers that give such scalars."""
+    """Returns ``aux`` with zeros for the scalars ``extras`` of a layer."""
     if not extras:
         return {}
     sums = {name: jnp.zeros(microbatches + 1, x.dtype) for name, x in extras.items()}
@@ -24,12 +24,12 @@ def empty_sums(extras: Any, microbatches: int) -> dict[str, Any]:
 
 
 def nothing_of(aux: dict[str, Any]) -> LayerScalars:
-    """What the layers of a stage begin with."""
+    """Returns zeros for the scalars of one microbatch, to which the layers of a stage add."""
     return {name: jnp.zeros((), x.dtype) for name, x in aux.get("sums", {}).items()}
 
 
 def added(aux: dict[str, Any], extras: LayerScalars, on: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
-    """With those of a microbatch's forward, if there was one."""
+    """Adds the scalars ``extras`` of a microbatch's forward to ``aux``, if ``on`` is 1."""
     if not aux:
         return aux
     last = aux["counts"].shape[0] - 1
@@ -38,12 +38,12 @@ def added(aux: dict[str, Any], extras: LayerScalars, on: jax.Array, microbatch: 
 
 
 def counted(aux: dict[str, Any], counts: jax.Array, microbatch: jax.Array) -> dict[str, Any]:
-    """With what a microbatch counts."""
+    """Stores the weights ``counts`` [2] of a microbatch in ``aux``."""
     return {**aux, "counts": put(aux["counts"], counts, microbatch)} if aux else aux
 
 
 def totals(aux: dict[str, Any]) -> LayerScalars:
-    """The sums over microbatches as they count; what does not count adds 0, also where it is not finite."""
+    """Returns the weighted sums over microbatches; a microbatch of weight 0 adds 0, even if it is not finite."""
     counts = aux["counts"][:-1, 0]
     each = {name: x[:-1] * counts.astype(x.dtype) for name, x in aux["sums"].items()}
     return {name: jnp.sum(jnp.where(counts == 0, 0, x)) for name, x in each.items()}

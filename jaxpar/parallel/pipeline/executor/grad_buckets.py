@@ -1,7 +1,8 @@
-"""GradientBuckets: the backwards that a stage does of one chunk, one after the other, whose gradients are summed apart and scattered together.
+"""``GradientBuckets``: sums the gradients of one chunk over consecutive backwards, then scatters the sums.
 
-All stages scatter at once, when the last of them has ended its turn; those that are ahead sum the next one meanwhile. So a few chunks' sums lie
-whole at a time, in *slots*, whatever the number of chunks.
+A *turn* is a series of consecutive backwards that a stage does for one chunk. All stages scatter the sums of a turn in
+the same tick, when the last stage ends that turn. Stages that are ahead meanwhile sum the next turn. Only the sums of a
+few chunks are therefore unsharded at a time, in *slots*, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from jaxpar.parallel.pipeline.schedules.table import Table
 
 @dataclass(frozen=True, eq=False)
 class GradientBuckets:
-    """Numbers for an executor.
+    """The numbers that an executor reads.
 
     Attributes:
-      slots: how many chunks' sums lie whole.
+      slots: the number of chunks whose sums are unsharded at a time.
       rows: int32 [ticks, stages, 4], in the order of ``COLUMNS``.
-      ends: int32 [ticks, 1], whether turns are scattered in a tick.
+      ends: int32 [ticks, 1], whether the stages scatter a turn in a tick.
     """
 
     slots: int
@@ -33,23 +34,28 @@ class GradientBuckets:
 
 
 COLUMNS = ("turn", "turn_begins", "turn_ended", "turn_chunk")
-"""The slot to which a tick's gradients are added, and whether they are its first; the slot that is scattered, and the chunk whose sums that is."""
+"""The slot to which a tick adds gradients, whether they are its first, the slot to scatter, and that slot's chunk."""
 
 
 def turns_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuckets:
-    """The turns of a schedule.
+    """Returns the turns of a schedule.
+
+    Args:
+      schedule: the schedule.
+      table: its table.
 
     Raises:
-      ConfigError: stages do not change from chunk to chunk equally often, so that they cannot scatter together.
+      ConfigError: the stages do not have equally many turns, so they cannot scatter together.
     """
     kind = "w" if schedule.split else "b"
     on, chunks = table.column(f"{kind}_on"), table.column(f"{kind}_chunk")
     each = [_of_stage(on[:, stage], chunks[:, stage]) for stage in range(schedule.stages)]
     if len({len(turns) for turns in each}) > 1:
         raise ConfigError(
-            f"pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in the schedule {schedule.name!r} of "
-            f"{schedule.microbatches} microbatches stages change chunks {', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: "
-            f"grad_reduction='per_step' or 'each', or the schedule 'interleaved'."
+            "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but "
+            f"in the schedule {schedule.name!r} of {schedule.microbatches} microbatches stages change chunks "
+            f"{', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: grad_reduction='per_step' or 'per_microbatch', "
+            "or the schedule 'interleaved'."
         )
     ends = [max(turns[number][-1] for turns in each) for number in range(len(each[0]))]
     rows = np.zeros((*on.shape, len(COLUMNS)), np.int32)
@@ -72,7 +78,7 @@ def turns_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBucket
 
 
 def _of_stage(on: np.ndarray, chunks: np.ndarray) -> list[list[int]]:
-    """The ticks of each turn."""
+    """Returns the ticks of each turn of a stage."""
     turns: list[list[int]] = []
     for tick in np.flatnonzero(on):
         if turns and chunks[turns[-1][-1]] == chunks[tick]:

@@ -1,4 +1,4 @@
-"""What a layer has beside what goes from layer to layer: the ``side`` of its microbatch, keys to draw from, losses of its own."""
+"""The inputs of a layer besides ``x``: the ``side`` of its microbatch, PRNG keys, and the weight of its own loss."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jaxpar.parallel.pipeline.staged_loss import of_layer
 
 type LayerScalars = dict[str, jax.Array]
-"""Scalars of a layer; ``loss`` is added to the loss, and all are metrics."""
+"""The scalars of a layer; ``loss`` is added to the loss, and all are metrics."""
 
 
 class LayerInputs(NamedTuple):
-    """Of a microbatch.
+    """The layers' further inputs for one microbatch.
 
     Attributes:
-      given: the model's own ``side``.
-      keys: of its rows, for all layers or for one; ``None`` where nothing is drawn.
-      weight: what a layer's own loss counts in what is differentiated. Backwards alone read it.
-      numbers: the places of its rows in the whole batch, int32 [rows]; ``None`` where nobody wants them.
+      given: the arrays that ``PipelineLoss.layer_inputs`` returned.
+      keys: the keys of the rows, for all layers or for one; ``None`` if layers draw no random numbers.
+      weight: the weight of a layer's own loss in the differentiated loss. Only backwards read it.
+      numbers: the indices of the rows in the full batch, int32 [rows]; ``None`` if they are not needed.
     """
 
     given: Any
@@ -30,24 +30,24 @@ class LayerInputs(NamedTuple):
 
 
 def of_number(side: Any, number: Any) -> Any:
-    """``side`` as the layer of this number in the model sees it."""
+    """Returns ``side`` for the layer of this index in the model, with the keys of that layer."""
     return side._replace(keys=of_layer(side.keys, number)) if isinstance(side, LayerInputs) else side
 
 
 def weighed(side: Any, loss: jax.Array | None) -> jax.Array | None:
-    """The cotangent of a layer's own loss, if it has one."""
+    """Returns the cotangent of a layer's own loss, or ``None`` if it has none."""
     return None if loss is None else jnp.asarray(side.weight, loss.dtype)
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """``x``, or the numbers of keys, which a buffer can hold."""
+    """Returns ``x``, or the data of PRNG keys, which a buffer can store."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def keys_again(x: jax.Array, like: Any) -> jax.Array:
-    """What :func:`bits` was given, of the dtype of ``like``."""
+    """Inverts :func:`bits` for an array of the dtype of ``like``."""
     if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return x
-    kinds: list[Any] = []  # of what keys these are, only a key can be asked
+    kinds: list[Any] = []  # only a key array provides its implementation
     jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), like.dtype))
     return jax.random.wrap_key_data(x, impl=kinds[0])

@@ -1,8 +1,9 @@
-"""Layers as the stages want them: of a stack that lies in the model's order, each stage's chunks, and their gradients back.
+"""Moves the layers of a stack in model order to the chunks of each stage, and their gradients back.
 
-Where every stage has one piece the stack already lies so. Else layers go to another stage once a step, before their weights are gathered and after
-their gradients are scattered, when they are smallest: in rounds, in each of which a stage sends to one other and receives from one, or, where
-every stage has one unit for each, in one exchange.
+If every stage has one piece and all pieces are equal, the stack is already in place. Otherwise layers move between
+stages once per step, when they are smallest: before weights are gathered and after gradients are scattered. They move
+in rounds of permutes, in which a stage sends to at most one stage and receives from at most one. If every stage has one
+unit for each stage, one all-to-all moves them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from jaxpar.parallel.pipeline.schedules.orders import Pieces
 
 AXIS = "pipeline"
 type _Move = tuple[int, int, int, int]
-"""From a stage and its place to a stage and its place."""
+"""Source stage, source slot, target stage, target slot."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Where each layer lies and where it is wanted.
+    """Where the stack stores each layer, and which stage needs it.
 
     Attributes:
-      total: layers of the model.
-      pieces: of the pipeline.
-      each: how many layers each piece has, in the order of the model.
+      total: the number of layers in the model.
+      pieces: the placement of the pipeline's pieces.
+      each: the number of layers in each piece, in model order.
     """
 
     total: int
@@ -37,12 +38,12 @@ class Layers:
 
     @property
     def most(self) -> int:
-        """Layers of the largest piece: as many places as every chunk has."""
+        """The number of layers in the largest piece, which is the number of slots in every chunk."""
         return max(self.each)
 
     @property
     def counts(self) -> np.ndarray | None:
-        """[stages, chunks], how many layers are there; ``None`` where all places are filled."""
+        """[stages, chunks], the number of layers in each chunk; ``None`` if all slots are used."""
         if len(set(self.each)) == 1:
             return None
         counts = np.zeros((self.pieces.stages, self.pieces.chunks), np.int32)
@@ -52,14 +53,18 @@ class Layers:
 
     @property
     def starts(self) -> np.ndarray:
-        """[stages, chunks], the number in the model of the first layer of each."""
+        """[stages, chunks], the index in the model of the first layer of each chunk."""
         starts = np.zeros((self.pieces.stages, self.pieces.chunks), np.int32)
         for piece in range(len(self.each)):
             starts[self.pieces.place(piece)] = sum(self.each[:piece])
         return starts
 
     def cut(self, w: jax.Array) -> jax.Array:
-        """A stage's part [layers, ...] of a stack as its [chunks, layers, ...]; or the whole stack, where it is not split over stages."""
+        """Returns a stage's layers as [chunks, layers, ...].
+
+        Args:
+          w: the stage's shard [layers, ...] of the stack, or the full stack if it is replicated over stages.
+        """
         chunks, shape = self.pieces.chunks, w.shape[1:]
         if w.shape[0] == self.total and self.pieces.stages > 1:
             index = np.zeros((self.pieces.stages, chunks * self.most), np.int32)
@@ -74,7 +79,13 @@ class Layers:
         return moved.reshape(chunks, self.most, *shape)
 
     def back(self, w: jax.Array, *, split: bool) -> jax.Array:
-        """A stage's [chunks, layers, ...] as its part of the stack, or as the whole stack, zero but for the stage's own layers."""
+        """Returns a stage's gradients in the order of the stack; the inverse of :meth:`cut`.
+
+        Args:
+          w: [chunks, layers, ...].
+          split: the stack is sharded over stages. If not, the result is the full stack, zero outside of the stage's
+            layers.
+        """
         shape = w.shape[2:]
         if not split and self.pieces.stages > 1:
             index = np.full((self.pieces.stages, self.pieces.chunks * self.most), self.total, np.int32)
@@ -96,11 +107,11 @@ class Layers:
 
     @property
     def _unit(self) -> int:
-        """Layers that always go together."""
+        """The number of layers that always move together."""
         return self.most if len(set(self.each)) == 1 else 1
 
     def _wanted(self) -> list[tuple[int, int, int]]:
-        """Stage, place and number of every layer."""
+        """Returns the stage, slot and index of every layer."""
         found, layer = [], 0
         for piece, count in enumerate(self.each):
             stage, chunk = self.pieces.place(piece)
@@ -109,7 +120,7 @@ class Layers:
         return found
 
     def _moves(self, unit: int) -> list[_Move]:
-        """Of units of layers."""
+        """Returns the moves of all units of ``unit`` layers."""
         per = self.total // self.pieces.stages
         return [
             (layer // per, layer % per // unit, stage, place // unit)
@@ -119,7 +130,7 @@ class Layers:
 
 
 def _rounds(moves: list[_Move]) -> list[list[_Move]]:
-    """Moves such that in a round every stage sends once at the most and receives once; those that stay go by themselves."""
+    """Groups moves into rounds in which a stage sends and receives at most once; local moves have their own rounds."""
     rounds: list[list[_Move]] = []
     for move in sorted(moves, key=lambda move: (move[0] == move[2], move)):
         stays = move[0] == move[2]
@@ -134,12 +145,12 @@ def _rounds(moves: list[_Move]) -> list[list[_Move]]:
 
 
 def _is_exchange(moves: list[_Move], stages: int) -> bool:
-    """Whether every stage has a unit for each, in their order, and keeps what comes by whom it comes from."""
+    """Whether the moves are an all-to-all: a stage sends unit i to stage i, which stores it by its source."""
     return set(moves) == {(stage, to, to, stage) for stage in range(stages) for to in range(stages)}
 
 
 def _moved(w: jax.Array, moves: list[_Move], places: int) -> jax.Array:
-    """[places, unit, ...] of a stage, of what the stages have."""
+    """Returns a stage's units after the moves, [places, unit, ...]."""
     stages = jax.lax.axis_size(AXIS)
     if _is_exchange(moves, stages):
         return jax.lax.all_to_all(w, AXIS, 0, 0, tiled=True)

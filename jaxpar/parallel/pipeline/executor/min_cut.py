@@ -1,8 +1,10 @@
-"""Where a backward pass is cut in two: the least to keep between cotangents of inputs, made now, and gradients of weights, made later.
+"""Chooses the values to store between the halves of a split backward, so that they have the fewest bytes.
 
-What is cheap and the first half has made, the second can make again from what that comes from; and what is cheap and only the second wants can be made in the first
-(the gradient of a norm's scale is a row, what it is summed from two activations). So what is kept is a cut between what the first half alone can
-make and what the products of the second read. The least in bytes is a minimum cut.
+The first half computes cotangents of inputs, the second half gradients of weights. The second half can recompute cheap
+values of the first half from their operands. The first half can compute cheap values that only the second half needs:
+the gradient of a norm's scale is one row, but it is a sum over two activations. The stored values are therefore a cut
+between the values that only the first half can compute and the operands of the second half's products. A minimum cut
+has the fewest bytes.
 """
 
 from __future__ import annotations
@@ -18,27 +20,29 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 _CHEAP = frozenset(
     (
-        *("add", "add_any", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "square", "integer_pow", "pow"),
+        *("add", "add_any", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp",
+          "square", "integer_pow", "pow"),
         *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "erf", "sqrt", "rsqrt", "cbrt"),
-        *("floor", "ceil", "round", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"),
+        *("floor", "ceil", "round", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor",
+          "select_n"),
         *("convert_element_type", "reduce_precision", "broadcast_in_dim", "reshape", "transpose", "squeeze"),
         *("slice", "concatenate", "pad", "rev", "split", "iota", "copy", "name"),
         *("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"),
     )
 )  # fmt: skip
-"""Primitives that cost next to nothing beside a product, and send nothing: they can be done in either half, or in both."""
+"""Primitives that cost little compared to a product and do not communicate: they may run in either half, or in both."""
 _MOST = 2**29
-"""What all capacities sum to at the most: the solver counts in int32."""
+"""The largest sum of all capacities: the solver counts in int32."""
 
 
 def least_kept(jaxpr: Jaxpr, free: AbstractSet[Var], wanted: Sequence[Any], early: Sequence[JaxprEqn]) -> list[Var]:
-    """The values to keep for ``wanted``, fewest bytes in all, in the order in which they are made.
+    """Returns the values to store for ``wanted``, with the fewest bytes in total, in the order of their computation.
 
     Args:
       jaxpr: of both halves.
-      free: values that both have.
-      wanted: what the second half gives.
-      early: the equations that the first half cannot do without.
+      free: the values that both halves have.
+      wanted: the results of the second half.
+      early: the equations that the first half needs.
     """
     graph = _Graph(jaxpr, free, set(map(id, early)))
     graph.flows_to(wanted)
@@ -49,7 +53,7 @@ def least_kept(jaxpr: Jaxpr, free: AbstractSet[Var], wanted: Sequence[Any], earl
 
 @dataclass
 class _Graph:
-    """Values as pairs of nodes with their bytes between them; source and sink are nodes 0 and 1."""
+    """Each value is a pair of nodes with its bytes as the capacity between them; nodes 0 and 1 are source and sink."""
 
     jaxpr: Jaxpr
     free: AbstractSet[Var]
@@ -58,7 +62,7 @@ class _Graph:
     edges: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def flows_to(self, wanted: Iterable[Any]) -> None:
-        """Everything that these come from, up to what only the first half can have made."""
+        """Adds all values that these derive from, back to those that only the first half can compute."""
         made = {v: e for e in self.jaxpr.eqns for v in e.outvars}
         late = self._late()
         ends = {v for v in wanted if isinstance(v, Var)} - self.free
@@ -66,7 +70,7 @@ class _Graph:
         while stack:
             v = stack.pop()
             maker = made.get(v)
-            # What neither half may make again comes from outside of them, or from a product of the first.
+            # A value that must not be recomputed is an input, or the result of an expensive equation of the first half.
             came = _read(maker) if maker is not None and (_is_cheap(maker) or v in late) else None
             if v not in late:
                 after = self._after(v)
@@ -83,8 +87,8 @@ class _Graph:
                     stack.append(u)
 
     def cut(self) -> set[Var]:
-        """The values of a minimum cut, of several the last: behind it least is made again."""
-        # Half a second, which only schedules that split backwards should wait for.
+        """Returns the values of a minimum cut; of several, the last one, which needs the least recomputation."""
+        # Importing SciPy takes half a second, so only schedules that split backwards do it.
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -102,7 +106,7 @@ class _Graph:
         return {v for v, n in self.numbers.items() if n in reaches and n - 1 not in reaches}
 
     def _late(self) -> set[Var]:
-        """What only the second half makes: products that the first has no use for, and all that comes of them."""
+        """Returns the values that only the second half computes: products that the first skips, and dependents."""
         found: set[Var] = set()
         for e in self.jaxpr.eqns:
             dear = id(e) not in self.early and not _is_cheap(e)
@@ -111,7 +115,7 @@ class _Graph:
         return found
 
     def _after(self, v: Var) -> int:
-        """The node behind a value; the one before it is one less."""
+        """The second node of a value; the first node is one less."""
         return self.numbers.setdefault(v, 3 + 2 * len(self.numbers))
 
 

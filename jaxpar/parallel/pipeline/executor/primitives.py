@@ -1,4 +1,4 @@
-"""Small moves of a tick: a row's fields, slots of buffers, neighbours, sums over stages."""
+"""Small operations of a tick: fields of a row, slots of buffers, permutes and sums over stages."""
 
 from __future__ import annotations
 
@@ -17,57 +17,65 @@ from jaxpar.sharding.layout import current_layout
 
 
 def each_of(f: Callable[[str, Any], Any], kinds: Any, tree: Any) -> Any:
-    """``f(kind, array)`` of every array; ``kinds`` is a prefix of the tree."""
+    """Returns ``f(kind, array)`` for every array; ``kinds`` is a prefix of the tree."""
     return jax.tree.map(lambda kind, part: jax.tree.map(lambda x: f(kind, x), part), kinds, tree)
 
 
 def pairs(kinds: Any, tree: Any) -> list[tuple[str, Any]]:
+    """Returns the kind and the value of every array."""
     found: list[tuple[str, Any]] = []
     each_of(lambda kind, x: found.append((kind, x)), kinds, tree)
     return found
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """fp32 or wider."""
+    """Returns the dtype, promoted to at least fp32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def check_alike(x: Any, y: Any) -> None:
-    """What goes from stage to stage is of one shape and dtype."""
+    """Checks that a layer keeps the shape and dtype of its input.
+
+    Raises:
+      ModelError: they differ.
+    """
     was, now = (f"{a.dtype}{list(a.shape)}" for a in (x, y))
     if was != now:
         raise ModelError(
-            f"pipeline: a layer turned {was} into {now} (of one device's microbatch), but what goes from layer to layer keeps shape and dtype. "
-            f"Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as it was, or a before that gives {now}."
+            f"pipeline: a layer turned {was} into {now} (of one device's microbatch), but what goes from layer to "
+            "layer keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as "
+            f"it was, or an embed that gives {now}."
         )
 
 
 def reader(row: jax.Array) -> Callable[[str], jax.Array]:
+    """Returns a function that reads a field of a row by name."""
     return lambda name: row[FIELDS.index(name)]
 
 
 def pick(tree: Any, i: Any) -> Any:
+    """Returns index ``i`` of the first dim of every array."""
     one = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
     return jax.tree.map(one, tree)
 
 
 def put(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
-    """``buffer`` [slots, ...] with ``x`` in a slot."""
+    """Returns ``buffer`` [slots, ...] with ``x`` written to a slot."""
     return jax.lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0, allow_negative_indices=False)
 
 
 def from_neighbour(x: jax.Array, way: str) -> jax.Array:
-    """What the stage before (``down``) or after (``up``) has."""
+    """Returns ``x`` of the previous stage (``down``) or of the next stage (``up``)."""
     stages = jax.lax.axis_size(AXIS)
     step = 1 if way == "down" else -1
     return jax.lax.ppermute(x, AXIS, [(i, (i + step) % stages) for i in range(stages)])
 
 
 def over_stages(x: jax.Array, *, scatter: bool = False) -> jax.Array:
-    """The sum over stages, of which each keeps some columns if they are scattered."""
+    """Returns the sum over stages; with ``scatter``, each stage keeps a part of the last dim."""
     dtype = x.dtype
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        x = wide(x)  # XLA:CPU aborts on a sum of 16 bits where some axes are manual and others not
+        x = wide(x)  # XLA:CPU aborts on a 16-bit sum if only some mesh axes are manual
     x = jax.lax.psum_scatter(x, AXIS, scatter_dimension=x.ndim - 1, tiled=True) if scatter else jax.lax.psum(x, AXIS)
     return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""What an executor carries out: a schedule's table, and what is done at its places."""
+"""The input of an executor: a schedule's table and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ type Head = Callable[[Any, Any, jax.Array], tuple[Any, tuple[Any, jax.Array]]]
 
 @dataclass(frozen=True)
 class Before:
-    """What comes before the layers, where that is done microbatch by microbatch.
+    """The embedding and its backward, if they run in the ticks, one microbatch at a time.
 
     Attributes:
-      given: ``given(weights, microbatch) -> x``, for the first layer.
-      back: ``back(weights, microbatch, cotangent, sums) -> sums`` of a head's results, with the gradients added.
+      given: ``given(weights, microbatch) -> x`` computes the input of the first layer.
+      back: ``back(weights, microbatch, cotangent, sums) -> sums`` adds the embedding's gradients to the sums of
+        ``head``.
     """
 
     given: Callable[[Any, Any], jax.Array]
@@ -37,27 +38,33 @@ class Before:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """What is carried out.
+    """A schedule with the functions that the executor calls.
 
     Attributes:
-      schedule: which microbatch is where, and when.
-      layer: of the model.
-      side: ``side(microbatch, read)``, what layers want to know of it; ``read`` are weights, replicated over the stages.
-      head: ``head(weights, microbatch, y) -> (sums, (cotangent, counts))``: what one microbatch adds to the sums over all, the cotangent of ``y``, and
-        [2] what the microbatch counts in sums, and in what is differentiated.
-      join: ``join(sums, extras) -> sums`` with what layers gave beside ``x``, summed over layers and microbatches as they count.
-      axes: of the batch and the sequence, over which each device has its own rows.
-      keeps: of a forward: its input, from which the backward computes it again, or its residuals.
-      divergent: a stage's loops run as often as its own row says, and not as any stage's does.
-      reduce: of one layer's gradients, done with every microbatch; ``None`` leaves them each device's own.
-      turn: of the sums of one layer's gradients, done when a chunk's turn ends (see :mod:`jaxpar.parallel.pipeline.executor.grad_buckets`); ``None``: there are no turns.
-      counts: [stages, chunks], how many layers each has; ``None`` where all have as many.
-      starts: [stages, chunks], the number in the model of the first of them.
-      dims: logical dims of what goes from layer to layer.
-      kept: where each layer keeps what, if the first of a stage compute theirs again; of ``residuals``.
-      again: [stages], how many do.
-      carry: how layers take sequences in chunks; ``None`` where they take them whole.
-      before: what makes the first layer's input in the ticks; ``None`` where that has been made of the whole batch.
+      schedule: which stage does which operation in which tick.
+      layer: runs one layer of the model.
+      side: ``side(microbatch, read)`` computes the layers' further inputs; ``read`` are weights, replicated over
+        stages.
+      head: ``head(weights, microbatch, y) -> (sums, (cotangent, counts))``: the microbatch's part of the sums over all
+        microbatches, the cotangent of ``y``, and the microbatch's weight in the sums and in the differentiated loss,
+        [2].
+      join: ``join(sums, extras) -> sums`` adds the layers' scalars, which are weighted sums over layers and
+        microbatches.
+      axes: the mesh axes of the batch and the sequence. Each device along them has its own rows.
+      activation_checkpointing: ``full`` stores the input of a forward, from which the backward recomputes it. ``none``
+        stores its residuals.
+      divergent: the loops of a stage follow its own row, rather than run whenever any stage needs them.
+      reduce: reduces the gradients of one layer for every microbatch; ``None`` leaves each device its own gradients.
+      turn: reduces the summed gradients of one layer at the end of a chunk's turn; ``None`` if there are no turns. See
+        :mod:`jaxpar.parallel.pipeline.executor.grad_buckets`.
+      counts: [stages, chunks], the number of layers in each chunk; ``None`` if all are equal.
+      starts: [stages, chunks], the index in the model of the first layer of each chunk.
+      dims: the logical dims of the activations between layers.
+      kept: the slots of layers, if the first layers of a stage recompute. Only with
+        ``activation_checkpointing="none"``.
+      again: [stages], the number of layers of each piece that recompute.
+      carry: how layers process sequence chunks; ``None`` for full sequences.
+      before: the embedding, if it runs in the ticks; ``None`` if it ran for the full batch.
     """
 
     schedule: Schedule | AsyncSchedule
@@ -85,11 +92,15 @@ class PipelineProgram:
         object.__setattr__(self, "turns", None if self.turn is None else turns_of(self.schedule, self.table))
 
     def was_first(self) -> np.ndarray:
-        """[ticks + 1, stages]: whether the tick before had the backward of the model's first layers."""
+        """Returns whether each stage did the backward of the first layers in the previous tick, [ticks + 1, stages]."""
         return np.concatenate([np.zeros((1, self.schedule.stages), np.int32), self.table.column("b_first")])
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """What a stage reads of a tick, and what all stages do: see ``EVERY``."""
+        """Returns the rows of each stage and of all stages together.
+
+        Returns:
+          int32 [ticks, stages, columns], and int32 [ticks, columns] in the order of ``EVERY``.
+        """
         rows = np.concatenate([self.table.stages, self.was_first()[:-1, :, None]], axis=2)
         does = [self.table.column(f"{kind}_on").any(axis=1) for kind in "fbw"]
         works = self.table.ticks < self.schedule.microbatches
@@ -101,19 +112,28 @@ class PipelineProgram:
         return rows, every
 
     def slots(self, row: jax.Array) -> dict[str, jax.Array]:
-        """A row's slots of layers, [layers] each."""
+        """Returns the slots of layers in a stage's row, [layers] for each name in ``LAYERED``."""
         first = len(FIELDS) + 1 + (0 if self.turns is None else len(COLUMNS))
         columns = row[first:].reshape(len(LAYERED), -1)
         return dict(zip(LAYERED, columns, strict=True))
 
     def does_again(self) -> tuple[int, int]:
-        """How many layers are computed again in all ticks, of how many ticks; of what stages do by themselves, in the mean of all stages."""
+        """Returns the number of layers that are recomputed in all ticks, and the number of ticks.
+
+        With ``divergent``, both numbers are summed over stages.
+        """
         most, rounds = (0, 0) if self.kept is None else (self.kept.again, self.kept.rounds)
         count, ticks = self.does("backward")
         return (rounds if self.divergent else count * most), ticks
 
     def does(self, name: str) -> tuple[int, int]:
-        """In how many ticks something is done, of how many; of what stages do by themselves, in the mean of all stages."""
+        """Returns the number of ticks that contain an operation, and the number of ticks.
+
+        With ``divergent``, both numbers are summed over stages for operations that stages do on their own.
+
+        Args:
+          name: a column of ``EVERY``.
+        """
         if self.divergent and name in ("forward", "backward", "weights"):
             each = self.table.column(f"{name[0]}_on")
             return int(each.sum()), each.size
@@ -122,9 +142,9 @@ class PipelineProgram:
 
 
 EVERY = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains", "turns")
-"""Columns of a tick: microbatches, and whether any stage does something."""
+"""The columns of a tick for all stages: microbatches, then whether any stage does an operation."""
 
 
 def of_every(every: jax.Array, name: str) -> jax.Array:
-    """A column of a tick."""
+    """Returns a column of a tick, by its name in ``EVERY``."""
     return every[EVERY.index(name)]

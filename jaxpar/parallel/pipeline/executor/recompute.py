@@ -1,6 +1,7 @@
-"""A stage whose first layers keep their input alone, and make their residuals again in the backward; the others keep theirs.
+"""Runs a stage whose first layers store only their input and recompute their residuals in the backward.
 
-Inputs and residuals lie in slots of one layer each, [slots, 1, ...], which microbatches and layers share: :mod:`jaxpar.parallel.pipeline.schedules.residual_slots`.
+Inputs and residuals are in slots of one layer each, [slots, 1, ...], which microbatches and layers share.
+:mod:`jaxpar.parallel.pipeline.schedules.residual_slots` allocates them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ def forward(
     slots: dict[str, jax.Array],
     sums: LayerScalars,
 ) -> tuple[jax.Array, Buffers, Buffers, LayerScalars]:
-    """The result, both buffers with what each layer keeps, and the sums with the layers' extras; what is not kept goes to the slot that nobody reads.
+    """Returns the output, both buffers with the data that each layer stores, and the sums with the layers' scalars.
+
+    Layers write data that they do not store to the extra slot.
 
     Args:
-      slots: [layers] for each of ``jaxpar.parallel.pipeline.schedules.residual_slots.LAYERED``.
+      chunk: the layers.
+      x: the input of the first layer.
+      side: the layers' further inputs.
+      residuals, inputs: the buffers, [slots, 1, ...].
+      slots: [layers] for each name in ``jaxpar.parallel.pipeline.schedules.residual_slots.LAYERED``.
+      sums: the scalars to which those of the layers are added.
     """
     type RecomputeCarry = tuple[jax.Array, Buffers, Buffers, LayerScalars]
 
@@ -43,13 +51,20 @@ def forward(
 def again(
     chunk: Chunk, times: jax.Array, side: Any, residuals: Buffers, inputs: Buffers, slots: dict[str, jax.Array]
 ) -> Buffers:
-    """The residuals of the first ``times`` layers, made again of their inputs, in the slots where the backward reads them.
+    """Recomputes the residuals of the first ``times`` layers, and writes them to the slots that the backward reads.
 
-    A stage that has fewer such layers than the loop has runs does the rest for the slot that nobody reads.
+    If the stage has fewer such layers than ``times``, the remaining iterations write to the extra slot.
+
+    Args:
+      chunk: the layers.
+      times: the number of layers.
+      side: the layers' further inputs.
+      residuals, inputs: the buffers, [slots, 1, ...].
+      slots: as for :func:`forward`.
     """
 
     def one(i: jax.Array, residuals: Buffers) -> Buffers:
-        # Of a single layer nothing here would change from run to run.
+        # A single layer is loop-invariant, and XLA would hoist its work out of the loop.
         (x,) = held(read(inputs, slots["b_inputs"][i], 0), i)
         _, kept = chunk.kept(x, side, i)
         return [write(b, leaf, slots["a_residuals"][i], 0) for b, leaf in zip(residuals, kept, strict=True)]

@@ -1,10 +1,13 @@
-"""A schedule's table carried out: every tick each stage does what its row says, and what a row does not say is masked.
+"""Runs a schedule's table: in every tick, each stage executes its row, and all other work is masked.
 
-All stages run one program, the same for every tick, and there is no conditional in it, in either of two lowerings.
-**Uniform**: a tick whose stages do forwards and backwards has both; where none does either, the loop over layers runs zero times, on all
-stages alike. A stage that stands still in a tick computes what nobody reads: that is the time a bubble takes anyway, and it is safe whatever
-the other axes of the mesh do. **Divergent**: each stage's loops run as its own row says, so a stage waits for its neighbours only; there must
-be no collective in a layer.
+All stages run one program, the same for every tick and without conditionals. It has two forms.
+
+Lockstep: if any stage has a forward (or a backward) in a tick, the loop over layers runs on all stages. Otherwise it
+runs zero iterations on all stages. An idle stage computes values that nothing reads. This takes no longer than the
+bubble, and it is safe with collectives over any other mesh axis.
+
+Independent (``divergent``): each stage's loops follow its own row, so a stage waits only for its neighbours. Layers
+must then contain no collective.
 """
 
 from __future__ import annotations
@@ -21,17 +24,20 @@ from jaxpar.parallel.pipeline.executor.tick import TickRunner
 def run(
     program: PipelineProgram, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
 ) -> tuple[Any, Any, jax.Array | None]:
-    """Sums of gradients of the weights, sums over microbatches, and the cotangents of ``x``: each device's own.
+    """Runs all ticks of a training schedule and returns each device's own gradients and sums.
 
     Args:
+      program: the schedule's table and the functions to call.
       weights: of the layers, [stages, chunks, layers, ...].
-      after: weights that ``head`` is given, and ``before``.
-      x: what the first layer is given: [devices, microbatches, rows, ...], the devices being those along ``axes``; ``None`` if the program has a ``before``.
-      pieces: of the batch, [devices, microbatches, rows, ...].
-      read: weights that the program's ``side`` is given.
+      after: the other weights, which ``head`` and ``before`` receive.
+      x: the input of the first layer, [devices, microbatches, rows, ...], where devices are those along
+        ``program.axes``; ``None`` if the program has a ``before``.
+      pieces: the batch, [devices, microbatches, rows, ...].
+      read: the weights that ``program.side`` receives.
 
     Returns:
-      Gradients [stages, devices, chunks, layers, ...], sums [devices, ...], and what ``x`` is.
+      Gradients [stages, devices, chunks, layers, ...], sums over microbatches [devices, ...], and the cotangents of
+      ``x`` in its shape, or ``None``.
     """
     tick = TickRunner(
         program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read

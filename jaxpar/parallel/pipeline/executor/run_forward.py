@@ -1,4 +1,4 @@
-"""Forwards alone: what an evaluation wants of the ticks, without anything that is kept for backwards."""
+"""Runs the ticks of a forward-only schedule, as in an evaluation, which stores nothing for backwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from jaxpar.parallel.pipeline.executor.tick import TickRunner
 def run_forward(
     program: PipelineProgram, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
 ) -> Any:
-    """Sums over microbatches, each device's own [devices, ...]; arguments as of :func:`jaxpar.parallel.pipeline.executor.run.run`.
+    """Returns sums over microbatches, each device's own [devices, ...].
 
-    The program's schedule has forwards only, and its ``head`` gives nothing for a cotangent.
+    The schedule of the program has only forwards, and its ``head`` returns no cotangent.
+
+    Args:
+      program, weights, after, x, pieces, read: as for :func:`jaxpar.parallel.pipeline.executor.run.run`.
     """
     tick = _Forward(program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read)
     rows, every = program.rows()
@@ -31,10 +34,10 @@ def run_forward(
 
 
 class _Forward(TickRunner):
-    """One tick of all stages, of which each does a forward at the most."""
+    """One tick of all stages, in which each stage does at most one forward."""
 
     def start(self, x: jax.Array | None) -> dict[str, Any]:
-        """Empty buffers, with the first microbatch where the first tick wants it."""
+        """Returns the carry before the first tick: empty buffers, and the first microbatch in its slot."""
         table = self.program.table
         slots, first = table.first
         x = self.given(first)[:, None] if x is None else x

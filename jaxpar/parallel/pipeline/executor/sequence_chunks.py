@@ -1,8 +1,9 @@
-"""Sequences in chunks (Sun et al. 2024, arXiv:2406.03488): a stage's layers for one chunk, with what the chunks before it have left.
+"""Runs a stage's layers on one chunk of a sequence (Sun et al. 2024, arXiv:2406.03488).
 
-What a layer leaves for later chunks (attention: keys and values) is its *carry*: arrays [rows, seq, ...] of a whole microbatch, of which each chunk
-writes its own part and reads nothing behind that. So the full carry serves every chunk of a microbatch, forward and backward: it lies
-in a pool once, no residual has a copy of it, and of its cotangent each chunk hands on what it adds to the parts before its own.
+The carry of a layer is the data that it passes to later chunks (for attention: keys and values): arrays
+[rows, seq, ...] for a full microbatch. Each chunk writes its own part and reads nothing behind it. One full carry
+therefore serves all chunks of a microbatch, forward and backward. A pool stores it once, and no residual contains a
+copy. A chunk's backward adds to the carry's cotangent in the parts of the earlier chunks.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ type CarriedLayer = Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Ar
 
 @dataclass(frozen=True)
 class SequenceCarry:
-    """How layers take a sequence in chunks.
+    """How layers process a sequence in chunks.
 
     Attributes:
-      layer: ``layer(weights, x, side, carry, chunk) -> (x, carry)`` of one layer and one chunk, its number traced.
-      empty: ``empty(batch)`` of a whole microbatch: arrays [rows, seq, ...], or their shapes.
-      chunks: of a sequence.
+      layer: ``layer(weights, x, side, carry, chunk) -> (x, carry)`` runs one layer on one chunk, whose number is
+        traced.
+      empty: ``empty(batch)`` returns the carry of a full microbatch: arrays [rows, seq, ...], or their shapes.
+      chunks: the number of chunks in a sequence.
     """
 
     layer: CarriedLayer
@@ -37,10 +39,13 @@ class SequenceCarry:
     chunks: int
 
     def shapes(self, pieces: Any) -> Any:
-        """Of a layer's carry, for a batch [devices, chunks of microbatches, rows, ...].
+        """Returns the shapes of a layer's carry.
+
+        Args:
+          pieces: the batch, [devices, microbatches * chunks, rows, ...].
 
         Raises:
-          ModelError: a leaf is no [rows, seq, ...].
+          ModelError: an array of the carry is not [rows, seq, ...].
         """
 
         def whole(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -53,14 +58,17 @@ class SequenceCarry:
         for x in jax.tree.leaves(found):
             if x.shape[:2] != (rows, seq):
                 raise ModelError(
-                    f"PipelineLoss(chunk_carry=...) has {_said(x)}, but each chunk of a microbatch of {rows} rows of {seq} tokens writes its part. Remedy: arrays "
-                    f"[rows, seq, ...], here [{rows}, {seq}, ...]."
+                    f"PipelineLoss(chunk_carry=...) has {_said(x)}, but each chunk of a microbatch of {rows} rows of "
+                    f"{seq} tokens writes its part. Remedy: arrays [rows, seq, ...], here [{rows}, {seq}, ...]."
                 )
         return found
 
 
 class Slots(NamedTuple):
-    """Where a chunk's things lie: residuals (``None``: none are kept), its microbatch's carry and the carry's cotangent; and which chunk it is."""
+    """The number of a sequence chunk, and the slots of its residuals, its carry and the carry's cotangent.
+
+    ``kept`` is ``None`` if no residuals are stored.
+    """
 
     kept: jax.Array | None
     carry: jax.Array
@@ -69,7 +77,7 @@ class Slots(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """Buffers [slots, layers, ...]: of residuals, of carries, and of the cotangents of those that have one, in fp32 or wider."""
+    """Buffers [slots, layers, ...] of residuals, carries, and cotangents of inexact carries, in fp32 or wider."""
 
     kept: Buffers
     carry: Buffers
@@ -77,7 +85,10 @@ class Pools(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """A layer's backward: its leaves and structure, and for each leaf whether it is ``there`` anyway, in the buffers (``kept``), or which of the carry."""
+    """The backward of a layer: its leaves and structure, and where each leaf is found.
+
+    ``where`` is ``there`` if the leaf exists anyway, ``kept`` if a buffer stores it, or its index in the carry.
+    """
 
     leaves: list[Any]
     structure: Any
@@ -86,10 +97,10 @@ class _Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Carried(Chunk):
-    """Layers of a stage for one chunk of a sequence.
+    """A stage's layers on one chunk of a sequence.
 
     Attributes:
-      carry: how they take it.
+      carry: how layers process a sequence in chunks.
       like: the shapes of a layer's carry.
     """
 
@@ -97,7 +108,13 @@ class Carried(Chunk):
     like: Any = field(kw_only=True)
 
     def pools(self, kept: Buffers, layers: int, sizes: dict[str, int]) -> Pools:
-        """Empty ones, with a slot more than there are for what nobody reads."""
+        """Returns empty pools, with an extra slot for data that nothing reads.
+
+        Args:
+          kept: the buffers of residuals.
+          layers: the number of layers.
+          sizes: the number of slots of each buffer.
+        """
         leaves = jax.tree.leaves(self.like)
         zeros = lambda name, x, dtype: jnp.zeros((sizes[name] + 1, layers, *x.shape), dtype)
         back = [zeros("back", x, jnp.promote_types(x.dtype, jnp.float32)) for x in leaves if _floats(x)]
@@ -106,7 +123,7 @@ class Carried(Chunk):
     def forward(
         self, x: jax.Array, side: Any, buffers: Any, slot: Any, sums: LayerScalars | None = None
     ) -> tuple[jax.Array, Any, LayerScalars]:
-        """The result, the pools with what this chunk leaves, and no extras."""
+        """Returns the output, the pools with this chunk's carry and residuals, and ``sums`` unchanged."""
 
         def one(i: jax.Array, carried: tuple[jax.Array, Pools]) -> tuple[jax.Array, Pools]:
             x, pools = carried
@@ -125,18 +142,21 @@ class Carried(Chunk):
         return y, pools, sums or {}
 
     def extras(self, x: jax.Array, side: Any) -> LayerScalars:
-        """A layer that carries gives none."""
+        """Returns no scalars: a layer with a carry returns none."""
         return {}
 
     def backward(
         self, buffers: Any, slot: Any, side: Any, cotangent: jax.Array, add: Add, sums: Any
     ) -> tuple[jax.Array, Any, Any]:
-        """The cotangent of the input, the sums of gradients, and the pools with the cotangent of what the chunks before have left."""
+        """Returns the input's cotangent, the sums of gradients, and the pools.
+
+        The pools then have the cotangent of the carry that the earlier chunks wrote.
+        """
         last = slot.chunk == self.carry.chunks - 1
 
         def one(back: jax.Array, carried: tuple[jax.Array, Any, Buffers]) -> tuple[jax.Array, Any, Buffers]:
             (cotangent, sums, pool), i = carried, self.times - 1 - back
-            # Of the last chunk nobody has read anything yet; what lies there is of another microbatch.
+            # No chunk has read the last chunk's carry. The slot still holds the cotangent of another microbatch.
             later = [jnp.where(last, 0, x) for x in read(pool, slot.back, i)]
             past = read(buffers.carry, slot.carry, i)
             pull = self._backward_of(
@@ -153,13 +173,13 @@ class Carried(Chunk):
         return cotangent, sums, buffers._replace(back=pool)
 
     def kept(self, x: jax.Array, side: Any, i: Any = 0) -> tuple[jax.Array, Buffers]:
-        """Zeros as the result and the residuals of one layer."""
+        """Returns zeros in the shapes of the output and the residuals of one layer."""
 
         def one(weights: Any, x: jax.Array, side: Any, past: Buffers, chunk: jax.Array) -> tuple[jax.Array, Buffers]:
             y, _, linear = self._linear(weights, x, side, past, chunk)
             return y, [leaf for leaf, where in zip(linear.leaves, linear.where, strict=True) if where == "kept"]
 
-        # Of a number that is known other residuals would be left.
+        # With a concrete chunk number JAX would save other residuals.
         chunk = jax.ShapeDtypeStruct((), jnp.int32)
         found = jax.eval_shape(one, self._weights(i), x, side, jax.tree.leaves(self.like), chunk)
         zeros: tuple[jax.Array, Buffers] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
@@ -168,21 +188,23 @@ class Carried(Chunk):
     def _carried(
         self, weights: Any, x: jax.Array, side: Any, past: Buffers, chunk: jax.Array
     ) -> tuple[jax.Array, Buffers]:
+        """Runs one layer, and checks that the carry keeps its structure, shapes and dtypes."""
         structure: Any = jax.tree.structure(self.like)
         y, carry = self.carry.layer(weights, x, side, jax.tree.unflatten(structure, past), chunk)
         now, found = jax.tree.flatten(carry)
         was, got = (", ".join(map(_said, leaves)) for leaves in (jax.tree.leaves(self.like), now))
         if structure != found or was != got:
             raise ModelError(
-                f"PipelineLoss(chunked_layer=...) was given a carry of {was} and returned {got}, but it goes from chunk to chunk as it is. Remedy: "
-                f"jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * part.shape[1], 1)."
+                f"PipelineLoss(chunked_layer=...) was given a carry of {was} and returned {got}, but it goes from "
+                "chunk to chunk as it is. Remedy: jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * "
+                "part.shape[1], 1)."
             )
         return y, now
 
     def _linear(
         self, weights: Any, x: jax.Array, side: Any, past: Buffers, chunk: jax.Array
     ) -> tuple[jax.Array, Buffers, _Linear]:
-        """The result, the carry, and the backward of weights, input and carry."""
+        """Returns the output, the carry, and the backward with respect to weights, input and carry."""
         floats = [leaf for leaf in past if _floats(leaf)]
 
         def run(weights: Any, x: jax.Array, floats: Buffers) -> tuple[tuple[jax.Array, Buffers], Buffers]:
@@ -199,7 +221,7 @@ class Carried(Chunk):
         def where(leaf: Any) -> str | int:
             if any(leaf is have for have in there):
                 return "there"
-            # With later chunks in it, too, which this one's backward does not look at.
+            # By the backward the pool also holds later chunks, but this chunk's backward does not depend on them.
             return next((n for n, have in enumerate(now) if leaf is have), "kept")
 
         return y, now, _Linear(*rest, [where(leaf) for leaf in rest[0]])
@@ -207,7 +229,7 @@ class Carried(Chunk):
     def _backward_of(
         self, weights: Any, side: Any, past: Buffers, chunk: jax.Array, kept: Buffers, like: jax.Array
     ) -> Callable[[Any], tuple[Any, jax.Array, Buffers]]:
-        """The backward of a layer with what was kept, and the carry, put in; the forward that it is taken from is dead code."""
+        """Returns the backward of a layer with the stored residuals and the carry; its forward is dead code."""
         _, _, linear = self._linear(weights, jnp.zeros_like(like), side, past, chunk)
         rest = iter(kept)
 
@@ -219,23 +241,26 @@ class Carried(Chunk):
         return pull
 
     def _part(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
-        """A chunk's own part of [rows, seq, ...]."""
+        """Returns a chunk's own part of [rows, seq, ...]."""
         size = x.shape[1] // self.carry.chunks
         return jax.lax.dynamic_slice_in_dim(x, chunk * size, size, 1)
 
     def _alone(self, x: jax.Array, like: jax.Array, chunk: jax.Array) -> jax.Array:
-        """``x`` with zeros beside a chunk's own part, in the dtype of ``like``."""
+        """Returns ``x`` with zeros outside of a chunk's own part, in the dtype of ``like``."""
         part = self._part(x, chunk).astype(like.dtype)
         return jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(like), part, chunk * part.shape[1], 1)
 
     def _put(self, pool: jax.Array, part: jax.Array, slot: Slots, i: jax.Array) -> jax.Array:
-        """``pool`` [slots, layers, rows, seq, ...] with a chunk's own part of a layer in it."""
+        """Returns ``pool`` [slots, layers, rows, seq, ...] with a chunk's own part written to a layer's slot."""
         where = indices(slot.carry, i, 0, slot.chunk * part.shape[1], *(0,) * (part.ndim - 2))
         return jax.lax.dynamic_update_slice(pool, part[None, None], where)
 
 
 def in_chunks(tree: Any, chunks: int) -> Any:
-    """Arrays [microbatches, rows, seq, ...] as [microbatches * chunks, rows, seq / chunks, ...]; what has no sequence comes with every chunk."""
+    """Reshapes [microbatches, rows, seq, ...] to [microbatches * chunks, rows, seq / chunks, ...].
+
+    Arrays without a sequence dim are repeated for every chunk.
+    """
 
     def one(x: jax.Array) -> jax.Array:
         if x.ndim < 3:
@@ -247,17 +272,25 @@ def in_chunks(tree: Any, chunks: int) -> Any:
 
 
 def check_chunks(x: jax.Array, schedule: Schedule) -> None:
-    """What the first layer is given goes in chunks as the batch does."""
+    """Checks that the input of the first layer can be split into chunks.
+
+    Args:
+      x: the input, [rows, seq, ...].
+      schedule: the schedule.
+
+    Raises:
+      ModelError: ``x`` has fewer than three dims, or the chunks do not divide the second one.
+    """
     chunks = schedule.sequence_chunks
     if chunks > 1 and (x.ndim < 3 or x.shape[1] % chunks):
         raise ModelError(
-            f"PipelineLoss(embed=...) gave {_said(x)}, whose second dim the schedule {schedule.name!r} cuts into {chunks} chunks, which do not divide it. "
-            f"Remedy: [rows, seq, ...], as long as the batch's sequences."
+            f"PipelineLoss(embed=...) gave {_said(x)}, whose second dim the schedule {schedule.name!r} cuts into "
+            f"{chunks} chunks, which do not divide it. Remedy: [rows, seq, ...], as long as the batch's sequences."
         )
 
 
 def joined(x: jax.Array, chunks: int) -> jax.Array:
-    """[microbatches * chunks, rows, seq / chunks, ...] as [microbatches, rows, seq, ...]."""
+    """Reshapes [microbatches * chunks, rows, seq / chunks, ...] to [microbatches, rows, seq, ...]."""
     if chunks == 1:
         return x
     apart = jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 2)
@@ -265,7 +298,14 @@ def joined(x: jax.Array, chunks: int) -> jax.Array:
 
 
 def slots_of(at: Callable[[str], jax.Array], kind: str, kept: Any, chunks: int) -> Any:
-    """Where the things of a forward (``f``) or a backward (``b``) lie: of whole sequences a slot of residuals alone."""
+    """Returns the slots of a forward (``f``) or a backward (``b``); for full sequences, only that of the residuals.
+
+    Args:
+      at: reads a field of the stage's row.
+      kind: ``f`` or ``b``.
+      kept: the slot of the residuals.
+      chunks: the number of chunks in a sequence.
+    """
     if chunks == 1:
         return kept
     chunk = at(f"{kind}_microbatch") % chunks

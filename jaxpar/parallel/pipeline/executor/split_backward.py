@@ -1,7 +1,8 @@
-"""A backward pass in two: cotangents of inputs now, gradients of weights later (Qi et al. 2023, arXiv:2401.10241).
+"""Splits a backward in two: cotangents of inputs now, gradients of weights later (Qi et al. 2023, arXiv:2401.10241).
 
-The program of a layer's backward is taken apart, equation by equation: what the cotangent of the input needs is the first half, and whatever products are
-left the second. What the second half reads of the first has to be kept between them; as little as can be (:mod:`jaxpar.parallel.pipeline.executor.min_cut`).
+The jaxpr of a layer's backward is split by equations. The first half has the equations that the cotangent of the input
+needs, the second half the remaining products. The values that the second half reads from the first are stored in
+between; :mod:`jaxpar.parallel.pipeline.executor.min_cut` minimizes their bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from jaxpar.parallel.pipeline.executor.layer_inputs import bits, keys_again
 from jaxpar.parallel.pipeline.executor.min_cut import least_kept
 
 _OPENED = frozenset(("remat2", "checkpoint", "pjit", "jit", "closed_call", "core_call", "custom_jvp_call"))
-"""Equations that only hold others, and are looked into."""
+"""Primitives that only wrap a jaxpr, which is inlined."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The two halves of ``pull(weights, kept, side, cotangent) -> (gradients, cotangent)``."""
+    """The two halves of ``pull(weights, kept, side, cotangent) -> (gradients, cotangent)``.
+
+    Attributes:
+      closed: the jaxpr of ``pull``, inlined.
+      first, second: the equations of each half.
+      between: the variables to store between the halves.
+      sizes: the number of leaves in ``weights``, ``kept`` and ``side``.
+      structure: the pytree structure of ``weights``.
+    """
 
     closed: ClosedJaxpr
     first: tuple[JaxprEqn, ...]
@@ -34,14 +43,14 @@ class Halves:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what is kept between them."""
+        """The shapes of the values to store between the halves."""
         avals: list[Any] = [v.aval for v in self.between]
         return [jax.eval_shape(bits, jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in avals]
 
     def inputs(
         self, weights: Any, kept: Sequence[Any], side: Any, cotangent: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """The cotangent of the input, and what is to be kept."""
+        """Runs the first half; returns the cotangent of the input and the values to store."""
         jaxpr = self.closed.jaxpr
         env = self._constants()
         env.update(
@@ -51,7 +60,7 @@ class Halves:
         return _value(jaxpr.outvars[-1], env), [bits(env[v]) for v in self.between]
 
     def weights(self, weights: Any, side: Any, found: Sequence[jax.Array]) -> Any:
-        """The gradients."""
+        """Runs the second half on the stored values ``found``; returns the gradients."""
         jaxpr, (some, kept, beside) = self.closed.jaxpr, self.sizes
         env = self._constants()
         env.update(zip(jaxpr.invars[:some], jax.tree.leaves(weights), strict=True))
@@ -67,7 +76,12 @@ class Halves:
 def halves(
     pull: Callable[..., tuple[Any, jax.Array]], weights: Any, kept: Sequence[Any], side: Any, cotangent: Any
 ) -> Halves:
-    """``pull(weights, kept, side, cotangent) -> (gradients of weights, cotangent of input)``, traced and taken apart."""
+    """Traces ``pull(weights, kept, side, cotangent)`` and splits it into two halves.
+
+    Args:
+      pull: returns the gradients of the weights and the cotangent of the input.
+      weights, kept, side, cotangent: its arguments, or their shapes.
+    """
     ws, sides, structure = jax.tree.leaves(weights), jax.tree.leaves(side), jax.tree.structure(weights)
     beside = jax.tree.structure(side)
 
@@ -92,7 +106,7 @@ def halves(
 
 
 def _needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any], given: AbstractSet[Var]) -> list[JaxprEqn]:
-    """The equations that these values come from, in their order, where some values are given."""
+    """Returns the equations on which the ``wanted`` values depend, in order, if some values are ``given``."""
     needed = {v for v in wanted if isinstance(v, Var)} - given
     found = []
     for equation in reversed(equations):
@@ -103,7 +117,7 @@ def _needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any], given: Abstrac
 
 
 def _opened(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """A program carried out, with those inside of it in their places."""
+    """Evaluates a jaxpr, with wrapped jaxprs inlined."""
     env: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))

@@ -1,8 +1,10 @@
-"""One stage's layers, forward and backward by hand: nothing is differentiated through the pipeline, and no weight is kept by a tick.
+"""Runs the layers of one stage forward and backward.
 
-Of a layer, ``jax.vjp`` gives a forward pass and what its backward needs (its *residuals*: by the layer's own checkpoint policy). They go to a
-buffer of all layers, without what is there anyway, the weights and the ``side``. Loops over layers run as often as they are told: not at
-all where a tick has nothing of their kind, so that one program serves every tick and holds no conditional.
+The backward is written by hand: nothing is differentiated through the pipeline, and no tick stores weights. ``jax.vjp``
+of a layer provides its forward and its residuals, as the layer's own checkpoint policy saves them. A buffer for all
+layers stores these residuals, except those that exist anyway: the weights and ``side``. Loops over layers run a traced
+number of iterations, zero if a tick has no operation of their kind. One program without conditionals therefore serves
+all ticks.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ type Add = Callable[[Any, jax.Array, Any, jax.Array], Any]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some layers of a stage.
+    """One chunk of a stage's layers.
 
     Attributes:
-      layer: ``layer(weights, x, side) -> x`` of one layer, or ``(x, extras)``, scalars of which ``loss`` is differentiated too.
-      weights: of all chunks of the stage, [chunks, layers, ...].
-      number: of this chunk.
-      times: how many layers a loop is to run, 0 or all.
-      count: how many of them are there; the others, which a shorter stage has to fill up, do nothing. ``None``: all.
-      start: the number in the model of the first of them.
+      layer: ``layer(weights, x, side) -> x`` runs one layer; or it returns ``(x, extras)``, with scalars by name. The
+        scalar ``loss`` is also differentiated.
+      weights: those of all chunks of the stage, [chunks, layers, ...].
+      number: the index of this chunk.
+      times: the number of iterations of a loop over layers: 0 or all.
+      count: the number of layers that exist. The others pad a smaller piece, and do nothing. ``None``: all exist.
+      start: the index in the model of the first layer.
     """
 
     layer: StageLayer
@@ -46,7 +49,18 @@ class Chunk:
     def forward(
         self, x: jax.Array, side: Any, buffers: Buffers, slot: jax.Array, sums: LayerScalars | None = None
     ) -> tuple[jax.Array, Buffers, LayerScalars]:
-        """The result; the buffers [slots, layers, ...] with the residuals of each layer in a slot, none if there are none; the sums with its extras."""
+        """Runs the forward of all layers.
+
+        Args:
+          x: the input of the first layer.
+          side: the layers' further inputs.
+          buffers: [slots, layers, ...], or empty if no residuals are stored.
+          slot: where to store the residuals.
+          sums: the scalars to which those of the layers are added.
+
+        Returns:
+          The output, the buffers with the residuals of each layer, and the sums.
+        """
 
         def one(
             i: jax.Array, carry: tuple[jax.Array, Buffers, LayerScalars]
@@ -66,7 +80,19 @@ class Chunk:
     def backward(
         self, buffers: Buffers, slot: jax.Array, side: Any, cotangent: jax.Array, add: Add, sums: Any
     ) -> tuple[jax.Array, Any, Buffers]:
-        """The cotangent of the input, ``sums = add(sums, layer, gradients, whether)`` with each layer's gradients, and the buffers."""
+        """Runs the backward of all layers.
+
+        Args:
+          buffers: [slots, layers, ...] with the residuals.
+          slot: where they are stored.
+          side: the layers' further inputs.
+          cotangent: of the output.
+          add: ``sums = add(sums, layer, gradients, exists)`` adds the gradients of one layer.
+          sums: the sums of gradients.
+
+        Returns:
+          The cotangent of the input, the sums, and the buffers.
+        """
 
         def one(back: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             (cotangent, sums), i = carry, self.times - 1 - back
@@ -79,7 +105,7 @@ class Chunk:
     def backward_of_inputs(
         self, buffers: Buffers, slot: jax.Array, side: Any, cotangent: jax.Array, own: Buffers, to: jax.Array
     ) -> tuple[jax.Array, Buffers]:
-        """The cotangent of the input; what gradients of weights want goes to a slot of ``own``."""
+        """Returns the input's cotangent, and ``own`` with the operands of the gradients of weights in slot ``to``."""
 
         def one(back: jax.Array, carry: tuple[jax.Array, Buffers]) -> tuple[jax.Array, Buffers]:
             (cotangent, own), i = carry, self.times - 1 - back
@@ -93,10 +119,10 @@ class Chunk:
         return result
 
     def backward_of_weights(self, own: Buffers, slot: jax.Array, side: Any, halves: Halves, add: Add, sums: Any) -> Any:
-        """``sums = add(sums, layer, gradients, whether)`` with each layer's gradients, from what :meth:`backward_of_inputs` has kept."""
+        """Adds the gradients of each layer to ``sums``, from the values that :meth:`backward_of_inputs` stored."""
 
         def one(i: jax.Array, sums: Any) -> Any:
-            # Of a single layer nothing here would change from run to run.
+            # A single layer is loop-invariant, and XLA would hoist its work out of the loop.
             found = held(read(own, slot, i), i)
             beside = of_number(side, self._number(i))
             return add(sums, i, halves.weights(self._weights(i), beside, found), self._here(i))
@@ -104,17 +130,17 @@ class Chunk:
         return jax.lax.fori_loop(0, self.times, one, sums)
 
     def passed(self, x: jax.Array, side: Any, i: Any, sums: LayerScalars) -> tuple[jax.Array, LayerScalars, Buffers]:
-        """The result of one layer, the sums with its extras, and its residuals."""
+        """Returns the output of one layer, the sums with its scalars, and its residuals."""
         y, extras, kept = self._kept(x, side, i)
         return self._where(i, y, x), self._summed(i, sums, extras), kept
 
     def kept(self, x: jax.Array, side: Any, i: Any = 0) -> tuple[jax.Array, Buffers]:
-        """The result and the residuals of one layer."""
+        """Returns the output and the residuals of one layer."""
         y, _, kept = self._kept(x, side, i)
         return y, kept
 
     def extras(self, x: jax.Array, side: Any) -> LayerScalars:
-        """The scalars of one layer beside its result."""
+        """Returns the scalars of one layer."""
         return self._layer(self._weights(0), x, of_number(side, self._number(0)))[1]
 
     def _kept(self, x: jax.Array, side: Any, i: Any) -> tuple[jax.Array, LayerScalars, Buffers]:
@@ -122,7 +148,7 @@ class Chunk:
         return y, extras, [bits(leaf) for leaf, is_there in zip(leaves, known, strict=True) if not is_there]
 
     def halves(self, side: Any, kept: Buffers, cotangent: jax.Array) -> Halves:
-        """The two halves of a layer's backward."""
+        """Returns the two halves of a layer's backward."""
 
         def pull(weights: Any, kept: Buffers, side: Any, cotangent: jax.Array) -> tuple[Any, jax.Array]:
             found: tuple[Any, jax.Array] = self._put_in(weights, side, kept, cotangent)(cotangent)
@@ -131,14 +157,15 @@ class Chunk:
         return halves(pull, self._weights(0), kept, side, cotangent)
 
     def _weights(self, i: Any) -> Any:
-        # Layer by layer: a chunk cut out of all of them would be a copy.
+        # Slice layer by layer: slicing the chunk first would copy it.
         leaves, structure = jax.tree.flatten(self.weights)
-        # So would be a single layer, which XLA cuts out before the loop if its place is the same in every run. There is one run at the most.
+        # XLA would also copy a single layer, as it hoists a slice with a loop-invariant index. Adding i makes the index
+        # depend on the iteration. The loop runs at most once, so i is 0 here.
         number = self.number + i if leaves[0].shape[1] == 1 else self.number
         return jax.tree.unflatten(structure, read(leaves, number, i))
 
     def _number(self, i: Any) -> Any:
-        """Of a layer, in the model."""
+        """Returns the index of a layer in the model."""
         return i if self.start is None else self.start + i
 
     def _layer(self, weights: Any, x: jax.Array, side: Any) -> tuple[jax.Array, LayerScalars]:
@@ -155,7 +182,7 @@ class Chunk:
         return new if self.count is None else jnp.where(i < self.count, new, old)
 
     def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[tuple[jax.Array, LayerScalars], Any, list[bool]]:
-        """The result, leaves and structure of its backward, and of each leaf whether it is there anyway, and need not be kept."""
+        """Returns the output, the backward's leaves and structure, and for each leaf whether it exists anyway."""
 
         def run(weights: Any, x: jax.Array) -> Any:
             y, extras = self._layer(weights, x, side)
@@ -169,7 +196,7 @@ class Chunk:
     def _put_in(
         self, weights: Any, side: Any, kept: Buffers, like: jax.Array
     ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
-        """The backward of a layer, with what was kept put in; the forward that it is taken from is dead code."""
+        """Returns the backward of a layer with the stored residuals; the forward of its ``jax.vjp`` is dead code."""
         (_, extras), (leaves, structure), known = self._vjp(weights, jnp.zeros_like(like), side)
         rest = iter(kept)
         pull: Callable[..., tuple[Any, jax.Array]] = jax.tree.unflatten(
@@ -181,28 +208,35 @@ class Chunk:
 
         def both(cotangent: jax.Array) -> tuple[Any, jax.Array]:
             found = pull((cotangent, weighed(side, extras[ADDED])))
-            # Of a microbatch that does not count the layer's own loss may be NaN, and so is 0 times its gradient.
+            # The layer's loss may be NaN for a microbatch of weight 0, and so is 0 times its gradient.
             return jax.tree.map(lambda g: jnp.where(side.weight == 0, 0, g), found)
 
         return both
 
 
 def held[T](x: T, run: jax.Array) -> T:
-    """``x``, as if it were another in each run of a loop.
+    """Returns ``x``, tied to the iteration ``run`` of a loop by an optimization barrier.
 
-    Of what is the same in all of them XLA:CPU does the work once, before the loop: also in ticks where that runs zero times.
+    XLA:CPU otherwise hoists loop-invariant work out of the loop, and does it even in ticks in which the loop has no
+    iterations.
     """
     return jax.lax.optimization_barrier((x, run))[0]
 
 
 def write(buffer: jax.Array, x: jax.Array, slot: Any, i: Any) -> jax.Array:
-    """``buffer`` [slots, layers, ...] with ``x`` of a layer in a slot."""
+    """Returns ``buffer`` [slots, layers, ...] with ``x`` written to the slot of layer ``i``."""
     where = indices(slot, i, *(0,) * x.ndim)
     return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], where, allow_negative_indices=False)
 
 
 def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
-    """What is in a slot of a layer; with a slot for each layer, [layers], of buffers [slots, 1, ...]."""
+    """Returns the content of a slot of layer ``i`` in each buffer.
+
+    Args:
+      buffers: [slots, layers, ...], or [slots, 1, ...] if each layer has a slot.
+      slot: a scalar, or a slot for each layer, [layers].
+      i: the layer.
+    """
     slot, i = (slot[i], 0) if jnp.ndim(slot) else (slot, i)
 
     def one(buffer: jax.Array) -> jax.Array:
@@ -213,5 +247,5 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
 
 
 def indices(*numbers: Any) -> list[jax.Array]:
-    """All int32, as a slice's indices have to be of one dtype; plain numbers are int64 under ``jax_enable_x64``."""
+    """Returns int32 indices: a slice needs a single dtype, and Python ints are int64 under ``jax_enable_x64``."""
     return [jnp.asarray(n, jnp.int32) for n in numbers]

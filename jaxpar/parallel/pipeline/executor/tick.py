@@ -1,4 +1,4 @@
-"""One tick of all stages: what each stage's row of the table asks for, done."""
+"""Runs one tick of all stages, as the rows of the table say."""
 
 from __future__ import annotations
 
@@ -38,7 +38,18 @@ _WAYS = ("down", "up")
 
 @dataclass(frozen=True)
 class Here:
-    """What a stage knows in a tick: its row, what all do, weights, its part of the carry, what its forward and the head gave, the batch, what sides read."""
+    """The data that a stage has in a tick.
+
+    Attributes:
+      row: its row of the table.
+      every: the row of all stages.
+      weights: its weights, [chunks, layers, ...].
+      now: its part of the carry.
+      y: the output of its forward.
+      cotangent: from the head: the cotangent of its input, and the weights (``counts``) of the microbatch.
+      pieces: the batch.
+      read: the weights that ``side`` reads.
+    """
 
     row: jax.Array
     every: jax.Array
@@ -50,13 +61,24 @@ class Here:
     read: Any
 
     def at(self, name: str) -> jax.Array:
-        """A field of the row."""
+        """Returns a field of the row."""
         return self.row[(*FIELDS, "was_first", *COLUMNS).index(name)]
 
 
 @dataclass(frozen=True)
 class TickRunner:
-    """One tick of all stages. Functions named ``local`` are of one device: its own arrays, without the dims that are split."""
+    """Runs one tick of all stages.
+
+    Functions named ``local`` are per-device: their arrays lack the sharded leading dims.
+
+    Attributes:
+      program: the schedule's table and the functions to call.
+      weights: of the layers, [stages, chunks, layers, ...].
+      after: the other weights.
+      pieces: the batch, [devices, microbatches, rows, ...].
+      grows: the last dim of the first layer's input is sharded over the stages.
+      read: the weights that ``program.side`` receives.
+    """
 
     program: PipelineProgram
     weights: Any
@@ -66,7 +88,11 @@ class TickRunner:
     read: Any = ()
 
     def start(self, x: jax.Array | None) -> dict[str, Any]:
-        """Empty buffers, with the first microbatch where the first tick wants it."""
+        """Returns the carry before the first tick: empty buffers, and the first microbatch in its slot.
+
+        Args:
+          x: the input of the first layer, [devices, microbatches, rows, ...], or ``None`` if the ticks compute it.
+        """
         table, activation_checkpointing = self.program.table, self.program.activation_checkpointing
         slots, first = table.first
         x = self.given(first)[:, None] if x is None else x
@@ -98,7 +124,8 @@ class TickRunner:
                 "own": [of_layers(table.sizes["own"] + 1, k) for k in own],
                 "sent": jnp.zeros_like(fed),
                 "came": {way: jnp.zeros_like(fed) for way in came},
-                # With a place to spare it is an array of its own: a TPU's compiler copies what the loop would write in the place of its input.
+                # The extra slot makes this a new array. The TPU compiler copies an input that the loop would overwrite
+                # in place.
                 "x": self._hinted(jnp.concatenate([x, jnp.zeros_like(x[:1])])),
                 "aux": empty_sums(extras, self.program.schedule.microbatches),
                 "grads": self._empty(weights),
@@ -111,7 +138,7 @@ class TickRunner:
         return self._with_sums(call(x, jnp.asarray(slots), self.weights, self.pieces, self.read), x)
 
     def _with_sums(self, carry: dict[str, Any], x: jax.Array) -> dict[str, Any]:
-        """The carry, with empty places for what the head gives."""
+        """Adds zeros for the sums and the cotangent that the head returns."""
         y = jax.ShapeDtypeStruct((self.program.schedule.stages, x.shape[0], *x.shape[2:]), x.dtype)
         row = jnp.zeros(self.program.rows()[0].shape[1:], jnp.int32)
         sums, cotangent = jax.eval_shape(self._head, row, jnp.asarray(0), y)
@@ -127,23 +154,25 @@ class TickRunner:
             carry = self._given(self._heads(carry, y, row, every), every)
             steps = (self._arrived, self._taken, self._gradients, self._ended, self._sent)
             return self._each_stage(carry, y, row, every, *steps)
-        # Whatever crosses stages makes all of them wait: it stands together where the tick begins and ends, and not between works.
+        # Collectives over `pipeline` synchronize all stages. Except for the head's, they run only at the start and the
+        # end of a tick, never between compute.
         unused = carry["sent"]
         carry = self._each_stage(carry, unused, row, every, self._arrived)
         if self.program.schedule.fused:
             carry, y = self._forward(carry, row, every)
             carry = self._given(self._heads(carry, y, row, every), every)
             return self._each_stage(carry, y, row, every, self._taken, self._gradients, self._sent)
-        # A stage has one operation in a tick, so which comes first is all the same.
+        # A stage has at most one operation in a tick, so either order is correct.
         carry = self._each_stage(carry, unused, row, every, self._gradients)
         carry, y = self._forward(carry, row, every)
-        # Behind the backward, too: it needs nothing of it, and would come first.
+        # The head does not depend on the backward. Without the barrier, the compiler would run the head's collective
+        # first.
         y, carry["sent"], carry["grads"] = jax.lax.optimization_barrier((y, carry["sent"], carry["grads"]))
         carry = self._given(self._heads(carry, y, row, every), every)
         return self._each_stage(carry, y, row, every, self._taken, self._sent)
 
     def given(self, microbatch: Any) -> jax.Array:
-        """What the first layer is given of a microbatch, [devices, rows, ...], made on all stages at once as the head is."""
+        """Computes the embedding of a microbatch on all stages in parallel, as for the head: [devices, rows, ...]."""
         make = cast(Before, self.program.before).given
         local = lambda microbatch, after, pieces: make(after, pick(pieces, microbatch))
         call = self._inside(local, ("all", "all", "own"), "own", stages=False)
@@ -151,7 +180,7 @@ class TickRunner:
         return x
 
     def _given(self, carry: dict[str, Any], every: jax.Array) -> dict[str, Any]:
-        """What is fed in this tick, if it is made in ticks."""
+        """Embeds the microbatch that enters the pipeline in this tick, if the embedding runs in the ticks."""
         if self.program.before is None:
             return carry
         one = lambda run, x: x.at[:, 0].set(self.given(held(of_every(every, "feed"), run)))
@@ -159,7 +188,7 @@ class TickRunner:
             return {**carry, "x": jax.lax.fori_loop(0, of_every(every, "feeds"), one, carry["x"])}
 
     def _given_back(self, carry: dict[str, Any], every: jax.Array) -> dict[str, Any]:
-        """What came out in this tick, gone back to the weights before the layers, if that is done in ticks."""
+        """Runs the backward of the embedding for the microbatch that left in this tick, if it runs in the ticks."""
         if self.program.before is None:
             return carry
         one = lambda run, sums: self._back(sums, carry["x"], held(of_every(every, "drain"), run))
@@ -210,7 +239,7 @@ class TickRunner:
         return {**carry, "res": res, "ins": ins, "aux": aux}, y
 
     def _heads(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
-        """The loss of a microbatch that has come through all layers, if one has."""
+        """Runs the head for the microbatch that passed the last layer in this tick, if there is one."""
 
         def one(run: jax.Array, found: tuple[Any, Any]) -> tuple[Any, Any]:
             more, cotangent = self._head(row, of_every(every, "head"), held(y, run))
@@ -221,7 +250,7 @@ class TickRunner:
         return {**carry, "sums": sums, "cotangent": cotangent}
 
     def _head(self, row: jax.Array, microbatch: jax.Array, y: jax.Array) -> tuple[Any, Any]:
-        """What comes after the layers, on all stages at once: the rules may split its weights over them."""
+        """Runs the head on all stages in parallel, as the rules may shard its weights over them."""
 
         def last(row: jax.Array, y: jax.Array) -> jax.Array:
             return over_stages(jnp.where(reader(row)("f_last") == 1, y, 0))
@@ -237,7 +266,7 @@ class TickRunner:
     def _each_stage(
         self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array, *steps: Callable[[Here], Any]
     ) -> dict[str, Any]:
-        """These steps of every stage, one after the other."""
+        """Runs these steps in order on every stage."""
         rest = {name: value for name, value in carry.items() if name not in ("sums", "cotangent")}
 
         def local(row: jax.Array, every: jax.Array, weights: Any, now: Any, *more: Any) -> Any:
@@ -250,7 +279,7 @@ class TickRunner:
         return {**carry, **call(row, every, self.weights, rest, y, carry["cotangent"], self.pieces, self.read)}
 
     def _arrived(self, here: Here) -> dict[str, Any]:
-        """Cotangents of the tick before: to the stages that want them, and out of the pipeline."""
+        """Receives the cotangents of the previous tick, and stores the one that leaves the pipeline."""
         cot, sent, channels = here.now["cot"], here.now["sent"], self.program.table.channels
         for way in _WAYS:
             if f"cot_{way}" in channels:
@@ -263,22 +292,22 @@ class TickRunner:
         return {"cot": cot, "x": x}
 
     def _taken(self, here: Here) -> dict[str, Any]:
-        """The cotangent of what the last layer gave."""
+        """Stores the cotangent of the last layer's output and the weight of its microbatch."""
         return {"cot": put(here.now["cot"], here.cotangent[0], here.at("cot_head")), **self._counted(here)}
 
     def _counted(self, here: Here) -> dict[str, Any]:
-        """What the head's microbatch counts, which layers' own losses want to know."""
+        """Stores the weight of the head's microbatch, which the layers' own losses need."""
         return {"aux": counted(here.now["aux"], here.cotangent[1], of_every(here.every, "head"))}
 
     def _sent(self, here: Here) -> dict[str, Any]:
-        """What goes to other stages, and what is fed to the first."""
+        """Sends the results of the tick to other stages, and feeds the first stage."""
         at, now, channels = here.at, here.now, self.program.table.channels
         result: dict[str, Any] = {}
         y, act = here.y, now["act"]
         if "cot_self" in channels:
             result["cot"] = put(now["cot"], now["sent"], at("cot_self"))
         if self.program.divergent:
-            # Behind all work of the tick: a stage that waits for it would wait twice.
+            # Send after all compute of the tick, so that a stage waits for its neighbours only once.
             y, sent = jax.lax.optimization_barrier((y, now["sent"]))
             result["came"] = {way: from_neighbour(sent, way) for way in _WAYS if f"cot_{way}" in channels}
         for way in (*_WAYS, "self"):
@@ -290,7 +319,7 @@ class TickRunner:
         return result
 
     def _gradients(self, here: Here) -> dict[str, Any]:
-        """Cotangents of a chunk's input, and sums of gradients with its own: at once, or inputs now and weights later."""
+        """Runs the backward of a chunk, or, if backwards are split, the B of one chunk and the W of another."""
         split, at, every, weights = self.program.schedule.split, here.at, here.every, here.weights
         now = here.now
         chunk = self._chunk(weights, at("b_chunk"), self._on("backward", at, every))
@@ -324,17 +353,17 @@ class TickRunner:
         return {**result, "res": res, "own": own, "sent": self._hinted(sent)}
 
     def _side_back(self, here: Here, microbatch: jax.Array) -> Any:
-        """What layers know of a microbatch in its backward."""
+        """Returns the layers' further inputs for a microbatch in its backward, with the weight of its loss."""
         side, aux = self.program.side(pick(here.pieces, microbatch), here.read), here.now["aux"]
         return side._replace(weight=pick(aux["counts"], microbatch)[1]) if aux else side
 
     @property
     def _sums(self) -> str:
-        """Where a tick's gradients are summed: of all chunks, or of those whose turn it is."""
+        """The carry's entry to which a tick adds gradients: those of all chunks, or those of the current turns."""
         return "grads" if self.program.turns is None else "turn"
 
     def _adder(self, here: Here, kind: str) -> Add:
-        """Adds a layer's gradients to the sums [chunks or slots, layers, ...], in fp32 or wider."""
+        """Returns a function that adds a layer's gradients to sums [chunks or slots, layers, ...], in at least fp32."""
         turns, on = self.program.turns, here.at(f"{kind}_on")
         number, begins = (here.at("turn"), here.at("turn_begins")) if turns else (here.at(f"{kind}_chunk"), None)
 
@@ -351,7 +380,7 @@ class TickRunner:
         return add
 
     def _ended(self, here: Here) -> dict[str, Any]:
-        """Where a turn has ended, its sums, layer by layer, scattered and added to those of the chunk."""
+        """Reduces the sums of a turn that has ended, layer by layer, and adds them to the sums of its chunk."""
         scatter, now = self.program.turn, here.now
         if scatter is None:
             return {}
@@ -371,21 +400,29 @@ class TickRunner:
         return grads if self.program.reduce is None else self.program.reduce(grads)
 
     def _empty(self, weights: Any) -> Any:
-        """Sums of gradients [chunks, layers, ...], in fp32 or wider."""
+        """Returns zeros for the sums of gradients [chunks, layers, ...], in fp32 or wider."""
         layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
         found = jax.eval_shape(self.program.turn or self._reduced, layer)
         zeros = lambda w, g: jnp.zeros((*w.shape[:2], *g.shape), wide_dtype(g.dtype))
         return jax.tree.map(zeros, weights, found)
 
     def _empty_turns(self, weights: Any) -> Any:
-        """Sums of gradients [slots, layers, ...] of the chunks whose turn it is; none without turns."""
+        """Returns zeros for the sums [slots, layers, ...] of the current turns, or an empty list without turns."""
         if self.program.turns is None:
             return []
         slots = self.program.turns.slots
         return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), wide_dtype(w.dtype)), weights)
 
     def finish(self, carry: dict[str, Any], last: int, was_first: jax.Array) -> dict[str, Any]:
-        """What the last tick sent out of the pipeline is taken, if it sent anything."""
+        """Completes the carry after the last tick.
+
+        Adds the layers' scalars to the sums, and takes the cotangent that the last tick sent out of the pipeline.
+
+        Args:
+          carry: as the last tick returned it.
+          last: the microbatch of that cotangent; the number of microbatches if there is none.
+          was_first: [stages], whether a stage did the backward of the first layers in the last tick.
+        """
         carry = self.joined(carry)
         if last == self.program.schedule.microbatches:
             return carry
@@ -400,23 +437,23 @@ class TickRunner:
         return {**carry, "x": x, "sums": sums}
 
     def joined(self, carry: dict[str, Any]) -> dict[str, Any]:
-        """The sums, with those of the layers."""
+        """Adds the layers' scalars to the sums."""
         local = lambda aux: jax.tree.map(over_stages, totals(aux))
         extras = self._inside(local, ("stage own",), "own")(carry["aux"]) if carry["aux"] else {}
         return {**carry, "sums": self.program.join(carry["sums"], extras)}
 
     def _drained(self, x: jax.Array, sent: jax.Array, was_first: jax.Array, microbatch: jax.Array) -> jax.Array:
-        """The cotangent of a microbatch's input, from the stage that has it, in the place of the input."""
+        """Replaces a microbatch's input by the cotangent that left the pipeline."""
         out = over_stages(jnp.where(was_first == 1, sent, 0), scatter=self.grows)
         return self._hinted(put(x, self._hinted(out), microbatch if self.program.before is None else jnp.asarray(1)))
 
     def _fed(self, x: jax.Array, microbatch: Any) -> jax.Array:
-        """The input of a microbatch, of which each stage holds some columns."""
+        """Returns the input of a microbatch, gathered if each stage holds some of its columns."""
         x = self._hinted(pick(x, microbatch if self.program.before is None else 0))
         return jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True) if self.grows else x
 
     def _chunk(self, weights: Any, number: jax.Array, on: jax.Array) -> Chunk:
-        """A chunk of the stage, whose loops run if ``on`` is 1."""
+        """Returns the chunk of index ``number``, whose loops run if ``on`` is 1."""
         counts = self.program.counts
         of_mine = lambda table: None if table is None else jnp.asarray(table)[jax.lax.axis_index(AXIS), number]
         layers, carry = jax.tree.leaves(weights)[0].shape[1], self.program.carry
@@ -427,21 +464,21 @@ class TickRunner:
         return Chunk(self.program.layer, weights, number, on * layers, count, start)
 
     def _slots(self, at: Callable[[str], jax.Array], kind: str, kept: jax.Array | None) -> Any:
-        """Where a forward (``f``) or a backward (``b``) has its things."""
+        """Returns the slots of a forward (``f``) or a backward (``b``)."""
         return slots_of(at, kind, kept, self.program.schedule.sequence_chunks)
 
     def _on(self, kind: str, at: Callable[[str], jax.Array], every: jax.Array) -> jax.Array:
-        """Whether loops over layers run in this tick: on this stage, or on all stages alike."""
+        """Whether loops over layers run in this tick: on this stage if divergent, else on all stages."""
         return at(f"{kind[0]}_on") if self.program.divergent else of_every(every, kind)
 
     def _again(self) -> jax.Array:
-        """How many layers a backward makes again: the stage's own, or as many as any stage's."""
+        """Returns how many layers a backward recomputes: the stage's own number if divergent, else the largest one."""
         most = self.program.kept.again if self.program.kept is not None else 0
         each = [min(n, most) for n in self.program.again]
         return jnp.asarray(each)[jax.lax.axis_index(AXIS)] if self.program.divergent else jnp.asarray(most)
 
     def _visits(self, name: str) -> AbstractContextManager[None]:
-        """The scope of loops that run in some ticks only, saying in how many of all."""
+        """Returns a named scope for a loop that some ticks skip; the name states its total iterations and ticks."""
         if name == "again":
             count, ticks = self.program.does_again()
             return jax.named_scope(f"own_layers/visits_{count}of{ticks}")
@@ -456,12 +493,14 @@ class TickRunner:
         return x if dims is None else hint(x, *(None,) * (x.ndim - len(dims)), *dims)
 
     def _inside(self, f: Callable[..., Any], ins: Any, outs: Any, *, stages: bool = True) -> Callable[..., Any]:
-        """``f`` of each device's own, in a ``shard_map``.
+        """Wraps ``f``, a function of per-device arrays, in a ``shard_map``.
 
         Args:
-          ins, outs: trees of what arrays are. ``stage``: [stages, ...]; ``own``: [devices, ...]; ``stage own``: [stages, devices, ...];
-            ``columns``: own, its last dim split over the stages; ``all``: the same everywhere.
-          stages: also each stage's own.
+          f: the function.
+          ins, outs: trees of the kinds of its arrays. ``stage``: [stages, ...]; ``own``: [devices, ...]; ``stage own``:
+            [stages, devices, ...]; ``columns``: as ``own``, with the last dim sharded over stages if ``grows``;
+            ``all``: replicated.
+          stages: also make the axis of the stages manual.
         """
         axes = self.program.axes or None
         last = AXIS if self.grows else None
@@ -481,7 +520,7 @@ class TickRunner:
         def run(*args: Any) -> Any:
             manual = manual_axes(current_layout(), (*self.program.axes, *((AXIS,) if stages else ())), but=(AXIS,))
             in_specs = each_of(lambda kind, x: spec[kind](x.ndim), ins, args)
-            # What comes out has the dims of what went in under the same name.
+            # An output of kind `columns` has as many dims as the input of that kind.
             dims = next((x.ndim for kind, x in pairs(ins, args) if kind == "columns"), 0)
             out_specs = jax.tree.map(lambda kind: spec[kind](dims), outs)
             return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)(

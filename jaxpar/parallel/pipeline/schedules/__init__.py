@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: orders, ticks, slots, tables. No jax."""
+"""Pipeline schedules as data: orders, ticks, buffer slots and tables, without JAX."""

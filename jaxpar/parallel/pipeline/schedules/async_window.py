@@ -1,8 +1,9 @@
-"""``AsyncSchedule``: one call's ticks of a pipeline that never empties, as numbers for an executor.
+"""``AsyncSchedule``: the ticks of one call of a pipeline that never drains, as a table for an executor.
 
-In tick t of a call, counted over the positions of two batches (the one before, then the call's own, M microbatches each), stage s of S does the forward
-of position M + t - s and the backward of M + t - 2 (S - 1) + s. So nothing of a call waits for its end, every call does the same, and what is on its
-way when it ends is S - 1 microbatches whose loss is to come and 2 (S - 1) whose backwards are not all done.
+A call counts positions over two batches of M microbatches each: the previous batch, then its own. In tick t of a call,
+stage s of S does the forward of position M + t - s and the backward of position M + t - 2 (S - 1) + s. The pipeline
+therefore stays full from call to call, and all calls run the same ticks. When a call ends, S - 1 microbatches have no
+loss yet, and the backwards of 2 (S - 1) microbatches are incomplete.
 """
 
 from __future__ import annotations
@@ -19,23 +20,27 @@ from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationChec
 Asynchronous = Literal["pipedream", "pipedream_2bw"]
 ASYNCHRONOUS: tuple[str, ...] = get_args(Asynchronous)
 TURNING = {
-    "f_input": "act", "b_input": "act", "act_down": "act", "act_feed": "act", "f_residuals": "res", "b_residuals": "res",
+    "f_input": "act", "b_input": "act", "act_down": "act", "act_feed": "act", "f_residuals": "res",
+    "b_residuals": "res",
 }  # fmt: skip
-"""Columns of slots in buffers that outlive a call: rings, which a call begins where the one before has stopped."""
+"""The columns whose slots are in buffers that outlive a call, each with its buffer.
+
+These buffers are rings: a call continues where the previous call stopped.
+"""
 
 
 @dataclass(frozen=True)
 class AsyncSchedule:
-    """What stages do in the ticks of one call.
+    """The work of the stages in the ticks of one call.
 
     Attributes:
-      name: of the kind.
-      stages: devices along ``pipeline``.
-      batch: microbatches of a call's batch.
-      length: ticks; as many as microbatches, fewer where what is on its way is only finished.
+      name: ``pipedream`` or ``pipedream_2bw``.
+      stages: the number of devices along ``pipeline``.
+      batch: the number of microbatches in a call's batch.
+      length: the number of ticks: ``batch``, or fewer if the call only finishes the microbatches in flight.
 
     Raises:
-      ScheduleError: a batch of fewer microbatches than a delay of one batch takes.
+      ScheduleError: the batch has too few microbatches for a delay of one batch.
 
     >>> one = AsyncSchedule("pipedream_2bw", stages=3, batch=4, length=4).table()
     >>> one.column("f_microbatch").tolist()
@@ -57,31 +62,35 @@ class AsyncSchedule:
         least = max(2 * (self.stages - 1), 1)
         if self.batch < least:
             raise ScheduleError(
-                f"schedule {self.name!r}: {self.batch} microbatches are fewer than {least}: over {self.stages} stages a microbatch's gradient comes "
-                f"{2 * (self.stages - 1)} ticks after its forward, and a batch's has to be whole before the next but one begins. Remedy: {least} or more."
+                f"schedule {self.name!r}: {self.batch} microbatches are fewer than {least}: over {self.stages} stages "
+                f"a microbatch's gradient comes {2 * (self.stages - 1)} ticks after its forward, and a batch's has to "
+                f"be whole before the next but one begins. Remedy: {least} or more."
             )
 
     @property
     def pieces(self) -> Pieces:
+        """One piece of the model on each stage."""
         return Pieces(self.stages, 1, "loop")
 
     @property
     def microbatches(self) -> int:
-        """Positions: of the batch before, and of the call's own."""
+        """The number of positions: the microbatches of the previous batch and of the call's own batch."""
         return 2 * self.batch
 
     @property
     def delay(self) -> int:
-        """In how many ticks a microbatch is back at the first stage."""
+        """The number of ticks between a microbatch's forward and its backward on the first stage."""
         return 2 * (self.stages - 1)
 
     def flush(self) -> AsyncSchedule:
-        """The ticks that finish what is on its way."""
+        """Returns the ticks that finish the microbatches in flight."""
         return AsyncSchedule(self.name, self.stages, self.batch, self.delay)
 
     def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
-        """The numbers that an executor reads; ``chunk`` is the batch: 0 the one before, 1 the call's own. Slots are those of a call that begins
-        its rings at 0: the executor turns them.
+        """Returns the table that an executor reads.
+
+        The column ``chunk`` is the batch: 0 for the previous batch, 1 for the call's own. Slots assume that the rings
+        start at 0; the executor rotates them.
         """
         ring, count, nowhere = self.delay + 1, self.stages, self.microbatches
         sizes = {
@@ -101,7 +110,8 @@ class AsyncSchedule:
             "f_input": slot("act", forward), "f_residuals": slot("res", forward),
             "b_on": 1, "b_microbatch": backward, "b_chunk": backward // self.batch, "b_first": first,
             "b_input": slot("act", backward), "b_residuals": slot("res", backward), "b_cotangent": 0,
-            # A stage gets the forward of its next tick from the one before it, the first what is fed; cotangents in the tick that takes them.
+            # A stage receives the input of its next forward at the end of a tick, from the previous stage or, on the
+            # first stage, from outside of the pipeline. It receives a cotangent in the tick that uses it.
             "act_down": np.where(first, sizes["act"], slot("act", forward + 1)),
             "act_feed": np.where(first, slot("act", forward + 1), sizes["act"]),
             "cot_up": np.where(last, 1, 0), "cot_head": np.where(last, 0, 1),

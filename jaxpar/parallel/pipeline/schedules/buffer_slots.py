@@ -1,4 +1,4 @@
-"""Which slot of a buffer holds what, for how long: linear scan (Poletto & Sarkar 1999) over the times of a schedule."""
+"""Assigns buffer slots by linear scan (Poletto & Sarkar 1999) over the times of a schedule."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import heapq
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-# A tick has four times: what F reads is there at the first; what came for B arrives at the second, and B reads at the third;
-# what F sends arrives, and W reads, at the last.
+# A tick has four times. FORWARD: F reads its input. ARRIVAL: the cotangents for B are written. BACKWARD: B reads. END:
+# the outputs of F are written, and W reads.
 FORWARD, ARRIVAL, BACKWARD, END = range(4)
 
 
 def time(tick: int, part: int) -> int:
-    """A time of a schedule."""
+    """Returns a time of a schedule: a tick and one of its four parts."""
     return 4 * tick + part
 
 
 class Live(NamedTuple):
-    """Something in a buffer from the time it is written to the time of its last reading, both included."""
+    """The interval in which a tensor occupies a buffer, from its write to its last read, both included."""
 
     start: int
     end: int
@@ -25,7 +25,7 @@ class Live(NamedTuple):
 
 
 def allocate(lives: Iterable[Live]) -> tuple[int, dict[Hashable, int]]:
-    """How many slots hold all of these, and which one each has; as few as can be.
+    """Returns the smallest number of slots that hold all tensors, and the slot of each.
 
     >>> allocate([Live(0, 3, "a"), Live(1, 2, "b"), Live(3, 5, "c")])
     (2, {'a': 0, 'b': 1, 'c': 1})

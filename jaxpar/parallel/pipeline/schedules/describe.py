@@ -1,4 +1,4 @@
-"""What ``jaxpar schedule`` prints."""
+"""Builds the output of ``jaxpar schedule``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.schedules.text import chart, comparison, summary
 
 
 class Question(Protocol):
-    """The command's arguments."""
+    """The arguments of the command."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -36,10 +36,14 @@ class Question(Protocol):
 
 
 def answer(asked: Question) -> str:
-    """A schedule's summary and ticks, or several beside each other; draws the one if asked to.
+    """Returns a schedule's summary and ticks, or a comparison of several schedules; draws a single one if requested.
+
+    Args:
+      asked: the arguments of the command.
 
     Raises:
-      ScheduleError: no name, a picture of several, costs that cannot be read, or what :func:`jaxpar.schedule` raises.
+      ScheduleError: no name is given, a picture of several schedules is requested, the costs cannot be parsed, or
+        :func:`jaxpar.schedule` raises it.
     """
     if not asked.names:
         raise ScheduleError(f"no schedule is named. Schedules: {', '.join(NAMES)}.")
@@ -55,7 +59,7 @@ def answer(asked: Question) -> str:
 
 
 def _made(name: str, asked: Question, alone: bool) -> Schedule:
-    """A schedule; among several a name that takes no chunks goes without."""
+    """Builds a schedule; in a comparison, a name that takes no chunks is built without them."""
     named = NAMES.get(name)
     chunks, parts = asked.virtual_stages, asked.sequence_chunks
     if named is not None and not alone:
@@ -65,7 +69,13 @@ def _made(name: str, asked: Question, alone: bool) -> Schedule:
 
 
 def costs_in(text: str) -> dict[str, float]:
-    """Costs as the command line has them.
+    """Parses the costs of the command line.
+
+    Args:
+      text: pairs such as ``F=1,B=2.5``.
+
+    Raises:
+      ScheduleError: a value is not a number.
 
     >>> costs_in("F=1,B=2.5")
     {'F': 1.0, 'B': 2.5}

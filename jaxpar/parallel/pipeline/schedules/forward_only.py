@@ -1,4 +1,4 @@
-"""Of a schedule that trains, one of its forwards alone."""
+"""Derives a forward-only schedule from a training schedule, for evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, in its order: the same pieces at the same places, whole sequences.
+    """Returns the forwards of a schedule in its order, with the same placement of pieces and without sequence chunks.
 
     >>> import jaxpar as jp
     >>> one = forwards(jp.schedule("zb_h1", stages=4, microbatches=8))

@@ -1,8 +1,8 @@
-"""What each stage of a pipeline does, in its order: pure data, made by name.
+"""The order of operations on each stage, as plain data.
 
-A model of ``chunks * stages`` pieces of layers goes over the stages, chunk by chunk. ``loop`` gives piece g to stage g mod stages (Narayanan
-et al. 2021, arXiv:2104.04473); ``v`` goes down the stages with the first chunk and back up with the second, so that the first stage
-has the first and the last piece (Qi et al. 2024, arXiv:2405.15362).
+A model is split into ``chunks * stages`` pieces of layers. ``loop`` gives piece g to stage g mod stages (Narayanan et
+al. 2021, arXiv:2104.04473). ``v`` assigns the first chunk down the stages and the second back up, so that the first
+stage has the first and the last piece (Qi et al. 2024, arXiv:2405.15362).
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
-"""Forward; backward, of inputs alone where W follows; gradients of weights."""
+"""Forward; backward, of inputs only if there is a W; gradients of weights."""
 
 Placement = Literal["loop", "v"]
 
 
 class Op(NamedTuple):
-    """One piece of work of one stage; with sequence chunks ``microbatch`` counts those, ``microbatch * sequence_chunks + chunk``."""
+    """One operation of a stage.
+
+    With sequence chunks, ``microbatch`` is ``microbatch * sequence_chunks + chunk``.
+    """
 
     kind: Kind
     microbatch: int
@@ -31,7 +34,7 @@ class Op(NamedTuple):
 
 
 def parse(text: str) -> Op | None:
-    """An operation as it prints, ``F0`` or ``B3.1``; None if this is none.
+    """Parses an operation in its printed form, ``F0`` or ``B3.1``; returns ``None`` if the text is invalid.
 
     >>> parse("B3.1"), parse("B3.")
     (Op(kind='B', microbatch=3, chunk=1), None)
@@ -45,7 +48,7 @@ type Orders = tuple[tuple[Op, ...], ...]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where the pieces of a model lie: ``stages`` devices, ``chunks`` pieces on each."""
+    """The placement of a model's pieces: ``stages`` devices with ``chunks`` pieces each."""
 
     stages: int
     chunks: int = 1
@@ -53,45 +56,59 @@ class Pieces:
 
     @property
     def count(self) -> int:
+        """The number of pieces."""
         return self.stages * self.chunks
 
     def piece(self, stage: int, chunk: int) -> int:
-        """The number of a stage's chunk among all pieces of the model, 0 for the first layers."""
+        """Returns the index of a stage's chunk among all pieces of the model, 0 for the first layers."""
         backward = self.placement == "v" and chunk % 2 == 1
         return chunk * self.stages + (self.stages - 1 - stage if backward else stage)
 
     def place(self, piece: int) -> tuple[int, int]:
-        """Stage and chunk of a piece."""
+        """Returns the stage and the chunk of a piece."""
         chunk, at = divmod(piece, self.stages)
         return (self.stages - 1 - at if self.placement == "v" and chunk % 2 == 1 else at), chunk
 
 
 def gpipe(stages: int, microbatches: int) -> Orders:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
+    """Returns all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
     forward = tuple(Op("F", m) for m in range(microbatches))
     return (forward + tuple(Op("B", m) for m in range(microbatches)),) * stages
 
 
 def looped(stages: int, microbatches: int, chunks: int, group: int) -> Orders:
-    """Forward and backward in turn, as soon as they can be, of ``chunks`` pieces a stage.
+    """Returns orders that alternate forwards and backwards, as early as possible, for ``chunks`` pieces on each stage.
 
-    Microbatches go in groups: a stage does one chunk for all of a group, then the next chunk. A forward and a backward share a tick, so the
-    pipeline is full in every tick but the first and last. With groups of ``stages`` it is depth first (Narayanan et al. 2021,
-    arXiv:2104.04473), with one group breadth first (Lamy-Poirier 2022, arXiv:2211.05953).
+    Microbatches are split into groups. A stage does one chunk for all microbatches of a group, then the next chunk. A
+    forward and a backward share a tick, so the pipeline is full in all ticks but the first and the last ones. Groups of
+    ``stages`` microbatches give a depth-first order (Narayanan et al. 2021, arXiv:2104.04473), a single group a
+    breadth-first order (Lamy-Poirier 2022, arXiv:2211.05953).
+
+    Args:
+      stages: the number of stages.
+      microbatches: the number of microbatches.
+      chunks: the number of pieces on each stage.
+      group: the number of microbatches in a group.
     """
     forward = [Op("F", m, c) for m, c in _grouped(microbatches, chunks, group)]
     backward = [Op("B", m, chunks - 1 - c) for m, c in _grouped(microbatches, chunks, group)]
-    # The forward of the first microbatch reaches the last piece after so many ticks of the last stage.
+    # The number of forwards that the last stage does before the first microbatch reaches the last piece.
     ahead = forward.index(Op("F", 0, chunks - 1))
     return tuple(_merged(forward, backward, ahead + 2 * (stages - 1 - stage)) for stage in range(stages))
 
 
 def one_forward_one_backward(stages: int, microbatches: int, sequence_chunks: int, fused: bool) -> Orders:
-    """1F1B, of whole sequences or of chunks of them (Sun et al. 2024, arXiv:2406.03488).
+    """Returns 1F1B orders, of full sequences or of sequence chunks (Sun et al. 2024, arXiv:2406.03488).
 
-    A chunk of a sequence attends to those before it, so backwards of a microbatch go from its last chunk to its first, and begin when all of
-    its forwards are done. If a tick holds a forward and a backward (``fused``), a stage is twice as far ahead of the next as it is in the
-    textbook's order, where each sends only every second tick.
+    A sequence chunk attends to the earlier chunks. The backwards of a microbatch therefore start after all its
+    forwards, and run from the last chunk to the first.
+
+    Args:
+      stages: the number of stages.
+      microbatches: the number of microbatches.
+      sequence_chunks: the number of chunks in each sequence.
+      fused: a tick holds a forward and a backward. A stage is then twice as far ahead of the next stage as in the
+        textbook order, in which each stage sends only every second tick.
     """
     units = microbatches * sequence_chunks
     last = [m * sequence_chunks + q for m in range(microbatches) for q in reversed(range(sequence_chunks))]
@@ -107,7 +124,7 @@ def _grouped(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]
 
 
 def _merged(forward: Sequence[Op], backward: Sequence[Op], ahead: int) -> tuple[Op, ...]:
-    """``ahead`` forwards first, then one of each in turn."""
+    """Returns ``ahead`` forwards, then one backward and one forward in turn."""
     ahead = min(ahead, len(forward))
     result = list(forward[:ahead])
     for at, op in enumerate(backward):
@@ -116,7 +133,7 @@ def _merged(forward: Sequence[Op], backward: Sequence[Op], ahead: int) -> tuple[
 
 
 def deferred(orders: Orders, delays: Sequence[int]) -> Orders:
-    """Backwards split in two: W of a backward comes ``delays[stage]`` backwards after it, or at the end."""
+    """Splits backwards in two: the W of a backward follows ``delays[stage]`` backwards later, or at the end."""
 
     def one(order: tuple[Op, ...], delay: int) -> tuple[Op, ...]:
         due: list[Op] = []

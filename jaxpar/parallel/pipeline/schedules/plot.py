@@ -1,4 +1,4 @@
-"""The picture that :meth:`Schedule.draw` gives: who does what when."""
+"""Draws the picture of :meth:`Schedule.draw`: the operations of each stage over time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxpar.utils.plotting import new_figure
 COLOURS = {"F": (0.27, 0.51, 0.76), "B": (0.90, 0.55, 0.23), "W": (0.45, 0.66, 0.36)}
 MEANINGS = {"F": "forward", "B": "backward", "W": "backward of weights"}
 PALE = 0.55
-"""How much white is in the colour of a stage's last chunk."""
+"""The fraction of white in the colour of a stage's last chunk."""
 NARROW = 0.09
-"""Inches: bars narrower than this have no number."""
+"""In inches: narrower bars have no number."""
 
 
 def picture(schedule: ScheduleSpec, path: Any, costs: Mapping[str, float] | None, timing: Timing) -> Any:
-    """See :meth:`Schedule.draw`."""
+    """Draws a schedule; see :meth:`Schedule.draw` for the arguments."""
     found = simulate(schedule, costs, timing)
     width, height = min(16.0, max(7.0, 0.16 * _operations(found))), 1.1 + 0.34 * schedule.stages
     figure = new_figure("Schedule.draw()", figsize=(width, height), layout="constrained")
@@ -43,7 +43,7 @@ def picture(schedule: ScheduleSpec, path: Any, costs: Mapping[str, float] | None
 
 
 def _operations(found: Simulated) -> float:
-    """How many of the shortest operations follow one another in the whole time."""
+    """Returns the total time as a multiple of the shortest operation."""
     shortest = min(
         (span.end - span.start for spans in found.spans for span in spans if span.end > span.start), default=1
     )
@@ -51,7 +51,7 @@ def _operations(found: Simulated) -> float:
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
-    """The colour of an operation: by its kind, the paler the later its chunk."""
+    """Returns the RGB colour of an operation: its kind selects the hue, and later chunks are paler."""
     white = PALE * chunk / max(chunks - 1, 1)
     return tuple(white + (1 - white) * part for part in COLOURS[kind])
 
@@ -68,7 +68,8 @@ def _label(ax: Any, schedule: ScheduleSpec, found: Simulated, timing: str) -> No
     parts = schedule.sequence_chunks
     sequences = f" of {parts} sequence chunks" if parts > 1 else ""
     ax.set_title(
-        f"{schedule.name}: {schedule.microbatches // parts} microbatches{sequences}, bubble {found.bubble:.1%} by {timing}",
+        f"{schedule.name}: {schedule.microbatches // parts} microbatches{sequences}, bubble {found.bubble:.1%} by "
+        f"{timing}",
         loc="left",
         fontsize=10,
     )

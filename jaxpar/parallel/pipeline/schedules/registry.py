@@ -1,4 +1,4 @@
-"""``schedule``: a pipeline's schedule by name, or from orders of one's own."""
+"""``schedule``: builds a pipeline schedule from a name or from custom orders."""
 
 from __future__ import annotations
 
@@ -34,22 +34,26 @@ def schedule(
     placement: Placement | None = None,
     fused: bool | None = None,
 ) -> Schedule:
-    """A schedule by name or by its orders, checked; docs/pipeline.md tells them apart.
+    """Builds and validates a schedule from a name or from custom orders; docs/pipeline.md compares the names.
 
     Args:
-      name: one of ``NAMES``; or for each stage its operations in their order, as ``Op`` or as text, ``"F0"``, ``"B3.1"`` (microbatch 3,
-        chunk 1), ``"W2"``; or all of a stage in one text, ``"F0 F1 B0 B1"``.
-      stages: devices along ``pipeline``.
-      microbatches: pieces of a batch.
-      chunks: pieces of the model on each stage, where a name takes several; 1 by default, 2 for a ``v``.
-      sequence_chunks: for ``seq1f1b`` and own orders: parts of each sequence. Chunk q of microbatch m counts as microbatch
-        ``m * sequence_chunks + q``.
-      placement: for own orders, which pieces lie where: ``loop`` (the default) or ``v``.
-      fused: whether a tick may hold a forward, a backward and a W of a stage, which one program for all stages wants; else it holds one
-        operation. By default as the name says; own orders are fused.
+      name: one of ``NAMES``, or custom orders: for each stage its operations in order, as ``Op``, as text such as
+        ``"F0"``, ``"B3.1"`` (microbatch 3, chunk 1) and ``"W2"``, or as one text, ``"F0 F1 B0 B1"``.
+      stages: the number of devices along ``pipeline``.
+      microbatches: the number of microbatches in a batch.
+      chunks: the number of pieces of the model on each stage, where the name allows several. The default is 1, or 2 for
+        a ``v``.
+      sequence_chunks: the number of chunks in each sequence, for ``seq1f1b`` and custom orders. Chunk q of microbatch m
+        counts as microbatch ``m * sequence_chunks + q``.
+      placement: for custom orders, how pieces are assigned to stages: ``loop`` (default) or ``v``.
+      fused: whether a tick may hold a forward, a backward and a W of one stage, which suits one program for all stages,
+        or only one operation. The default depends on the name; custom orders are fused.
+
+    Returns:
+      The schedule, after :meth:`Schedule.validate`.
 
     Raises:
-      ScheduleError: no such name, sizes that do not fit it, or orders that leave out or double work, or wait for each other.
+      ScheduleError: the name is unknown, a size does not fit it, or custom orders omit work, repeat it or deadlock.
 
     >>> one = schedule("1f1b", stages=4, microbatches=8)
     >>> round(one.bubble, 3), one.stash
@@ -62,8 +66,9 @@ def schedule(
     named = NAMES[name] if isinstance(name, str) and name in NAMES else None
     if isinstance(name, str) and name in ASYNCHRONOUS:
         raise ScheduleError(
-            f"schedule {name!r} is asynchronous: what it begins in a step it ends in the next, so it is no schedule of one. Remedy: "
-            f"jp.PipedreamStep(..., pipeline=jp.Asynchronous({name!r}, stages={stages}, microbatches={microbatches}))."
+            f"schedule {name!r} is asynchronous: what it begins in a step it ends in the next, so it is no schedule of "
+            f"one. Remedy: jp.PipedreamStep(..., pipeline=jp.Asynchronous({name!r}, stages={stages}, "
+            f"microbatches={microbatches}))."
         )
     if named is None and isinstance(name, str):
         raise ScheduleError(f"unknown schedule {name!r}.{did_you_mean(name, NAMES)} Schedules: {', '.join(NAMES)}.")
@@ -81,7 +86,7 @@ def schedule(
 
 
 class Sizes(NamedTuple):
-    """What a schedule is made for."""
+    """The arguments from which a schedule is built."""
 
     name: str
     stages: int
@@ -93,7 +98,7 @@ class Sizes(NamedTuple):
     def schedule(
         self, orders: Orders, *, placement: Placement = "loop", fused: bool = True, **options: bool
     ) -> Schedule:
-        """A schedule of these sizes; ``fused`` unless the caller says otherwise."""
+        """Builds a schedule of these sizes from its orders; the caller's ``fused``, if set, overrides the argument."""
         pieces = Pieces(self.stages, self.chunks, placement)
         fused, units = fused if self.fused is None else self.fused, self.microbatches * self.sequence_chunks
         return Schedule(self.name, pieces, units, orders, fused, sequence_chunks=self.sequence_chunks, **options)
@@ -101,7 +106,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """How a schedule is made, how many chunks of the model it takes on a stage, and whether it takes chunks of sequences."""
+    """A named schedule: its builder, the chunks per stage that it takes, and whether it takes sequence chunks."""
 
     make: Callable[[Sizes], Schedule]
     chunks: Literal["one", "two", "any"] = "one"
@@ -109,23 +114,27 @@ class Named:
 
 
 def _fits(named: Named, sizes: Sizes, placement: Placement | None) -> None:
-    """Raise what a name cannot have."""
+    """Raises ``ScheduleError`` for sizes that a named schedule does not take."""
     start = f"schedule {sizes.name!r}"
     if named.chunks == "one" and sizes.chunks != 1:
         raise ScheduleError(
-            f"{start}: chunks is {sizes.chunks}, but here each stage has one piece of the model. Remedy: leave chunks out, or 'interleaved'."
+            f"{start}: chunks is {sizes.chunks}, but here each stage has one piece of the model. Remedy: leave chunks "
+            "out, or 'interleaved'."
         )
     if named.chunks == "two" and sizes.chunks != 2:
         raise ScheduleError(
-            f"{start}: chunks is {sizes.chunks}, but a v has two, down the stages and up again. Remedy: leave chunks out, or 'interleaved'."
+            f"{start}: chunks is {sizes.chunks}, but a v has two, down the stages and up again. Remedy: leave chunks "
+            "out, or 'interleaved'."
         )
     if sizes.sequence_chunks != 1 and not named.sequences:
         raise ScheduleError(
-            f"{start}: sequence_chunks is {sizes.sequence_chunks}, but sequences go through it whole. Remedy: leave it out, or 'seq1f1b'."
+            f"{start}: sequence_chunks is {sizes.sequence_chunks}, but sequences go through it whole. Remedy: leave it "
+            "out, or 'seq1f1b'."
         )
     if placement is not None:
         raise ScheduleError(
-            f"{start}: placement is {placement!r}, but a name says itself where the pieces lie. Remedy: leave placement out."
+            f"{start}: placement is {placement!r}, but a name says itself where the pieces lie. Remedy: leave "
+            "placement out."
         )
 
 
@@ -143,8 +152,8 @@ def _op(op: Op | str, stage: int, at: int) -> Op:
     found = op if isinstance(op, Op) else parse(op) if isinstance(op, str) else None
     if found is None:
         raise ScheduleError(
-            f"schedule 'own': operation {at} of stage {stage} is {op!r}, but a kind (F, B, W), a microbatch and, if it is not 0, a chunk are "
-            "wanted, as 'F0' or 'B3.1'."
+            f"schedule 'own': operation {at} of stage {stage} is {op!r}, but a kind (F, B, W), a microbatch and, if it "
+            "is not 0, a chunk are wanted, as 'F0' or 'B3.1'."
         )
     return found
 
@@ -165,19 +174,20 @@ def _interleaved(sizes: Sizes) -> Schedule:
 def _breadth_first(sizes: Sizes) -> Schedule:
     if sizes.microbatches < sizes.stages and sizes.chunks > 1:
         raise ScheduleError(
-            f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, so each of {sizes.chunks} chunks "
-            f"would begin late. Remedy: {sizes.stages} or more."
+            f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, so "
+            f"each of {sizes.chunks} chunks would begin late. Remedy: {sizes.stages} or more."
         )
     return sizes.schedule(looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches))
 
 
 def _in_groups(sizes: Sizes) -> Orders:
-    """Depth first: chunk by chunk for as many microbatches as there are stages."""
+    """Builds depth-first orders: each chunk in turn, for groups of as many microbatches as there are stages."""
     if sizes.microbatches % sizes.stages:
         up = -(-sizes.microbatches // sizes.stages) * sizes.stages
         raise ScheduleError(
-            f"schedule {sizes.name!r}: {sizes.microbatches} microbatches do not go in groups of {sizes.stages}, one for each stage. Remedy: a "
-            f"multiple of {sizes.stages}, as {up}, or 'breadth_first', which takes any number from {sizes.stages} on."
+            f"schedule {sizes.name!r}: {sizes.microbatches} microbatches do not go in groups of {sizes.stages}, one "
+            f"for each stage. Remedy: a multiple of {sizes.stages}, as {up}, or 'breadth_first', which takes any "
+            f"number from {sizes.stages} on."
         )
     return looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.stages)
 
@@ -211,8 +221,9 @@ def _dualpipe_v(sizes: Sizes) -> Schedule:
     least = 2 * sizes.stages
     if sizes.microbatches < least:
         raise ScheduleError(
-            f"schedule 'dualpipe_v': {sizes.microbatches} microbatches are fewer than {least}, two for each of {sizes.stages} stages, which it "
-            f"takes to fill both directions. Remedy: {least} or more, or 'zb_v', which takes any number."
+            f"schedule 'dualpipe_v': {sizes.microbatches} microbatches are fewer than {least}, two for each of "
+            f"{sizes.stages} stages, which it takes to fill both directions. Remedy: {least} or more, or 'zb_v', which "
+            "takes any number."
         )
     return sizes.schedule(zero_bubble.dualpipe_v(sizes.stages, sizes.microbatches), placement="v", split=True)
 
@@ -222,7 +233,8 @@ NAMES: dict[str, Named] = {
     "1f1b": Named(_1f1b),
     "seq1f1b": Named(_1f1b, sequences=True),
     "interleaved": Named(_interleaved, "any"),
-    # Narayanan's interleaving is what Lamy-Poirier calls depth first: each microbatch goes as deep as it can before the next group begins.
+    # This is Lamy-Poirier's name for Narayanan's interleaving: each microbatch goes as deep as it can before the next
+    # group begins.
     "depth_first": Named(_interleaved, "any"),
     "breadth_first": Named(_breadth_first, "any"),
     "circular": Named(_circular, "any"),
@@ -232,4 +244,4 @@ NAMES: dict[str, Named] = {
     "zb_v": Named(_zb_v, "two"),
     "dualpipe_v": Named(_dualpipe_v, "two"),
 }
-"""Name → how it is made."""
+"""Each schedule name with its builder."""

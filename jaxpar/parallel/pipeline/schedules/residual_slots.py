@@ -1,7 +1,9 @@
-"""What layers keep for their backward where the first of a stage keep their input alone: slots of one layer's size.
+"""Slots for layer inputs and residuals, where the first layers of a stage recompute their residuals.
 
-Microbatches and layers share them, so that all stages, whose buffers are equally large in one program, have as many as the stage with most has
-pairs of a microbatch on its way and a layer that keeps its residuals. A layer that recomputes has residuals too, while its backward runs.
+A slot holds the data of one layer, and all microbatches and layers of a stage share the slots. In one program all
+stages have buffers of equal size. Their size is therefore the largest number, on any stage, of pairs of a microbatch in
+flight and a layer that stores its residuals. A layer that recomputes also needs a slot for residuals while its backward
+runs.
 """
 
 from __future__ import annotations
@@ -18,19 +20,24 @@ if TYPE_CHECKING:
     from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 
 LAYERED = ("f_inputs", "f_residuals", "b_inputs", "a_residuals", "b_residuals")
-"""For each layer the slots where a forward writes its input or its residuals, where a backward reads its input to make residuals (``a``)
-again, and where it reads those."""
+"""The slots of a layer in a tick.
+
+A forward writes the layer's input (``f_inputs``) or its residuals (``f_residuals``). A backward that recomputes reads
+the input (``b_inputs``) and writes the residuals (``a_residuals``). Every backward reads the residuals
+(``b_residuals``).
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Slots of layers.
+    """The slots of all layers in all ticks.
 
     Attributes:
-      slots: int32 [ticks, stages, 5, layers], the second last in the order of ``LAYERED``. The slot after the last is for what nobody reads.
-      inputs, residuals: how many slots there are, of each kind.
-      again: how many layers the stage with most computes again in a backward.
-      rounds: the same of all stages' backwards, summed.
+      slots: int32 [ticks, stages, 5, layers]; the third dim is in the order of ``LAYERED``. One slot past the last one
+        stands for data that nothing reads.
+      inputs, residuals: the number of slots for inputs and for residuals.
+      again: the largest number of layers that any stage recomputes in one backward.
+      rounds: the number of recomputed layers, summed over the backwards of all stages.
     """
 
     slots: np.ndarray
@@ -41,14 +48,15 @@ class Kept:
 
 
 def kept_of(schedule: Schedule, recompute: tuple[int, ...], counts: np.ndarray) -> Kept:
-    """The slots of a schedule whose stage s recomputes the first ``recompute[s]`` layers of each of its pieces.
+    """Allocates the slots, if stage s recomputes the first ``recompute[s]`` layers of each of its pieces.
 
     Args:
+      schedule: the schedule.
       recompute: [stages].
-      counts: [stages, chunks], how many layers each piece has.
+      counts: [stages, chunks], the number of layers in each piece.
 
     Raises:
-      ScheduleError: the slots do not do what they should, which :func:`replay` would find.
+      ScheduleError: :func:`replay` finds an error in the slots.
     """
     most, pieces, when = int(counts.max()), schedule.pieces, schedule.ticks.when
     lives: dict[str, list[list[Live]]] = {name: [[] for _ in range(pieces.stages)] for name in ("inputs", "residuals")}
@@ -70,7 +78,7 @@ def kept_of(schedule: Schedule, recompute: tuple[int, ...], counts: np.ndarray) 
         at = {"f": when["F", m, piece], "b": when["B", m, piece]}
         for layer in range(counts[stage, chunk]):
             again, key = layer < recompute[stage], (m, chunk, layer)
-            # What recomputes has no residuals before its backward; what does not, no input.
+            # A layer that recomputes has no residuals before its backward. The other layers store no input.
             for name in (
                 ("f_inputs", "b_inputs", "a_residuals", "b_residuals") if again else ("f_residuals", "b_residuals")
             ):
@@ -86,10 +94,11 @@ def kept_of(schedule: Schedule, recompute: tuple[int, ...], counts: np.ndarray) 
 
 
 def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: np.ndarray) -> None:
-    """Carry out the slots with labels in the place of tensors, as an executor would.
+    """Checks the slots by executing them with labels instead of tensors.
 
     Raises:
-      ScheduleError: a slot read does not hold what it should, something alive is overwritten or left; naming tick, stage, layer and slot.
+      ScheduleError: a slot that is read holds other data, live data is overwritten, or data is never read. The message
+        has the tick, the stage, the layer and the slot.
     """
     sizes = {"inputs": kept.inputs, "residuals": kept.residuals}
     held: list[dict[tuple[str, int], tuple[int, int, int]]] = [{} for _ in range(schedule.stages)]
@@ -97,7 +106,8 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
 
     def fail(text: str) -> Never:
         raise ScheduleError(
-            f"schedule {schedule.name!r}, recompute {list(recompute)}, tick {tick}: {text}. Remedy: slots as kept_of() makes them."
+            f"schedule {schedule.name!r}, recompute {list(recompute)}, tick {tick}: {text}. Remedy: slots as kept_of() "
+            "makes them."
         )
 
     def write(stage: int, name: str, slot: int, label: tuple[int, int, int]) -> None:
@@ -105,7 +115,8 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
             fail(f"stage {stage} writes {name} of layer {label[2]} to slot {slot} of {sizes[name]}")
         if (name, slot) in held[stage]:
             fail(
-                f"stage {stage} writes {name} of layer {label[2]} to slot {slot}, over those of {held[stage][name, slot]}"
+                f"stage {stage} writes {name} of layer {label[2]} to slot {slot}, over those of "
+                f"{held[stage][name, slot]}"
             )
         held[stage][name, slot] = label
 
@@ -113,7 +124,8 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
         found = held[stage].pop((name, slot), None)
         if found != label:
             fail(
-                f"stage {stage} reads {name} of layer {label[2]} from slot {slot}, where {found or 'nothing'} is, not {label}"
+                f"stage {stage} reads {name} of layer {label[2]} from slot {slot}, where {found or 'nothing'} is, not "
+                f"{label}"
             )
 
     for tick, row in enumerate(schedule.ticks.rows):
@@ -132,7 +144,8 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
                     write(stage, "residuals", columns["a_residuals"][label[2]], label)
                 for label in reversed(layers):
                     take(stage, "residuals", columns["b_residuals"][label[2]], label)
-            # All layers of a loop write, also where there is nothing to keep, and in a tick of other stages' work.
+            # In a tick all layers of a loop write, on all stages. Those with nothing to store must use the slot past
+            # the end.
             for name, kind in (("f_inputs", "F"), ("f_residuals", "F"), ("a_residuals", "B")):
                 chunk = next((op.chunk for op in ops if op.kind == kind), None)
                 for layer, slot in enumerate(columns[name]):

@@ -1,4 +1,4 @@
-"""``Schedule``: a pipeline's work as data, which can be checked, simulated, tabulated and drawn without a device."""
+"""``Schedule``: the work of a pipeline as data, to check, simulate, tabulate and draw without a device."""
 
 from __future__ import annotations
 
@@ -18,56 +18,61 @@ from jaxpar.parallel.pipeline.schedules.verify import replay
 
 @dataclass(frozen=True)
 class Schedule(ScheduleSpec):
-    """Who does what, in which order. ``str()`` sums it up, :meth:`show` has every tick as text, :meth:`draw` as a picture.
+    """Which stage does which operation, in which order.
+
+    ``str()`` returns a summary, :meth:`show` every tick as text, and :meth:`draw` a picture.
 
     Attributes:
-      name: what :func:`jaxpar.schedule` was asked for; ``own`` for a user's orders.
-      pieces: stages, chunks a stage, and which piece of the model lies where.
-      microbatches: how many; with sequence chunks, of all chunks: chunk q of microbatch m is number ``m * sequence_chunks + q``.
-      orders: for each stage its operations.
-      fused: a tick may hold a forward, a backward and a W.
-      split: backwards are of inputs alone, those of weights are operations of their own (W).
+      name: the name given to :func:`jaxpar.schedule`, or ``own`` for custom orders.
+      pieces: the numbers of stages and of chunks per stage, and which stage has which piece of the model.
+      microbatches: the number of microbatches; with sequence chunks, the number of all their chunks. Chunk q of
+        microbatch m has the number ``m * sequence_chunks + q``.
+      orders: for each stage, its operations in order.
+      fused: a tick may hold a forward, a backward and a W (gradients of weights).
+      split: backwards compute only the cotangents of inputs; gradients of weights are separate operations (W).
       forward_only: there are no backwards.
-      sequence_chunks: in how many parts each sequence goes through the pipeline, one after the other.
+      sequence_chunks: the number of chunks into which each sequence is split. They pass the pipeline one after the
+        other.
     """
 
     @property
     def bubble(self) -> float:
-        """The part of the time that a stage stands still; a tick lasts as long as all kinds of operations in it together."""
+        """The idle fraction of a stage's time, if a tick lasts as long as all kinds of operations in it together."""
         return simulate(self).bubble
 
     def simulate(self, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> float:
-        """How long it lasts, in units of ``costs``; see :func:`jaxpar.parallel.pipeline.schedules.simulate.simulate`.
+        """Returns the duration in units of ``costs``; see :func:`jaxpar.parallel.pipeline.schedules.simulate.simulate`.
 
         Raises:
-          ScheduleError: costs that cannot be.
+          ScheduleError: ``costs`` or ``timing`` is invalid.
         """
         return simulate(self, costs, timing).time
 
     def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
-        """The numbers that an executor reads."""
+        """Returns the table that an executor reads."""
         return table_of(self, activation_checkpointing)
 
     def validate(self) -> Schedule:
-        """This schedule, if every microbatch meets every piece once, in order, nothing waits for ever, and its tables do what it says.
+        """Returns this schedule after checking it.
 
-        The tables are carried out by :func:`jaxpar.parallel.pipeline.schedules.verify.replay`: nothing is read before it was sent, no slot overwritten that
-        somebody still reads, no work done twice or never.
+        Every microbatch must pass every piece once, in order, without deadlock, and the tables must do the same work.
+        :func:`jaxpar.parallel.pipeline.schedules.verify.replay` executes the tables: nothing is read before it was
+        sent, no slot is overwritten before its last read, and no operation is missing or done twice.
 
         Raises:
-          ScheduleError: naming the stage, the operation and, of those that wait for each other, all.
+          ScheduleError: reports the stage and the operation, or all operations of a deadlock.
         """
         if len(self.orders) != self.stages:
             self._fail(f"there are orders for {len(self.orders)} stages, but {self.stages} stages", "one order a stage")
         for stage, order in enumerate(self.orders):
             self._check(stage, order)
-        self.ticks  # noqa: B018 (waits are found by packing)
+        self.ticks  # noqa: B018 (packing finds deadlocks)
         for activation_checkpointing in get_args(ActivationCheckpointing):
             replay(self, self.table(activation_checkpointing), activation_checkpointing)
         return self
 
     def _check(self, stage: int, order: tuple[Op, ...]) -> None:
-        """Each operation of a stage is there once, and after those of the same microbatch that come before it."""
+        """Checks that a stage does each operation once, and in the order F, B, W for each microbatch and chunk."""
         place: dict[Op, int] = {}
         for at, op in enumerate(order):
             if (
@@ -76,8 +81,8 @@ class Schedule(ScheduleSpec):
                 or op.chunk not in range(self.pieces.chunks)
             ):
                 self._fail(
-                    f"stage {stage} is to do {op}, but there are microbatches 0 to {self.microbatches - 1}, chunks 0 to "
-                    f"{self.pieces.chunks - 1} and the kinds {', '.join(self.kinds)}"
+                    f"stage {stage} is to do {op}, but there are microbatches 0 to {self.microbatches - 1}, chunks 0 "
+                    f"to {self.pieces.chunks - 1} and the kinds {', '.join(self.kinds)}"
                 )
             if op in place:
                 self._fail(f"stage {stage} is to do {op} twice")
@@ -100,18 +105,18 @@ class Schedule(ScheduleSpec):
         return summary(self)
 
     def show(self, width: int = 120) -> str:
-        """Every tick as text, a line for each stage, in blocks of at most ``width`` characters."""
+        """Returns every tick as text, one line per stage, in blocks of at most ``width`` characters."""
         return chart(self, width)
 
     def draw(self, path: Any = None, *, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Any:
-        """A picture of who does what when, time to scale: a matplotlib figure, which shows itself in a notebook.
+        """Draws the operations of each stage over time, as a matplotlib figure that a notebook displays.
 
         Args:
-          path: where to save it, if anywhere; the ending says the format.
+          path: the file to write, or ``None``. Its suffix selects the format.
           costs, timing: as for :meth:`simulate`.
 
         Raises:
           MissingExtraError: matplotlib is not installed.
-          ScheduleError: costs that cannot be.
+          ScheduleError: ``costs`` or ``timing`` is invalid.
         """
         return picture(self, path, costs, timing)

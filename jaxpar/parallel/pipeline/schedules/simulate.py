@@ -1,4 +1,4 @@
-"""How long a schedule lasts, and how much of it a stage stands still."""
+"""Simulates how long a schedule takes, and how long its stages are idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Timing = Literal["ticks", "neighbours", "stages"]
 
 
 class Span(NamedTuple):
-    """An operation, and when it begins and ends."""
+    """An operation with its start and end times."""
 
     op: Op
     start: float
@@ -24,7 +24,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulated:
-    """Time, the work of the stage that has most, and for each stage when it does what, in units of the costs."""
+    """The result of a simulation, in units of the costs.
+
+    Attributes:
+      time: the total time.
+      work: the time of all operations of the busiest stage.
+      spans: for each stage, its operations with their times.
+    """
 
     time: float
     work: float
@@ -32,24 +38,27 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The part of the time that the stage with most work stands still."""
+        """The fraction of the time in which the busiest stage is idle."""
         return 1 - self.work / self.time
 
     @property
     def idle(self) -> float:
-        """The longest that a stage stands still between its first operation and its last."""
+        """The longest idle time of any stage between its first and its last operation."""
         return max(
             spans[-1].end - spans[0].start - sum(span.end - span.start for span in spans) for spans in self.spans
         )
 
 
 def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[str, float]:
-    """Units of an operation of one chunk, which has its share of what is given for all layers of a stage and a whole microbatch.
+    """Returns the cost of one operation of each kind, on one chunk of the model and one sequence chunk.
 
-    B is a backward of inputs, W one of weights; where a schedule does not split them, a backward costs both. Each is 1 by default.
+    Args:
+      schedule: the schedule.
+      costs: the cost of each kind for all layers of a stage and a full microbatch, 1 each by default. F is a forward, B
+        a backward of inputs, W a backward of weights. If the schedule does not split backwards, one costs B + W.
 
     Raises:
-      ScheduleError: a kind that there is not, a missing one, or a cost that is no positive number.
+      ScheduleError: a kind is unknown or missing, a cost is negative or infinite, or all costs are 0.
     """
     given = {"F": 1.0, "B": 1.0, "W": 1.0} if costs is None else dict(costs)
     here = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
@@ -57,12 +66,13 @@ def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[
     wrong = [f"{k}={value}" for k, value in given.items() if none or k not in KINDS or not 0 <= value < float("inf")]
     if wrong:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: the costs {', '.join(wrong)} cannot be. Remedy: F, B and W with numbers from 0 on, not all 0."
+            f"schedule {schedule.name!r}: the costs {', '.join(wrong)} cannot be. Remedy: F, B and W with numbers from "
+            "0 on, not all 0."
         )
     if missing := [kind for kind in here if kind not in given]:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: costs has no {' and no '.join(missing)}, but the stages do {', '.join(here)}. Remedy: a number "
-            "for each of these."
+            f"schedule {schedule.name!r}: costs has no {' and no '.join(missing)}, but the stages do "
+            f"{', '.join(here)}. Remedy: a number for each of these."
         )
     if not schedule.split:
         given["B"] = given.get("B", 0.0) + given.get("W", 0.0)
@@ -71,16 +81,18 @@ def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[
 
 
 def simulate(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Simulated:
-    """The time of a schedule.
+    """Simulates a schedule.
 
     Args:
-      costs: of F, B and W, of all the layers of a stage; see :func:`costs_of`.
-      timing: ``ticks``: all stages go on together, and a tick lasts as long as the kinds of operations in it, which is what one program for all
-        stages does. ``neighbours``: each stage does its own operations alone, and waits after every tick for the stages that it exchanges
-        with. ``stages``: each stage goes on as soon as what it waits for is there, which no program can do better.
+      schedule: the schedule.
+      costs: the costs of F, B and W for all layers of a stage; see :func:`costs_of`.
+      timing: ``ticks``: all stages advance together, and a tick lasts as long as all kinds of operations in it, as in
+        one program for all stages. ``neighbours``: each stage executes only its own operations, and synchronizes after
+        every tick with the stages with which it exchanges. ``stages``: each stage starts an operation as soon as its
+        inputs exist, which is a lower bound for any program.
 
     Raises:
-      ScheduleError: costs that cannot be, or another ``timing``.
+      ScheduleError: ``costs`` or ``timing`` is invalid.
     """
     if timing not in get_args(Timing):
         raise ScheduleError(
@@ -140,5 +152,5 @@ def _by_stages(schedule: ScheduleSpec, cost: Mapping[str, float]) -> list[list[S
                 spans[stage].append(Span(op, start, start + cost[op.kind]))
                 left -= 1
         if left == before:
-            schedule.ticks  # noqa: B018 (says who waits for whom)
+            schedule.ticks  # noqa: B018 (raises the error that describes the deadlock)
     return spans

@@ -1,4 +1,4 @@
-"""The data of a schedule: what the tables, the simulator, the checks and the pictures read."""
+"""The data of a schedule that the tables, the simulator, the checks and the pictures read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from jaxpar.parallel.pipeline.schedules.ticks import Ticks, pack
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The orders of all stages, and what follows from them; see :class:`jaxpar.parallel.pipeline.schedules.schedule.Schedule`."""
+    """The orders of all stages and the properties that follow from them.
+
+    :class:`jaxpar.parallel.pipeline.schedules.schedule.Schedule` documents the attributes.
+    """
 
     name: str
     pieces: Pieces
@@ -24,6 +27,7 @@ class ScheduleSpec:
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return self.pieces.stages
 
     @property
@@ -33,24 +37,28 @@ class ScheduleSpec:
 
     @functools.cached_property
     def ticks(self) -> Ticks:
-        """Operations packed into ticks.
+        """The operations packed into ticks.
 
         Raises:
-          ScheduleError: the orders wait for each other.
+          ScheduleError: the orders deadlock.
         """
         return pack(self.name, self.pieces, self.orders, self.fused, self.sequence_chunks)
 
     @functools.cached_property
     def stash(self) -> tuple[int, ...]:
-        """For each stage how many forwards' inputs are kept at the most, in microbatches of one chunk."""
+        """For each stage, the largest number of forward inputs stored at a time, in microbatches of one chunk."""
         return self._kept("B")
 
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
-        """For each stage how many microbatches it has anything of at the most: the stash, and where backwards are split what waits for W."""
+        """For each stage, the largest number of microbatches with any stored data.
+
+        This is the stash and, with split backwards, the microbatches whose W is pending.
+        """
         return self._kept("W" if self.split else "B")
 
     def _kept(self, until: Kind) -> tuple[int, ...]:
+        """Counts, for each stage, the most forwards whose operation ``until`` is still pending."""
         result = []
         for order in self.orders:
             live = most = 0

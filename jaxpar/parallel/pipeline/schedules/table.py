@@ -1,9 +1,14 @@
-"""A schedule as numbers: what each stage does in each tick, from which slot of which buffer it reads, and where it writes.
+"""A schedule as a table: the work of each stage in each tick, and the buffer slots that it reads and writes.
 
-Buffers of a stage: ``act`` has what came for a forward (kept until the backward, if that computes the forward again), ``cot`` what came for
-a backward (cotangents), ``res`` what a forward keeps for its backward, ``own`` what a split backward keeps for its W. Where sequences go in
-chunks, ``carry`` has what the chunks of a microbatch leave for those after them, and ``back`` its cotangent. One slot more than a buffer has is
-where everything goes that nobody reads.
+The buffers of a stage:
+
+  act: inputs of forwards, stored until the backward if that recomputes the forward.
+  cot: cotangents for backwards.
+  res: residuals that a forward stores for its backward.
+  own: data that a split backward stores for its W.
+  carry, back: with sequence chunks, the data that the chunks of a microbatch pass to later chunks, and its cotangent.
+
+Each buffer has one extra slot, at its end, for data that nothing reads.
 """
 
 from __future__ import annotations
@@ -17,24 +22,31 @@ from jaxpar.parallel.pipeline.schedules.buffer_slots import ARRIVAL, BACKWARD, E
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
 
 ActivationCheckpointing = Literal["full", "none"]
-"""What is kept of a forward for its backward."""
+"""Whether a stage stores its input (``full``) or the residuals of its layers (``none``) for the backward."""
 
 FIELDS = (
     "f_on", "f_microbatch", "f_chunk", "f_input", "f_residuals", "f_last",
     "b_on", "b_microbatch", "b_chunk", "b_input", "b_cotangent", "b_residuals", "b_own", "b_first",
     "w_on", "w_microbatch", "w_chunk", "w_own",
-    # Where what arrives goes: of forwards, at the end of the tick; of the backwards of the tick before, in its middle.
+    # Where arriving tensors are written: those of forwards at the end of the tick, those of the previous tick's
+    # backwards in its middle.
     "act_down", "act_up", "act_self", "act_feed",
     "cot_down", "cot_up", "cot_self", "cot_head",
-    # Of sequences in chunks, a slot for all of a microbatch.
+    # With sequence chunks: one slot for a full microbatch.
     "f_carry", "b_carry", "b_back",
 )  # fmt: skip
-"""Columns of a stage. ``down`` comes from the stage before, ``up`` from the one after, ``self`` from the stage's own other chunk,
-``feed`` from before the pipeline, ``head`` from behind it."""
+"""The columns of a stage.
+
+The suffixes name the sender: ``down`` is the previous stage, ``up`` the next stage, ``self`` another chunk of the same
+stage, ``feed`` the embedding, and ``head`` the loss.
+"""
 
 ALL = ("feed", "head", "drain")
-"""Columns of a tick: the microbatch that is fed for the next tick, the one whose loss is made, the one whose input's cotangent comes out;
-each the number of microbatches where there is none."""
+"""The columns of a tick.
+
+They are the microbatch that enters the pipeline for the next tick, the one whose loss is computed, and the one whose
+input cotangent leaves the pipeline. The number of microbatches stands for none.
+"""
 
 _BUFFERS = {"input": "act", "cotangent": "cot", "residuals": "res", "own": "own", "carry": "carry", "back": "back"}
 CHANNELS = ("act_down", "act_up", "act_self", "cot_down", "cot_up", "cot_self")
@@ -42,15 +54,16 @@ CHANNELS = ("act_down", "act_up", "act_self", "cot_down", "cot_up", "cot_self")
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Numbers for an executor.
+    """The numbers that an executor reads.
 
     Attributes:
       stages: int32 [ticks, stages, fields], in the order of ``FIELDS``.
       ticks: int32 [ticks, 3], in the order of ``ALL``.
-      first: the slots [stages] where what is fed before the first tick goes, and the microbatch that it is.
-      last: the microbatch whose input's cotangent comes out of the last tick; the number of microbatches if none does.
-      sizes: buffer → slots, at the stage that wants most.
-      channels: of ``CHANNELS`` those that anything goes through.
+      first: the slots [stages] for the input that enters before the first tick, and its microbatch.
+      last: the microbatch whose input cotangent leaves the pipeline after the last tick; the number of microbatches if
+        there is none.
+      sizes: buffer → number of slots, on the stage that needs most.
+      channels: those of ``CHANNELS`` that the schedule uses.
     """
 
     stages: np.ndarray
@@ -61,12 +74,12 @@ class Table:
     channels: tuple[str, ...]
 
     def column(self, name: str) -> np.ndarray:
-        """[ticks, stages] of a field."""
+        """Returns a field as [ticks, stages]."""
         return self.stages[:, :, FIELDS.index(name)]
 
 
 def table_of(schedule: ScheduleSpec, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
-    """The table of a schedule, for an executor that keeps a forward's input, or its residuals, for the backward."""
+    """Returns the table of a schedule, for an executor that stores inputs (``full``) or residuals (``none``)."""
     return _Writer(schedule, activation_checkpointing).table()
 
 
@@ -83,13 +96,13 @@ class _Writer:
         return self.packed.when[kind, microbatch, piece]
 
     def _arrives(self, kind: str, microbatch: int, piece: int) -> int:
-        """When the input of an operation is written: after the neighbour's operation, or from outside of the pipeline."""
+        """Returns when the input of an operation is written, by a neighbour or from outside of the pipeline."""
         if kind == "F":
             return time(self._tick("F", microbatch, piece - 1) if piece else self._tick("F", microbatch, 0) - 1, END)
         if piece + 1 < self.pieces.count:
             same = self.pieces.place(piece)[0] == self.pieces.place(piece + 1)[0]
             sent = self._tick("B", microbatch, piece + 1)
-            # In the same tick a stage does one backward, so what it sends itself is read in a later one.
+            # A stage does one backward per tick, so it reads a cotangent of its own in a later tick.
             return time(sent, END) if same else time(sent + 1, ARRIVAL)
         return time(self._tick("F", microbatch, piece), ARRIVAL)
 
@@ -126,7 +139,11 @@ class _Writer:
             self.sizes[name] = max(count for count, _ in found)
 
     def _carries(self, lives: dict[str, list[list[Live]]]) -> None:
-        """From a microbatch's first forward to the backward of the same chunk, which is its last; the cotangent from its first backward."""
+        """Adds the lives of carries and their cotangents.
+
+        A carry lives from the first forward of its microbatch to the backward of the first chunk, which is the last
+        one. Its cotangent lives from the microbatch's first backward to that one.
+        """
         parts = self.schedule.sequence_chunks
         for first in range(0, self.schedule.microbatches, parts):
             for piece in range(self.pieces.count):
@@ -168,7 +185,7 @@ class _Writer:
         return int(self.slots[buffer][stage].get((microbatch, chunk), self.sizes[buffer]))
 
     def _of_sequence(self, stage: int, m: int, chunk: int, *names: str) -> dict[str, int]:
-        """The slots of the whole microbatch that a chunk of its sequence is of."""
+        """Returns the slots of the microbatch to which a sequence chunk belongs."""
         whole = m // self.schedule.sequence_chunks
         return {name: self._slot(name[2:], stage, whole, chunk) for name in names}
 
@@ -220,7 +237,7 @@ class _Writer:
         self._set(tick, stage, w_on=1, w_microbatch=m, w_chunk=chunk, w_own=self._slot("own", stage, m, chunk))
 
     def _send(self, buffer: str, tick: int, stage: int, piece: int, m: int) -> None:
-        """Where a result goes: to the neighbour's slot, which is written at the tick's end, or for cotangents in the next tick."""
+        """Sets the slot of a result on its receiver: in this tick or, for a cotangent to another stage, in the next."""
         to, chunk = self.pieces.place(piece)
         if to == stage:
             way = "self"
@@ -231,5 +248,5 @@ class _Writer:
         self.channels.add(f"{buffer}_{way}")
 
     def _turns_back(self, stage: int, to: int) -> bool:
-        """With two stages each is the other's next and previous; a ``v`` never goes round."""
+        """Whether a ``v`` sends to an earlier stage; with 2 stages the modulus mistakes this for a wrap-around."""
         return self.pieces.placement == "v" and to < stage

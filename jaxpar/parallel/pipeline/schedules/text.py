@@ -1,4 +1,4 @@
-"""A schedule as text: a summary, every tick, and several schedules beside each other."""
+"""A schedule as text: a summary, a chart of every tick, and a table that compares schedules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing, ta
 
 
 def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) -> str:
-    """Size, ticks, bubble, stash and buffers, a line each."""
+    """Returns the sizes, ticks, bubble, stash and buffers of a schedule, one per line.
+
+    Args:
+      schedule: the schedule.
+      costs: as for :func:`jaxpar.parallel.pipeline.schedules.simulate.costs_of`.
+    """
     lines = [("ticks", f"{len(schedule.ticks.rows)}"), ("bubble", _bubbles(schedule, costs))]
     if not schedule.forward_only:
         lines += [("stash", _stash(schedule))]
-    # A pipeline without backwards keeps nothing for them.
+    # Without backwards nothing is stored for them, so the modes do not differ.
     modes: tuple[ActivationCheckpointing, ...] = (
         ("full",) if schedule.forward_only else get_args(ActivationCheckpointing)
     )
@@ -53,7 +58,7 @@ def _stash(schedule: ScheduleSpec) -> str:
 
 
 def chart(schedule: ScheduleSpec, width: int = 120) -> str:
-    """See :meth:`Schedule.show`."""
+    """Returns every tick as text; see :meth:`Schedule.show`."""
     rows = schedule.ticks.rows
     heads = [f"stage {stage}" for stage in range(schedule.stages)]
     columns = [[f"{tick}", *(" ".join(map(str, ops)) or "·" for ops in row)] for tick, row in enumerate(rows)]
@@ -78,9 +83,15 @@ def chart(schedule: ScheduleSpec, width: int = 120) -> str:
 
 
 def comparison(schedules: Sequence[ScheduleSpec], costs: Mapping[str, float] | None = None) -> str:
-    """A line for each schedule: ticks, time and bubble, and how much the stage with most keeps, in whole stages of whole microbatches.
+    """Returns a table with one line per schedule.
 
-    Behind them the slots of each buffer: ``act`` if inputs are kept, the others if residuals are.
+    The columns are the ticks; the time and the bubble for each timing; and the largest stash of any stage, until B and
+    until W, in units of all layers of a stage and a full microbatch. The last columns are the slots of each buffer:
+    ``act`` for activation checkpointing ``full``, the others for ``none``.
+
+    Args:
+      schedules: the schedules, one per line.
+      costs: as for :func:`jaxpar.parallel.pipeline.schedules.simulate.costs_of`.
     """
     rows = [["", "ticks"]]
     rows[0] += [title for timing in get_args(Timing) for title in (f"by {timing}", "bubble")]

@@ -1,4 +1,4 @@
-"""Orders packed into ticks: in each tick a stage does at most one operation of each kind, F before B before W."""
+"""Packs orders into ticks: in a tick a stage does at most one operation of each kind, F before B before W."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.orders import KINDS, Op, Orders, Pieces
 
 type Tick = tuple[tuple[Op, ...], ...]
-"""For each stage what it does in this tick."""
+"""For each stage, its operations in this tick."""
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """The ticks of a schedule, and when each operation comes: (kind, microbatch, piece) → tick."""
+    """The ticks of a schedule, and the tick of each operation: (kind, microbatch, piece) → tick."""
 
     rows: tuple[Tick, ...]
     when: dict[tuple[str, int, int], int]
 
 
 def needs(op: Op, piece: int, pieces: int, sequence_chunks: int = 1) -> list[tuple[str, int, int]]:
-    """What has to be done before an operation of this piece, as (kind, microbatch, piece).
+    """Returns the operations that an operation depends on, as (kind, microbatch, piece).
 
-    Of a sequence in chunks, a chunk's forward wants the keys of those before it, and its backward the cotangents of its keys from those after.
+    With sequence chunks, a forward also needs the keys of the previous chunk, and a backward the cotangent of its keys
+    from the next chunk.
+
+    Args:
+      op: the operation.
+      piece: its piece of the model.
+      pieces: the number of pieces.
+      sequence_chunks: the number of chunks in each sequence.
     """
     m = op.microbatch
     if op.kind == "F":
@@ -36,14 +43,19 @@ def needs(op: Op, piece: int, pieces: int, sequence_chunks: int = 1) -> list[tup
 
 
 def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, sequence_chunks: int = 1) -> Ticks:
-    """Ticks as early as orders and dependencies allow; what another stage sends is there one tick later.
+    """Packs operations into ticks as early as orders and dependencies allow.
+
+    A tensor from another stage arrives one tick after it was sent.
 
     Args:
-      fused: a tick may hold an F, a B and a W; otherwise one of them.
-      sequence_chunks: of each microbatch; see :func:`needs`.
+      name: of the schedule, for messages.
+      pieces: the placement of the model's pieces.
+      orders: the operations of each stage.
+      fused: a tick may hold an F, a B and a W of a stage; otherwise one of them.
+      sequence_chunks: the number of chunks in each sequence; see :func:`needs`.
 
     Raises:
-      ScheduleError: the orders wait for each other; the operations that do are named.
+      ScheduleError: the orders deadlock. The message lists the operations of the cycle.
     """
     when: dict[tuple[str, int, int], int] = {}
     stage_of: dict[tuple[str, int, int], int] = {}
@@ -53,7 +65,7 @@ def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, sequence_chunks
 
     def ready(op: Op, stage: int, tick: int) -> bool:
         found = needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks)
-        # A result of the same stage can be used in the same tick, of another one in the next.
+        # The same stage can use a result in the same tick, another stage in the next one.
         return all(key in when and (when[key] < tick or stage_of[key] == stage) for key in found)
 
     while left:
@@ -86,7 +98,7 @@ def _cycle(
     when: dict[tuple[str, int, int], int],
     sequence_chunks: int,
 ) -> str:
-    """Who waits for whom, round once."""
+    """Describes a deadlock: the stages and operations of one cycle."""
     waiting = {stage: order[at[stage]] for stage, order in enumerate(orders) if at[stage] < len(order)}
     for_whom: dict[int, tuple[tuple[str, int, int], int]] = {}
     for stage, op in waiting.items():
@@ -103,7 +115,13 @@ def _cycle(
 
     def says(stage: int) -> str:
         (kind, m, piece), other = for_whom[stage]
-        return f"stage {stage} waits at {waiting[stage]} for {Op(kind, m, pieces.place(piece)[1])} of stage {other}"  # type: ignore[arg-type]
+        return (
+            f"stage {stage} waits at {waiting[stage]} for "
+            f"{Op(kind, m, pieces.place(piece)[1])} of stage {other}"  # type: ignore[arg-type]
+        )
 
     text = ", ".join(map(says, circle))
-    return f"schedule {name!r}: in tick {tick} nothing can go on: {text}. Remedy: an order in which one of these comes earlier."
+    return (
+        f"schedule {name!r}: in tick {tick} nothing can go on: {text}. Remedy: an order in which one of these comes "
+        "earlier."
+    )

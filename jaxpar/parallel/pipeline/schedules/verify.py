@@ -1,6 +1,7 @@
-"""A table carried out with labels in the place of tensors: what an executor would read, tick by tick, and whether it is the right thing.
+"""Checks a schedule's table by executing it with labels instead of tensors.
 
-Nothing here looks at orders, ticks or slots: only the table's numbers, what its fields mean, and which work there is to do.
+The check uses only the numbers of the table, the meaning of its fields and the list of operations to do. It does not
+read orders, ticks or slot allocations, so it is independent of the code that made the table.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationChec
 
 
 class Label(NamedTuple):
-    """What a tensor is: the input, residuals, cotangent or own things of a microbatch at a piece; of a sequence in chunks, what they
-    carry up to this one, or its cotangent down to this one."""
+    """Identifies a tensor by its role, its microbatch and its piece.
+
+    ``what`` is ``input``, ``residuals``, ``cotangent`` or ``own`` (the data that a split backward stores for its W).
+    With sequence chunks it is also ``carry``, as the chunks up to this one have written it, or ``back``, the carry's
+    cotangent from the later chunks down to this one.
+    """
 
     what: str
     microbatch: int
@@ -27,11 +32,16 @@ class Label(NamedTuple):
 
 
 def replay(schedule: ScheduleSpec, table: Table, activation_checkpointing: ActivationCheckpointing = "full") -> None:
-    """Carry out a table.
+    """Executes a table with labels and checks each read and write.
+
+    Args:
+      schedule: the schedule of the table.
+      table: its table.
+      activation_checkpointing: the mode for which the table was made.
 
     Raises:
-      ScheduleError: a slot read does not hold what it should, something alive is overwritten, something is received that was not sent, work
-        is left out or done twice; naming the tick, the stage and the slot.
+      ScheduleError: a slot that is read holds another tensor, a live tensor is overwritten, a tensor is received that
+        was not sent, or an operation is missing or done twice. The message has the tick, the stage and the slot.
     """
     _Replay(schedule, table, activation_checkpointing).run()
 
@@ -40,7 +50,7 @@ class _Replay:
     def __init__(self, schedule: ScheduleSpec, table: Table, activation_checkpointing: ActivationCheckpointing):
         self.schedule, self.table, self.activation_checkpointing = schedule, table, activation_checkpointing
         self.pieces, self.stages = schedule.pieces, schedule.pieces.stages
-        # The slot after a buffer's last is where what nobody reads goes.
+        # One slot past the end of a buffer stands for tensors that nothing reads.
         self.buffers: dict[str, list[list[Label | None]]] = {
             name: [[None] * size for _ in range(self.stages)] for name, size in table.sizes.items()
         }
@@ -76,7 +86,7 @@ class _Replay:
         self.complete()
 
     def arrivals(self, buffer: str, row: list[dict[str, int]], sent: list[Label | None]) -> None:
-        """What the stages before (``down``) and after (``up``) sent."""
+        """Writes the tensors from previous stages (``down``) and next stages (``up``)."""
         for stage, fields in enumerate(row):
             for way, other in (("down", stage - 1), ("up", stage + 1)):
                 name = f"{buffer}_{way}"
@@ -86,7 +96,7 @@ class _Replay:
         return sent[stage] if channel in self.table.channels else None
 
     def outside(self, name: str, microbatch: int, made: list[Label | None], wanted: Label) -> None:
-        """What leaves the pipeline does so when the table says, and then only."""
+        """Checks that tensors leave the pipeline exactly when the table says so."""
         ends = {"drain": -1, "head": self.pieces.count}[name]
         leaving = [label for label in made if label is not None and label.piece == ends]
         if leaving != ([wanted] if microbatch < self.schedule.microbatches else []):
@@ -109,7 +119,7 @@ class _Replay:
 
     @property
     def consumed_by(self) -> str:
-        """After which operation a forward's input is wanted no more."""
+        """The operation after which a forward's input is no longer needed."""
         return "B" if self.activation_checkpointing == "full" and not self.schedule.forward_only else "F"
 
     def backward(self, stage: int, fields: dict[str, int]) -> Label | None:
@@ -132,7 +142,7 @@ class _Replay:
         return result
 
     def carried(self, buffer: str, stage: int, slot: int, m: int, piece: int, *, forward: bool) -> None:
-        """A chunk of a sequence reads what the chunk before it (backward: after it) carries, and leaves its own, but for the last of them."""
+        """Reads the carry or its cotangent from the chunk done before, and writes its own if another chunk reads it."""
         parts = self.schedule.sequence_chunks
         at = m % parts if forward else parts - 1 - m % parts
         if parts == 1:
@@ -144,7 +154,7 @@ class _Replay:
             self.write(buffer, stage, slot, Label(buffer, m, piece))
 
     def whole(self, stage: int, slot: int, m: int, piece: int) -> None:
-        """A backward reads what all chunks of its sequence have carried."""
+        """Checks that a backward reads the carry of all chunks of its sequence."""
         parts = self.schedule.sequence_chunks
         if parts > 1:
             self.read("carry", stage, slot, Label("carry", m - m % parts + parts - 1, piece), m % parts == 0)
@@ -155,7 +165,7 @@ class _Replay:
             self.read("own", stage, fields["w_own"], Label("own", m, piece), True)
 
     def started(self, kind: str, stage: int, fields: dict[str, int]) -> tuple[int, int]:
-        """Microbatch and piece of an operation, noted as done; chunks of a sequence in their order."""
+        """Marks an operation as done, checks the order of sequence chunks, and returns its microbatch and piece."""
         lower, chunks = kind.lower(), self.schedule.sequence_chunks
         m, piece = fields[f"{lower}_microbatch"], self.pieces.piece(stage, fields[f"{lower}_chunk"])
         if (kind, m, piece) in self.done:
@@ -203,5 +213,6 @@ class _Replay:
 
     def fail(self, text: str) -> Never:
         raise ScheduleError(
-            f"schedule {self.schedule.name!r}, activation checkpointing {self.activation_checkpointing!r}, tick {self.now} of its table: {text}. Remedy: a table as Schedule.table() writes it."
+            f"schedule {self.schedule.name!r}, activation checkpointing {self.activation_checkpointing!r}, tick "
+            f"{self.now} of its table: {text}. Remedy: a table as Schedule.table() writes it."
         )

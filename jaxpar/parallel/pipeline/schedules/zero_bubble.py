@@ -1,4 +1,7 @@
-"""Orders that fill the bubble with the gradients of weights, which nobody waits for. All take F, B and W to last equally long."""
+"""Orders that fill the bubble with gradients of weights (W), on which no other stage depends.
+
+All of them assume that F, B and W take equal time.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ from jaxpar.parallel.pipeline.schedules.orders import Kind, Op, Orders
 
 
 def handcrafted(stages: int, microbatches: int, most: int) -> Orders:
-    """ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv:2401.10241): at most ``most`` forwards of a stage wait for their W.
+    """Returns the orders of ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv:2401.10241).
 
-    Step by step, each stage takes a backward if there is one, else a forward, else a W. One rule is added: while fewer than ``stages - stage``
-    forwards wait for their backward, as in 1F1B, a forward goes first. Without it the stages fall out of step, and ZB-H1 of 4 stages and 32
-    microbatches lasts 101 in the place of 99; with it the time is the least there can be, 3 * microbatches + stages - 1 (the
-    last stage starts at stages - 1), for both.
+    In each step, every stage does a backward if one is ready, else a forward, else a W. One rule is added: while fewer
+    than ``stages - stage`` forwards have a pending backward, as in 1F1B, a forward has priority. Without this rule the
+    stages fall out of step, and ZB-H1 with 4 stages and 32 microbatches takes 101 steps instead of 99. With it both
+    take the minimum, 3 * microbatches + stages - 1, as the last stage cannot start before step stages - 1.
+
+    Args:
+      stages: the number of stages.
+      microbatches: the number of microbatches.
+      most: the largest number of forwards of a stage whose W is pending.
     """
     done: dict[tuple[Kind, int, int], int] = {}
     counts: list[dict[Kind, int]] = [{"F": 0, "B": 0, "W": 0} for _ in range(stages)]
@@ -31,7 +39,7 @@ def handcrafted(stages: int, microbatches: int, most: int) -> Orders:
 
     now = 0
     while any(count["W"] < microbatches for count in counts):
-        # All stages choose before any of this step's results is there.
+        # All stages choose before the results of this step exist.
         for stage, kind in [(stage, chosen(stage, now)) for stage in range(stages)]:
             if kind is not None:
                 microbatch = counts[stage][kind]
@@ -43,7 +51,7 @@ def handcrafted(stages: int, microbatches: int, most: int) -> Orders:
 
 
 class _Stage:
-    """The order of a stage with two chunks, where each kind of each chunk goes through the microbatches in turn."""
+    """Builds the order of a stage with two chunks; each kind of operation takes the microbatches of a chunk in turn."""
 
     def __init__(self) -> None:
         self.order: list[Op] = []
@@ -54,7 +62,11 @@ class _Stage:
         return self.counts.get((kind, chunk), 0)
 
     def do(self, *steps: str) -> None:
-        """``F0``: the next forward of chunk 0; ``BW1``: the next backward of chunk 1, whole; ``B1``: of inputs, W being due; ``W1``: what is due."""
+        """Appends operations.
+
+        ``F0`` is the next forward of chunk 0, ``BW1`` the next full backward of chunk 1 (B, then W), ``B1`` only its B,
+        with W pending, and ``W1`` the oldest pending W of chunk 1.
+        """
         for step in steps:
             chunk = int(step[-1])
             if step[0] == "W":
@@ -69,9 +81,10 @@ class _Stage:
 
 
 def zb_v(stages: int, microbatches: int) -> Orders:
-    """ZB-V (Qi et al. 2024, arXiv:2405.15362): two chunks a stage in a ``v``, at most 2 * stages of them kept on each.
+    """Returns the orders of ZB-V (Qi et al. 2024, arXiv:2405.15362): two chunks per stage in a ``v``.
 
-    Full from 2 * stages - 1 microbatches on; with fewer the same order has gaps.
+    Each stage stores activations for at most 2 * stages forwards. With 2 * stages - 1 or more microbatches the pipeline
+    is full; with fewer, the same order has gaps.
     """
     count = max(microbatches, 2 * stages - 1)
     result = []
@@ -90,9 +103,10 @@ def zb_v(stages: int, microbatches: int) -> Orders:
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Orders:
-    """DualPipe (DeepSeek-AI 2024, arXiv:2412.19437) cut in half: two chunks a stage in a ``v``, the forward of one beside the backward of the other.
+    """Returns the orders of DualPipe (DeepSeek-AI 2024, arXiv:2412.19437) cut in half: two chunks per stage in a ``v``.
 
-    Takes 2 * stages microbatches or more; keeps at most 2 * stages + 1 chunks on each stage.
+    The forward of one chunk runs in the same tick as the backward of the other. Takes 2 * stages microbatches or more,
+    and each stage stores activations for at most 2 * stages + 1 forwards.
     """
     result = []
     for at in range(stages):
@@ -102,7 +116,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Orders:
         stage.do(*["B1", "W1", "F1"] * below)
         stage.do(*["F0", "BW1", "F1", "BW0"] * (microbatches - 2 * stages + at + 1))
         stage.do(*["BW1", "F1", "BW0"] * below)
-        # Of the last backwards the first half is whole; then W waits, so that the stages before get their cotangents earlier.
+        # The first half of the last backwards includes W. The second half defers W, so that the previous stages receive
+        # their cotangents earlier.
         whole, late = ["BW1", "BW0"] * (at + 1), ["B1", "B0"] * (at + 1)
         stage.do(*whole[: at + 1], *late[at + 1 :])
         for _ in range(below):

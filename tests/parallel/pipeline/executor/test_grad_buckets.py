@@ -52,7 +52,7 @@ def test_stages_that_change_chunks_at_odds_are_named() -> None:
     schedule = jp.schedule("zb_v", stages=2, microbatches=4, chunks=2)
     text = (
         "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in the schedule 'zb_v' of 4 microbatches "
-        "stages change chunks 5, 7 times. Remedy: grad_reduction='per_step' or 'each', or the schedule 'interleaved'."
+        "stages change chunks 5, 7 times. Remedy: grad_reduction='per_step' or 'per_microbatch', or the schedule 'interleaved'."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         turns_of(schedule, schedule.table("none"))
