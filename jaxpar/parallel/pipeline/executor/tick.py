@@ -9,19 +9,16 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.collectives.gather_reduce import wide
 from jaxpar.parallel.pipeline.executor import recompute
 from jaxpar.parallel.pipeline.executor.aux_losses import added, counted, empty_sums, nothing_of, totals
-from jaxpar.parallel.pipeline.executor.grad_buckets import COLUMNS
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.per_device import per_device
 from jaxpar.parallel.pipeline.executor.primitives import (
     check_alike,
-    each_of,
     from_neighbour,
     over_stages,
-    pairs,
     pick,
     put,
     reader,
@@ -30,39 +27,11 @@ from jaxpar.parallel.pipeline.executor.primitives import (
 from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram, of_every
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, slots_of
 from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, held, read, write
+from jaxpar.parallel.pipeline.executor.tick_inputs import TickInputs
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
-from jaxpar.sharding.layout import current_layout, hint, manual_axes
+from jaxpar.sharding.layout import hint
 
 _WAYS = ("down", "up")
-
-
-@dataclass(frozen=True)
-class Here:
-    """The data that a stage has in a tick.
-
-    Attributes:
-      row: its row of the table.
-      every: the row of all stages.
-      weights: its weights, [chunks, layers, ...].
-      now: its part of the carry.
-      y: the output of its forward.
-      cotangent: from the head: the cotangent of its input, and the weights (``counts``) of the microbatch.
-      pieces: the batch.
-      read: the weights that ``side`` reads.
-    """
-
-    row: jax.Array
-    every: jax.Array
-    weights: Any
-    now: dict[str, Any]
-    y: jax.Array
-    cotangent: Any
-    pieces: Any
-    read: Any
-
-    def at(self, name: str) -> jax.Array:
-        """Returns a field of the row."""
-        return self.row[(*FIELDS, "was_first", *COLUMNS).index(name)]
 
 
 @dataclass(frozen=True)
@@ -264,21 +233,21 @@ class TickRunner:
         return found
 
     def _each_stage(
-        self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array, *steps: Callable[[Here], Any]
+        self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array, *steps: Callable[[TickInputs], Any]
     ) -> dict[str, Any]:
         """Runs these steps in order on every stage."""
         rest = {name: value for name, value in carry.items() if name not in ("sums", "cotangent")}
 
         def local(row: jax.Array, every: jax.Array, weights: Any, now: Any, *more: Any) -> Any:
             for step in steps:
-                now = {**now, **step(Here(row, every, weights, now, *more))}
+                now = {**now, **step(TickInputs(row, every, weights, now, *more))}
             return now
 
         kinds = {**dict.fromkeys(rest, "stage own"), "x": "columns"}
         call = self._inside(local, ("stage", "all", "stage", kinds, "stage own", "own", "own", "all"), kinds)
         return {**carry, **call(row, every, self.weights, rest, y, carry["cotangent"], self.pieces, self.read)}
 
-    def _arrived(self, here: Here) -> dict[str, Any]:
+    def _arrived(self, here: TickInputs) -> dict[str, Any]:
         """Receives the cotangents of the previous tick, and stores the one that leaves the pipeline."""
         cot, sent, channels = here.now["cot"], here.now["sent"], self.program.table.channels
         for way in _WAYS:
@@ -291,15 +260,15 @@ class TickRunner:
             x = jax.lax.fori_loop(0, of_every(here.every, "drains"), drain, here.now["x"])
         return {"cot": cot, "x": x}
 
-    def _taken(self, here: Here) -> dict[str, Any]:
+    def _taken(self, here: TickInputs) -> dict[str, Any]:
         """Stores the cotangent of the last layer's output and the weight of its microbatch."""
         return {"cot": put(here.now["cot"], here.cotangent[0], here.at("cot_head")), **self._counted(here)}
 
-    def _counted(self, here: Here) -> dict[str, Any]:
+    def _counted(self, here: TickInputs) -> dict[str, Any]:
         """Stores the weight of the head's microbatch, which the layers' own losses need."""
         return {"aux": counted(here.now["aux"], here.cotangent[1], of_every(here.every, "head"))}
 
-    def _sent(self, here: Here) -> dict[str, Any]:
+    def _sent(self, here: TickInputs) -> dict[str, Any]:
         """Sends the results of the tick to other stages, and feeds the first stage."""
         at, now, channels = here.at, here.now, self.program.table.channels
         result: dict[str, Any] = {}
@@ -318,7 +287,7 @@ class TickRunner:
             result["act"] = jax.lax.fori_loop(0, of_every(here.every, "feeds"), feed, act)
         return result
 
-    def _gradients(self, here: Here) -> dict[str, Any]:
+    def _gradients(self, here: TickInputs) -> dict[str, Any]:
         """Runs the backward of a chunk, or, if backwards are split, the B of one chunk and the W of another."""
         split, at, every, weights = self.program.schedule.split, here.at, here.every, here.weights
         now = here.now
@@ -352,7 +321,7 @@ class TickRunner:
             result[self._sums] = late.backward_of_weights(own, at("w_own"), side, parts, add, now[self._sums])
         return {**result, "res": res, "own": own, "sent": self._hinted(sent)}
 
-    def _side_back(self, here: Here, microbatch: jax.Array) -> Any:
+    def _side_back(self, here: TickInputs, microbatch: jax.Array) -> Any:
         """Returns the layers' further inputs for a microbatch in its backward, with the weight of its loss."""
         side, aux = self.program.side(pick(here.pieces, microbatch), here.read), here.now["aux"]
         return side._replace(weight=pick(aux["counts"], microbatch)[1]) if aux else side
@@ -362,7 +331,7 @@ class TickRunner:
         """The carry's entry to which a tick adds gradients: those of all chunks, or those of the current turns."""
         return "grads" if self.program.turns is None else "turn"
 
-    def _adder(self, here: Here, kind: str) -> Add:
+    def _adder(self, here: TickInputs, kind: str) -> Add:
         """Returns a function that adds a layer's gradients to sums [chunks or slots, layers, ...], in at least fp32."""
         turns, on = self.program.turns, here.at(f"{kind}_on")
         number, begins = (here.at("turn"), here.at("turn_begins")) if turns else (here.at(f"{kind}_chunk"), None)
@@ -379,7 +348,7 @@ class TickRunner:
 
         return add
 
-    def _ended(self, here: Here) -> dict[str, Any]:
+    def _ended(self, here: TickInputs) -> dict[str, Any]:
         """Reduces the sums of a turn that has ended, layer by layer, and adds them to the sums of its chunk."""
         scatter, now = self.program.turn, here.now
         if scatter is None:
@@ -493,38 +462,4 @@ class TickRunner:
         return x if dims is None else hint(x, *(None,) * (x.ndim - len(dims)), *dims)
 
     def _inside(self, f: Callable[..., Any], ins: Any, outs: Any, *, stages: bool = True) -> Callable[..., Any]:
-        """Wraps ``f``, a function of per-device arrays, in a ``shard_map``.
-
-        Args:
-          f: the function.
-          ins, outs: trees of the kinds of its arrays. ``stage``: [stages, ...]; ``own``: [devices, ...]; ``stage own``:
-            [stages, devices, ...]; ``columns``: as ``own``, with the last dim sharded over stages if ``grows``;
-            ``all``: replicated.
-          stages: also make the axis of the stages manual.
-        """
-        axes = self.program.axes or None
-        last = AXIS if self.grows else None
-        spec: dict[str, Callable[[int], PartitionSpec]] = {
-            "stage": lambda _: PartitionSpec(AXIS),
-            "own": lambda _: PartitionSpec(axes),
-            "stage own": lambda _: PartitionSpec(AXIS, axes),
-            "columns": lambda ndim: PartitionSpec(axes, *(None,) * (ndim - 2), last),
-            "all": lambda _: PartitionSpec(),
-        }
-        lead = {"stage": 1, "own": 1, "stage own": 2, "columns": 1, "all": 0}
-
-        def local(*args: Any) -> Any:
-            inner = each_of(lambda kind, x: x.reshape(x.shape[lead[kind] :]), ins, args)
-            return each_of(lambda kind, x: x.reshape((1,) * lead[kind] + x.shape), outs, f(*inner))
-
-        def run(*args: Any) -> Any:
-            manual = manual_axes(current_layout(), (*self.program.axes, *((AXIS,) if stages else ())), but=(AXIS,))
-            in_specs = each_of(lambda kind, x: spec[kind](x.ndim), ins, args)
-            # An output of kind `columns` has as many dims as the input of that kind.
-            dims = next((x.ndim for kind, x in pairs(ins, args) if kind == "columns"), 0)
-            out_specs = jax.tree.map(lambda kind: spec[kind](dims), outs)
-            return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)(
-                *args
-            )
-
-        return run
+        return per_device(self.program.axes, f, ins, outs, stages=stages, columns=self.grows)
