@@ -11,23 +11,43 @@ while jax traces (:mod:`jaxpar.utils.contexts`).
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
-
-import lazy_loader
 
 __version__ = "0.1.0"
 
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+def _homes() -> dict[str, str]:
+    """Public name → the module that holds it, as the stub's relative imports say; ``""`` for a submodule.
+
+    The standard library alone: supervisors and compile workers import this package without the others.
+    """
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+_HOMES = _homes()
+__all__ = [*_HOMES]  # noqa: PLE0604 (the names are strings)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
-    value = _load(name)
+    home = _HOMES[name]
+    value = (
+        getattr(importlib.import_module(f"jaxpar.{home}"), name) if home else importlib.import_module(f"jaxpar.{name}")
+    )
+    globals()[name] = value
     _create_contexts()
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def _create_contexts() -> None:

@@ -36,7 +36,7 @@ if total >= %d or os.path.exists(folder + "/more"): stay()
 HOST = """
 import sys
 from pathlib import Path
-from jaxpar.launch import heir, leading, member, wire
+from jaxpar.app.launch import host_supervisor as member, leader as leading, protocol as wire, successor as heir
 from jaxpar.app.launch.process_group import Local
 from jaxpar.app.launch.supervisor import Policy
 first, total, address, folder, child = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]

@@ -238,14 +238,16 @@ def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
 def test_whose_supervisor_is_gone_ends(tmp_path: Path) -> None:
     read, write = os.pipe()
     script = (
-        "import signal, sys, time\nfrom jaxpar.launch import heartbeat\nheartbeat.TICK = 0.05\n"
+        "import signal, sys, time\nfrom jaxpar.app.launch import heartbeat\nheartbeat.TICK = 0.05\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nassert heartbeat.connect()\nheartbeat.doing('x')\nheartbeat.beat(3)\ntime.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], pass_fds=(write,), env={**os.environ, BEATS: str(write)})
     os.close(write)
     said = b""
     while b'{"where": "<string>:8", "waits": false}' not in said:  # where its main thread sleeps
-        said += os.read(read, 4096)
+        more = os.read(read, 4096)
+        assert more, said  # the child has ended
+        said += more
     os.close(read)
     assert child.wait(120) == 7
     assert [line for line in said.splitlines() if b"where" not in line] == [b'{"doing": "x"}', b'{"step": 3}']
@@ -288,7 +290,7 @@ def test_where_a_process_is_leaves_jax_out() -> None:
         def __init__(self, file: str, line: int, back: Frame | None = None):
             self.f_code, self.f_lineno, self.f_back = SimpleNamespace(co_filename=file), line, back
 
-    loop = Frame("/home/jaxpar/src/jaxpar/train/loop.py", 7)
+    loop = Frame("/home/jaxpar/src/jaxpar/app/train/loop.py", 7)
     inside = Frame("/x/site-packages/jax/_src/array.py", 1, Frame("/x/site-packages/jaxlib/b.py", 2, loop))
     assert place(inside) == ("jaxpar/app/train/loop.py:7", True)  # type: ignore[arg-type]
     assert place(loop) == ("jaxpar/app/train/loop.py:7", False)  # type: ignore[arg-type]
