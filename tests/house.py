@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -170,6 +171,23 @@ def wide_lines(files: Iterable[Path], most: int = 120) -> list[str]:
             if len(line) > most and not line.lstrip().startswith("|") and "](" not in line and "://" not in line:
                 found.append(f"{file}:{number}")
     return found
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is that of a module, or of something that one defines."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            fields = getattr(value, "__dataclass_fields__", {})
+            if not hasattr(value, part) and part not in fields:
+                return False
+            value = getattr(value, part, None)
+        return True
+    return False
 
 
 def tree(root: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,6 +131,22 @@ def test_the_diagram_of_the_architecture_is_true(pytestconfig: pytest.Config) ->
         page.write_text(text[:start] + want + text[end:], encoding="utf-8")
     else:
         assert text[start:end] == want, "pytest tests/test_house.py --update-golden"
+
+
+def test_references_in_docstrings_resolve() -> None:
+    found = {
+        (file.relative_to(ROOT).as_posix(), name)
+        for file in SOURCES
+        for name in re.findall(r":(?:func|class|mod|meth|data|attr):`~?(jaxpar[\w.]*)`", file.read_text("utf-8"))
+    }
+    assert found and [(file, name) for file, name in sorted(found) if not house.resolves(name)] == []
+
+
+def test_paths_in_pages_exist() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    path = r"(?<![\w/.])((?:jaxpar|tests|benchmarks|configs)/[\w/]+\.(?:py|yaml|json))"
+    named = {(page.name, name) for page in pages for name in re.findall(path, page.read_text("utf-8"))}
+    assert named and [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_one_module_creates_all_user_contexts() -> None:

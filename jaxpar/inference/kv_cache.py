@@ -31,7 +31,7 @@ NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
 """Logical dims of the new keys and values of one token."""
 
 
-def empty(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
     """Return the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.DecoderFns`.
 
     Each has the shape [layers, batch, kv_heads, slots, head_dim]. With dtype int8 each is an :class:`jaxpar.Int8` with

@@ -27,7 +27,7 @@ from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import from_neighbour, over_stages
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
-from jaxpar.sharding.layout import Layout, current_layout, lay_out, manual_axes
+from jaxpar.sharding.layout import Layout, current_layout, manual_axes, with_sharding
 from jaxpar.training.model import Tagged
 
 LAYERS = "layers"
@@ -101,7 +101,7 @@ class PipelinedDecoder:
 
     def _laid(self, x_PRSE: jax.Array) -> jax.Array:
         layout = current_layout()
-        return lay_out(layout.mesh, x_PRSE, self.spec(layout))
+        return with_sharding(layout.mesh, x_PRSE, self.spec(layout))
 
     def prefill(
         self, model: Any, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Any, slots: int

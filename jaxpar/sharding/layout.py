@@ -263,10 +263,10 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
     if resolved.problems:
         return x
     # Only the context knows which axes are manual. Only the layout's own mesh has devices, which an eager call needs.
-    return lay_out(context if manual else layout.mesh, x, to_spec(resolved))
+    return with_sharding(context if manual else layout.mesh, x, to_spec(resolved))
 
 
-def lay_out(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
+def with_sharding(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any:
     """Returns ``x`` sharded by ``spec``, by the call that the mesh's axis types require."""
     sharding = NamedSharding(mesh, spec)
     # With Explicit axes with_sharding_constraint only asserts; with Auto axes reshard raises.

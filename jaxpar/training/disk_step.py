@@ -26,13 +26,13 @@ from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.disk_io import Staging
 from jaxpar.parallel.offload.disk_store import Entry, Store
 from jaxpar.parallel.precision.policy import PrecisionLike
-from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
+from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training.gradients import place_gradients
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
-from jaxpar.training.step import check_same, how_of, measure, place_state
+from jaxpar.training.step import check_same, measure, place_state, step_config
 from jaxpar.utils.checks import is_count
 
 AHEAD = 2
@@ -65,7 +65,7 @@ def gradient_step(
     Raises:
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.train_step`.
     """
-    how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+    how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
 
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
@@ -353,12 +353,12 @@ class DiskOffloadedStep:
         ) -> tuple[Any, list[Any], list[Any]]:
             part = lambda x: _row(x, row, group)
             # During the update the parameter is sharded like its moments.
-            here = lambda x: lay_out(self._layout.mesh, part(x), spec)
+            here = lambda x: with_sharding(self._layout.mesh, part(x), spec)
             with tracing_under(self._layout):
                 mine = dict(zip(numbers, [*moments, *map(part, kept)], strict=True))
                 given = mine | dict(zip(self._free, free, strict=True))
                 new_w, new_s = calling({group.parameter: here(w)}, {group.parameter: here(g)}, given, loss)
-                new = lay_out(self._layout.mesh, new_w[group.parameter], home.spec)
+                new = with_sharding(self._layout.mesh, new_w[group.parameter], home.spec)
                 made = [new_s[m.number] for m in group.stored]
                 stay = [_put_row(x, new_s[m.number], row, group) for m, x in zip(group.kept, kept, strict=True)]
                 return _put_row(w, new, row, group), made, stay

@@ -18,17 +18,17 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, numbering, rows_of
-from jaxpar.parallel.collectives.gather_reduce import asking, batch_axes, gather, parts_of
+from jaxpar.parallel.collectives.gather_reduce import batch_axes, gather, parts_of, precision_scope
 from jaxpar.parallel.offload.host_weights import split, waiting
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding import messages
-from jaxpar.sharding.layout import Layout, lay_out, manual_axes, to_spec
+from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.training.loss import key_of, loss_of
-from jaxpar.training.manual_gradients import once, spec_of
+from jaxpar.training.manual_gradients import manual_gradients, spec_of
 from jaxpar.training.microbatches import (
     GradientResult,
     StepConfig,
@@ -43,7 +43,7 @@ from jaxpar.training.microbatches import (
     value_and_grad,
 )
 from jaxpar.training.model import show, to_path
-from jaxpar.training.pipeline.gradients import piped
+from jaxpar.training.pipeline.gradients import pipeline_gradients
 from jaxpar.training.state import TrainState
 
 
@@ -65,9 +65,9 @@ def gradients(
       LayoutError: the batch's axes or the microbatches do not divide its rows, or the rules cannot place a tensor.
       ModelError: ``loss_fn`` returned something invalid.
     """
-    with asking(how.precision):
+    with precision_scope(how.precision):
         if how.pipeline is not None:
-            return piped(layout, loss_fn, state, batch, how, how.pipeline)
+            return pipeline_gradients(layout, loss_fn, state, batch, how, how.pipeline)
         hosted = _hosted(state, how)
         by_hand = how.grad_reduction is None and how.grad_accum_steps > 1 and not hosted and not _sharded(layout, state)
         once_a_step = how.grad_reduction == "per_step" or how.own or by_hand
@@ -78,7 +78,7 @@ def gradients(
             batch, loss_fn = (batch, sharded(loss_fn.rows(batch, key_of(state)))), loss_fn.of_rows
         if once_a_step:
             _check_handed(layout, loss_fn, state, batch, how, ())
-            return once(layout, loss_fn, state, batch, how)
+            return manual_gradients(layout, loss_fn, state, batch, how)
         _check_dtypes(how)
         _check_fusion(how)
         crossing = [
@@ -114,7 +114,7 @@ def _by_compiler(
         (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
     else:
         pieces = pieces_of(batch, how.grad_accum_steps, ways, 1)
-        pieces = jax.tree.map(lambda x: lay_out(layout.mesh, x, PartitionSpec(None, axes)), pieces)
+        pieces = jax.tree.map(lambda x: with_sharding(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
         sums, weight, rest = sums_of(run, weights, state.variables, pieces, how.grad_accum_steps, place)
         loss, metrics, grads = means_of(sums, weight)
@@ -148,7 +148,7 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
             )
         if not first.axes:
             return x
-        return lay_out(layout.mesh, x, PartitionSpec(first.axes, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
+        return with_sharding(layout.mesh, x, PartitionSpec(first.axes, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
 
     placed = jax.tree_util.tree_map_with_path(rows, batch)
     if problems:
@@ -238,7 +238,7 @@ def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
         resolved = resolved_of(layout, state, to_path(keys), grad, "gradients")
         if resolved.problems:
             raise LayoutError(resolved.problems)
-        return lay_out(layout.mesh, grad, to_spec(resolved))
+        return with_sharding(layout.mesh, grad, to_spec(resolved))
 
     return jax.tree_util.tree_map_with_path(one, grads)
 
@@ -261,7 +261,7 @@ def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array,
         return _whole_packed(layout, w, stored, used, precision)
     if stored.axes != used.axes:
         w = jax.lax.optimization_barrier(precision.crossing(w))
-    return lay_out(layout.mesh, w, to_spec(used))
+    return with_sharding(layout.mesh, w, to_spec(used))
 
 
 def _whole_packed(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved, precision: Precision) -> jax.Array:
@@ -275,4 +275,4 @@ def _whole_packed(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved
         axis_names=manual,
         check_vma=False,  # JAX would take the gathered value to vary between devices
     )
-    return lay_out(layout.mesh, whole(w), to_spec(used))
+    return with_sharding(layout.mesh, whole(w), to_spec(used))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, rows_of
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion, check_groups, in_groups
-from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, wide
+from jaxpar.parallel.collectives.gather_reduce import Parts, at_least_fp32, batch_axes, gather, parts_of, reduce
 from jaxpar.sharding.layout import Layout, current_layout, manual_axes
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import Axes
@@ -36,7 +36,9 @@ from jaxpar.training.model import show, to_path
 from jaxpar.training.state import TrainState
 
 
-def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig) -> GradientResult:
+def manual_gradients(
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+) -> GradientResult:
     """Returns gradients summed per device and reduced once; not reduced if the optimizer does it (``how.own``).
 
     Args:
@@ -73,7 +75,7 @@ def once(layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: 
         (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.grad_accum_steps)
         rest = _first_keys(own, _index(layout, axes), axes)
         if how.own:
-            grads = jax.tree.map(lambda g: wide(g)[None], grads)
+            grads = jax.tree.map(lambda g: at_least_fp32(g)[None], grads)
         else:
             sums = lambda g, parts: reduce(g, parts, axes, precision)
             grads = _cross(state, grads, wanted, fusion, ("scatter", "reduce"), sums)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
-from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding import messages
@@ -73,7 +73,7 @@ def value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.A
 
     def scaled(weights: Any) -> tuple[jax.Array, Any]:
         loss, found = compute(weights)
-        return wide(loss) * scale, (loss, found)
+        return at_least_fp32(loss) * scale, (loss, found)
 
     def run(weights: Any) -> Any:
         (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(weights)
@@ -85,7 +85,7 @@ def value_and_grad(compute: Callable[[Any], tuple[jax.Array, Any]], scale: jax.A
 def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
     """Returns the gradients in their parameters' dtypes, divided by ``scale``."""
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-    return grads if scale is None else jax.tree.map(lambda g: (wide(g) / scale).astype(g.dtype), grads)
+    return grads if scale is None else jax.tree.map(lambda g: (at_least_fp32(g) / scale).astype(g.dtype), grads)
 
 
 def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
@@ -201,7 +201,7 @@ def weighted_sum(tree: Any, weight: jax.Array, metrics: Metrics) -> Any:
     The products are in fp32 or wider. A part of weight 0 adds exactly 0 whatever its values: its mean is 0 / 0, and
     NaN * 0 would be NaN.
     """
-    scaled = jax.tree.map(lambda x: wide(x) * weight.astype(wide(x).dtype), tree)
+    scaled = jax.tree.map(lambda x: at_least_fp32(x) * weight.astype(at_least_fp32(x).dtype), tree)
     return counted(scaled, weight, metrics)
 
 

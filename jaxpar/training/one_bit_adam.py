@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError, RulesError
 from jaxpar.parallel.collectives import one_bit
-from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
 from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.sharding.rules import Axes, over
@@ -353,7 +353,7 @@ def _moments(
     server: _Arrays,
 ) -> tuple[_Arrays, _Arrays, _Arrays, _Arrays]:
     """Returns the new moments and compression errors of one device's shards."""
-    grads = [wide(g[0]) for g in grads]
+    grads = [at_least_fp32(g[0]) for g in grads]
     large, small = ([i for i, flag in enumerate(packed) if flag is want] for want in (True, False))
     index: Any = 0
     for axis in axes:

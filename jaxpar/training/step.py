@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
-from jaxpar.parallel.collectives.gather_reduce import asking, wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, precision_scope
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
-from jaxpar.sharding.layout import Layout, lay_out, to_spec, tracing_under
+from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training import one_bit_adam
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import Metrics, loss_of
@@ -30,7 +30,7 @@ from jaxpar.training.microbatches import GradientResult, GradReduction, StepConf
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import check_steps, check_update
-from jaxpar.training.pipeline.evaluate import evaluated
+from jaxpar.training.pipeline.evaluate import evaluate_pipeline
 from jaxpar.training.state import TrainState, place, problems_of
 from jaxpar.utils.checks import is_count
 
@@ -101,7 +101,7 @@ def train_step(
       ConfigError: ``grad_accum_steps``, ``weight_gather``, ``grad_reduction`` or ``precision`` has no valid value, or
         ``fusion`` has a size that the compiler for the layout's devices does not support.
     """
-    how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+    how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
             f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: "
@@ -113,7 +113,7 @@ def train_step(
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         own = isinstance(state.metadata.tx, one_bit_adam.OneBit)
         if own:
-            _refuse(how, clip_norm)
+            _check_supported(how, clip_norm)
         with tracing_under(layout):
             found, grads, norm, finite = measure(layout, loss_fn, state, batch, replace(how, own=own), clip_norm)
             loss = found.loss
@@ -164,7 +164,7 @@ def value_of(
     def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
         found = gradients(layout, loss_fn, replace(state, params=primals[0]), batch, how)
         # Not vdot: it flattens, which would gather sharded arrays.
-        slopes = jax.tree.map(lambda g, t: jnp.sum(wide(g) * wide(t)), found.grads, tangents[0])
+        slopes = jax.tree.map(lambda g, t: jnp.sum(at_least_fp32(g) * at_least_fp32(t)), found.grads, tangents[0])
         return found.loss, sum(jax.tree.leaves(slopes), jnp.zeros(())).astype(found.loss.dtype)
 
     return value
@@ -185,7 +185,7 @@ def updated(
     For verification: :func:`train_step` computes the gradients itself.
     """
     own = isinstance(state.metadata.tx, one_bit_adam.OneBit)
-    how = replace(how_of(1, "per_use", None, None, True, None), own=own)
+    how = replace(step_config(1, "per_use", None, None, True, None), own=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
         return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, how), jnp.asarray(True))
@@ -205,7 +205,7 @@ def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[
     return grads, norm
 
 
-def how_of(
+def step_config(
     grad_accum_steps: int,
     weight_gather: WeightGather,
     grad_reduction: GradReduction | None,
@@ -238,7 +238,7 @@ def how_of(
     return StepConfig(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
 
-def _refuse(how: StepConfig, clip_norm: float | None) -> None:
+def _check_supported(how: StepConfig, clip_norm: float | None) -> None:
     """Raises if an argument is incompatible with an optimizer that reduces gradients itself."""
     fusion = ((f"fusion: {name}", value) for name, value in vars(how.fusion).items())
     groups = [(name, list(value), None) for name, value in fusion if isinstance(value, tuple)]
@@ -276,9 +276,9 @@ def eval_step(
     how, asked = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        with tracing_under(layout), asking(how):
+        with tracing_under(layout), precision_scope(how):
             if asked is not None:
-                return evaluated(layout, loss_fn, state, batch, how, asked)
+                return evaluate_pipeline(layout, loss_fn, state, batch, how, asked)
             loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(
                 jax.tree.map(how.computing, state.params)
             )
@@ -377,7 +377,7 @@ def place_state(layout: Layout, state: TrainState) -> TrainState:
     if problems := problems_of(layout, tensors):
         raise LayoutError(problems)
     placed = [
-        leaf if on_host(leaf) else lay_out(layout.mesh, leaf, to_spec(tensor.resolved))
+        leaf if on_host(leaf) else with_sharding(layout.mesh, leaf, to_spec(tensor.resolved))
         for leaf, tensor in zip(leaves, tensors, strict=True)
     ]
     return jax.tree.unflatten(treedef, placed)

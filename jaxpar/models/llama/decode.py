@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpar import Int8, hint, sharded_dot
 from jaxpar.errors import ConfigError
 from jaxpar.inference.cached_model import DecoderFns, Stack
-from jaxpar.inference.kv_cache import cached_attention, empty, filled
+from jaxpar.inference.kv_cache import cached_attention, filled, init_cache
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, rope_table
@@ -62,7 +62,7 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     kept = jnp.dtype(cache or dtype)
 
     def shapes(batch: int, slots: int) -> Any:
-        return empty(config.layers, batch, config.kv_heads, slots, config.head_dim, kept)
+        return init_cache(config.layers, batch, config.kv_heads, slots, config.head_dim, kept)
 
     def embedded(model: Llama, tokens_BS: jax.Array) -> jax.Array:
         table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")

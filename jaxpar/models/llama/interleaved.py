@@ -25,7 +25,7 @@ type Side = tuple[Rope, jax.Array | None]
 type KeyValueCarry = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
-def laid_for_halves(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
+def halves_order(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
     """Return the order's name, the token positions [1, seq], and the arrays [batch, seq] permuted to this order."""
     at = order_of_halves(arrays_BS[0].shape[1])
     return HALVES, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxpar import hint
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
-from jaxpar.models.llama.interleaved import HALVES, interleaved_block, laid_for_halves
+from jaxpar.models.llama.interleaved import HALVES, halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, RMSNorm, Rope, _kernel, layer_shapes, rope_table
 from jaxpar.nnx import stacked
 from jaxpar.parallel.attention.context import Laid
@@ -74,7 +74,7 @@ class Llama(nnx.Module):
           The order for :meth:`hidden`, the token positions [1, seq] or ``None``, and the permuted arrays.
         """
         if halved(self.config):
-            return laid_for_halves(*arrays_BS)
+            return halves_order(*arrays_BS)
         q, k = layer_shapes(self.config, arrays_BS[0].shape)
         return self.config.context.laid(q, k, *arrays_BS, order_BS=order_BS)
 
@@ -113,7 +113,7 @@ class Llama(nnx.Module):
     def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
         """Run :meth:`hidden` on tokens in natural order when the copies need the order of halves."""
         given = (tokens_BS, positions_BS) if documents_BS is None else (tokens_BS, positions_BS, documents_BS)
-        order, at, (tokens_BS, positions_BS, *packed) = laid_for_halves(*given)
+        order, at, (tokens_BS, positions_BS, *packed) = halves_order(*given)
         h_BSE = self.hidden(tokens_BS, positions_BS, order, *packed)
         return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
 

@@ -11,7 +11,7 @@ from jaxpar import PipelineLoss, hint
 from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig, halved
-from jaxpar.models.llama.interleaved import interleaved_block, laid_for_halves
+from jaxpar.models.llama.interleaved import halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, Rope, layer_shapes, rope_table
 from jaxpar.models.llama.model import Llama, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
@@ -105,7 +105,7 @@ def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:
     own: TokenBatch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
     shape = batch["tokens"].shape
     if halved(config):
-        _, at, laid = laid_for_halves(*own.values())
+        _, at, laid = halves_order(*own.values())
         return {**dict(zip(own, laid, strict=True)), "positions": jnp.broadcast_to(at, shape)}
     order: Any = config.context.settled_order(*layer_shapes(config, shape))
     at = jnp.arange(shape[1], dtype=jnp.int32)

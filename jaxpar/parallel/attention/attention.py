@@ -30,7 +30,7 @@ from jaxpar.parallel.attention.tiled.padding import SAVED
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileArrays, TileSpec
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import call_site, current_layout, hint, lay_out
+from jaxpar.sharding.layout import call_site, current_layout, hint, with_sharding
 from jaxpar.sharding.resolve import resolve
 from jaxpar.sharding.rules import Axes
 
@@ -239,7 +239,7 @@ def _sharded(
     # Kernels do not declare over which axes their results vary, hence check_vma=False.
     in_specs = (q_spec, kv_spec, kv_spec, specs)
     if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # shard_map does not reshard under Explicit axes
-        beside = jax.tree.map(lambda x, spec: lay_out(layout.mesh, x, spec), beside, specs)
+        beside = jax.tree.map(lambda x, spec: with_sharding(layout.mesh, x, spec), beside, specs)
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
 
 
@@ -269,7 +269,7 @@ def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
         return segments
     specs = (PartitionSpec(*(axes or None for axes in split[:2])) for split in (spread.q, spread.kv))
     where: Any = context if context.manual_axes else mesh
-    a, b = (lay_out(where, x, spec) for x, spec in zip(segments, specs, strict=True))
+    a, b = (with_sharding(where, x, spec) for x, spec in zip(segments, specs, strict=True))
     return a, b
 
 

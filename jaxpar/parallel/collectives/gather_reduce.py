@@ -25,13 +25,13 @@ SMALL = 64 * 1024
 """All-reduced gradients with fewer bytes are never sent in int8: their time does not depend on the bytes."""
 
 
-def asking(precision: Precision) -> AbstractContextManager[None]:
+def precision_scope(precision: Precision) -> AbstractContextManager[None]:
     """Returns a context in which :func:`jaxpar.sharded_dot` uses ``precision``."""
     return step_precision(precision)
 
 
-def asked() -> Precision:
-    """Returns the precision given to :func:`asking`, or the default precision outside of it."""
+def current_precision() -> Precision:
+    """Returns the precision given to :func:`precision_scope`, or the default precision outside of it."""
     found: Precision | None = step_precision.value
     return Precision() if found is None else found
 
@@ -43,7 +43,7 @@ def summing(dtype: Any, *, inside: bool = False) -> Any:
     ``inside`` is true, because the code around the ``shard_map`` reduces the gradients.
     """
     aside = step_precision.value is None or (jax.sharding.get_abstract_mesh().manual_axes and not inside)
-    return None if aside else asked().summing(dtype)
+    return None if aside else current_precision().summing(dtype)
 
 
 def batch_axes(layout: Layout) -> Axes:
@@ -106,7 +106,7 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
         # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
-        grad = wide(grad)
+        grad = at_least_fp32(grad)
     scatter = quantized.scatter_packed if packs else hierarchical.scatter_local
     for dim, split in enumerate(parts.dims):
         if split:
@@ -117,7 +117,7 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
     elif left:
         # Without the barrier the TPU compiler sums in the dtype from which the gradient was cast.
         grad = jax.lax.psum(jax.lax.optimization_barrier(grad), left)
-    return wide(grad)
+    return at_least_fp32(grad)
 
 
 def as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
@@ -134,6 +134,6 @@ def as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
     return y.reshape(*before, -1, *after)
 
 
-def wide(x: jax.typing.ArrayLike) -> jax.Array:
+def at_least_fp32(x: jax.typing.ArrayLike) -> jax.Array:
     """Returns ``x`` in fp32 or wider."""
     return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.offload.placement import DEVICE, on_host
-from jaxpar.sharding.layout import Layout, current_layout, lay_out, to_spec
+from jaxpar.sharding.layout import Layout, current_layout, to_spec, with_sharding
 from jaxpar.sharding.names import Names
 
 
@@ -114,7 +114,7 @@ def _lie(names: Names, x: jax.Array, role: str) -> jax.Array:
     if jax.sharding.get_abstract_mesh().manual_axes:
         return x  # inside a shard_map, x is a shard that already has its sharding
     layout = current_layout()
-    return lay_out(layout.mesh, x, to_spec(layout.resolve(names, x.shape, role=role, dtype=x.dtype)))
+    return with_sharding(layout.mesh, x, to_spec(layout.resolve(names, x.shape, role=role, dtype=x.dtype)))
 
 
 def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout | None = None) -> Any:
@@ -132,7 +132,9 @@ def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout |
         names = dims[("params", *(jax.tree_util.keystr((key,), simple=True) for key in keys))]
         ghost = jnp.zeros(w.shape, w.dtype)
         if layout is not None:
-            ghost = lay_out(layout.mesh, ghost, to_spec(layout.resolve(names, w.shape, role="params", dtype=w.dtype)))
+            ghost = with_sharding(
+                layout.mesh, ghost, to_spec(layout.resolve(names, w.shape, role="params", dtype=w.dtype))
+            )
         return HostWeight(w, ghost, names)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_waiting)

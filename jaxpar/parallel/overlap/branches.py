@@ -58,7 +58,7 @@ class Crossing(Protocol):
         """Sums and scatters the output of a branch."""
 
 
-def woven(
+def interleave_branches(
     branches: Sequence[Branch],
     how: Crossing,
     block: Any,

@@ -31,7 +31,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, li
 from jaxpar.parallel.batch_rows import batch_rows, numbering, row_numbers, rows_wanted
 from jaxpar.parallel.collectives import gather_reduce
 from jaxpar.parallel.collectives.gather_reduce import Parts
-from jaxpar.parallel.overlap.branches import Branch, woven
+from jaxpar.parallel.overlap.branches import Branch, interleave_branches
 from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.links import links_of
@@ -121,7 +121,7 @@ def interleave_batches(
             ]
             within = how.rows_of_parts(numbers, count)
             if not callable(layer):
-                ys = woven(layer, how, own, xs, parts, within)
+                ys = interleave_branches(layer, how, own, xs, parts, within)
                 return ys if cut_before else how.joined(ys)
             found = []
             for at, (one, part) in enumerate(zip(xs, parts, strict=True)):
@@ -217,16 +217,16 @@ class _Entry:
 
     def widened(self, w: jax.Array) -> jax.Array:
         # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
-        return gather_reduce.wide(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
+        return gather_reduce.at_least_fp32(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(parts: Parts, dtype: Any, w: jax.Array) -> jax.Array:
-    return gather_reduce.gather(w, parts, gather_reduce.asked()).astype(dtype)
+    return gather_reduce.gather(w, parts, gather_reduce.current_precision()).astype(dtype)
 
 
 def _scattered(parts: Parts, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
-    precision, axes = gather_reduce.asked(), tuple(axis for dim in parts.dims for axis in dim)
+    precision, axes = gather_reduce.current_precision(), tuple(axis for dim in parts.dims for axis in dim)
     # The default is the compute dtype, or wider where `summing` says so, as for all other gathered weights.
     precision = (
         precision if precision.reduce else replace(precision, reduce=str(precision.summing(grad.dtype) or grad.dtype))

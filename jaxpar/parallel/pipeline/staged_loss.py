@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError, listing
-from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 
 ADDED = "loss"
 """The key of the scalar that a layer adds to the loss."""
@@ -180,7 +180,7 @@ class PipelineLoss:
                     f"PipelineLoss(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are "
                     "summed and microbatches averaged, so scalars are wanted. Remedy: return its mean."
                 )
-        return x, {name: wide(value) for name, value in extras.items()}
+        return x, {name: at_least_fp32(value) for name, value in extras.items()}
 
 
 def _no_gradient(tree: Any, but: Any = None) -> Any:

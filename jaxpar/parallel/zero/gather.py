@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.collectives import hierarchical
-from jaxpar.parallel.collectives.gather_reduce import asked, summing
+from jaxpar.parallel.collectives.gather_reduce import current_precision, summing
 from jaxpar.parallel.offload.host_weights import to_device
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, times, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
@@ -146,7 +146,7 @@ def _times(
     way = route(
         x, as_one, (*dims[:2], None) if ways else dims, summed=summed, reshard_after_forward=reshard_after_forward
     )
-    precision, wide = asked(), summing(ws[0].dtype)
+    precision, wide = current_precision(), summing(ws[0].dtype)
     if way is not None:
         y = product(x, _side_by_side(ws, ways) if ways else ws[0], way)
     elif wide is not None:
@@ -216,7 +216,7 @@ def _side_by_side(ws: Sequence[jax.Array], ways: int) -> jax.Array:
 
 def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
     """Gathers a weight: in rounds where the compiler would do worse, and in ``precision.gather`` if narrower."""
-    layout, narrow = current_layout(), asked().gathering(w.dtype)
+    layout, narrow = current_layout(), current_precision().gathering(w.dtype)
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
     pairs = zip(stored.axes, used.axes, strict=True)
     gone = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]

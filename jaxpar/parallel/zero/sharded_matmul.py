@@ -75,7 +75,7 @@ def route(
         weight.
       LayoutError: the rules cannot place the weight, or do not know ``batch``.
     """
-    layout, precision = current_layout(), gather_reduce.asked()
+    layout, precision = current_layout(), gather_reduce.current_precision()
     if INT8 not in (precision.gather, precision.reduce) and isinstance(reshard_after_forward, bool):
         return None
     if jax.sharding.get_abstract_mesh().manual_axes:

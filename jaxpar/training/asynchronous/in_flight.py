@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import batch_rows, numbering
-from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor.async_runner import AsyncRunner, beside, numbered
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head, PipelineProgram
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
-from jaxpar.sharding.layout import Layout, lay_out
+from jaxpar.sharding.layout import Layout, with_sharding
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import GradientResult, StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
@@ -62,7 +62,7 @@ class InFlight(TrainState):
 
 
 @dataclass(frozen=True)
-class Call:
+class InFlightCall:
     """One call of an asynchronous pipeline on a state.
 
     Attributes:
@@ -167,7 +167,7 @@ class Call:
         )
 
     def put(self, x: jax.Array, *spec: Any) -> jax.Array:
-        return lay_out(self.layout.mesh, x, PartitionSpec(*spec))
+        return with_sharding(self.layout.mesh, x, PartitionSpec(*spec))
 
     def put_stashes(self, aboard: dict[str, Any]) -> dict[str, Any]:
         """Constrains what the stages keep and send to the sharding that the next call takes."""
@@ -247,7 +247,7 @@ def start(
       asked: the pipeline's options.
     """
     nothing = jax.tree.map(jnp.zeros_like, state.params)
-    call = Call(layout, loss_fn, how, asked, asked.schedule, state, nothing)
+    call = InFlightCall(layout, loss_fn, how, asked, asked.schedule, state, nothing)
     batch = call.prepared(batch)
     x, _ = call.before(state.params, batch)
     ticks, fed = call.ticks(batch, batch, x)
@@ -278,7 +278,7 @@ def two_versions(
     """
     flight, full = state.flight, asked.schedule
     window = full if batch is not None else full.flush()
-    call = Call(layout, loss_fn, how, asked, window, state, flight["previous"])
+    call = InFlightCall(layout, loss_fn, how, asked, window, state, flight["previous"])
     own = flight["batch"] if batch is None else call.prepared(batch)
     _, back = call.before(flight["previous"], flight["batch"])
     x, _ = call.before(state.params, own)
@@ -292,7 +292,7 @@ def two_versions(
     grads = split.join(done["grads"], done["after"])
     (sums, seen), weight, grads, x = call.board.leave(grads, (done["sums"], done["seen"]), done["weight"], done["x"])
     (grads_before,) = back(x)
-    grads = split.add(grads, jax.tree.map(wide, grads_before))
+    grads = split.add(grads, jax.tree.map(at_least_fp32, grads_before))
     grads = jax.tree.map(lambda g: jnp.where(flight["pending"] == 1, g, 0), grads)
     loss, metrics, _ = means_of((*sums, {}), seen)
     _, _, grads = means_of((jnp.zeros(()), {}, grads), weight)

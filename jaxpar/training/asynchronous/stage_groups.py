@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, listing
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.training.asynchronous.in_flight import Call, split_over
+from jaxpar.training.asynchronous.in_flight import InFlightCall, split_over
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.stage_functions import Given, after_of, before_of
 from jaxpar.training.state import moment_names
@@ -39,7 +39,7 @@ class Groups:
         stage adds its own.
     """
 
-    call: Call
+    call: InFlightCall
     first: frozenset[tuple[Any, ...]]
     tied: frozenset[tuple[Any, ...]]
 
@@ -142,7 +142,7 @@ def _over(some: Any, others: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, some, others, is_leaf=lambda x: x is None)
 
 
-def evened(call: Call) -> Call:
+def evened(call: InFlightCall) -> InFlightCall:
     """Returns the call on parameters whose stages are padded to equal size; see :func:`in_stages`.
 
     Raises:
@@ -168,7 +168,7 @@ def evened(call: Call) -> Call:
     return replace(call, state=state, previous=state.params, asked=replace(call.asked, layers=()), counts=counts)
 
 
-def in_stages(call: Call, params: Any, *, back: bool = False) -> Any:
+def in_stages(call: InFlightCall, params: Any, *, back: bool = False) -> Any:
     """Pads the stack ``[layers, ...]`` to ``[stages * most layers of a stage, ...]`` with zeros; ``back`` removes them.
 
     Because of the zeros, sums that an optimizer takes over a stage's tensors equal those of its layers. Stages also
@@ -185,7 +185,7 @@ def in_stages(call: Call, params: Any, *, back: bool = False) -> Any:
     return call.put_params(split.join(moved(split.stack(params)), split.others(params)))
 
 
-def groups_of(call: Call, batch: Any) -> Groups:
+def groups_of(call: InFlightCall, batch: Any) -> Groups:
     """Returns the groups, found by tracing which parameters ``embed`` and ``head`` read."""
     split, loss_fn = call.split, call.loss_fn
     others = split.others(split.shapes)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
-from jaxpar.parallel.collectives.gather_reduce import asking
+from jaxpar.parallel.collectives.gather_reduce import precision_scope
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
@@ -32,7 +32,7 @@ from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.disk_state import disk_of
 from jaxpar.training.pipeline.transfer import ModelSplit, row_axes
 from jaxpar.training.state import TrainState
-from jaxpar.training.step import check_same, clipped, how_of, place_state
+from jaxpar.training.step import check_same, clipped, place_state, step_config
 
 
 class PipedreamStep:
@@ -105,7 +105,7 @@ class PipedreamStep:
         skip_nonfinite: bool = True,
         donate: bool = True,
     ):
-        how = how_of(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+        how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
         _check(pipeline, how, clip_norm)
         self.layout, self.loss_fn, self.pipeline, self.how = layout, loss_fn, pipeline, how
         self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
@@ -186,7 +186,7 @@ class PipedreamStep:
     def _started(self, state: TrainState, batch: Any) -> InFlight:
         _check_state(state, self.pipeline)
         start = in_flight.start if self.pipeline.name == "pipedream_2bw" else weight_stashing.start
-        with tracing_under(self.layout), asking(self.how.precision):
+        with tracing_under(self.layout), precision_scope(self.how.precision):
             return start(self.layout, self.loss_fn, state, batch, self.how, self.pipeline)
 
     def _stepped(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
@@ -202,7 +202,7 @@ class PipedreamStep:
         with tracing_under(self.layout):
             if self.pipeline.name == "pipedream":
                 return self._every_microbatch(state, batch)
-            with asking(self.how.precision):
+            with precision_scope(self.how.precision):
                 found, flight = two_versions(self.layout, self.loss_fn, state, batch, self.how, self.pipeline)
             grads, norm = clipped(found.grads, self.clip_norm)
             finite = jnp.isfinite(norm)
@@ -220,7 +220,7 @@ class PipedreamStep:
             return InFlight(**vars(new), flight=flight), metrics
 
     def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
-        with asking(self.how.precision):
+        with precision_scope(self.how.precision):
             new, metrics = weight_stashing.every_stage(
                 self.layout, self.loss_fn, state, batch, self.how, self.pipeline, skips=self.skip_nonfinite
             )

@@ -19,16 +19,16 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import numbering
-from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor.async_runner import Stashing, beside, rows_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.primitives import pick, put, wide_dtype
+from jaxpar.parallel.pipeline.executor.primitives import at_least_fp32_dtype, pick, put
 from jaxpar.parallel.pipeline.executor.program import EVERY, Head
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.layout import Layout, manual_axes
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.asynchronous.in_flight import Call, InFlight, split_over
+from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall, split_over
 from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, evened, groups_of, in_stages
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import StepConfig, means_of, unscaled
@@ -54,7 +54,7 @@ def start(
       how: the step's arguments.
       asked: the pipeline's options.
     """
-    call = Call(layout, loss_fn, how, asked, asked.schedule, state, state.params)
+    call = InFlightCall(layout, loss_fn, how, asked, asked.schedule, state, state.params)
     batch, sizes = call.prepared(batch), call.sizes
     call = evened(call)
     groups, params = groups_of(call, batch), call.state.params
@@ -65,7 +65,9 @@ def start(
     tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
     nothing = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}
-    late = jax.tree.map(lambda w: jnp.zeros((asked.stages, *w.shape), wide_dtype(w.dtype)), groups.of_tied(params))
+    late = jax.tree.map(
+        lambda w: jnp.zeros((asked.stages, *w.shape), at_least_fp32_dtype(w.dtype)), groups.of_tied(params)
+    )
     none = jnp.zeros((), jnp.int32)
     flight = {"pending": none, "batch": nothing, "versions": versions, "late": late, "layers": {sizes: none}}
     flight["aboard"] = tick.aboard(fed)
@@ -78,7 +80,7 @@ def start(
 class _Run:
     """The ticks of a call over two batches, the previous one and its own."""
 
-    call: Call
+    call: InFlightCall
     groups: Groups
     before: Any
     own: Any
@@ -203,7 +205,7 @@ class _Run:
             piece = self.piece(pieces, full.batch + t - delay)
             _, back = call.before(groups.with_first(params, first), piece.batch, piece.numbers)
             (grads_before,) = back(x)
-            grads = unscaled(state, call.split.add(grads, jax.tree.map(wide, grads_before)), None)
+            grads = unscaled(state, call.split.add(grads, jax.tree.map(at_least_fp32, grads_before)), None)
             valid = {"before": row[0, _B_ON] == 1, "layers": row[:, _B_ON] == 1, "after": every[_HEADS] == 1}
             squares = groups.squares(grads)
             finite = {name: jnp.isfinite(square) for name, square in squares.items()}
@@ -284,7 +286,7 @@ def every_stage(
       The new state, whose ``step`` is unchanged, and metrics.
     """
     flight, full = state.flight, asked.schedule
-    call = Call(layout, loss_fn, how, asked, full if batch is not None else full.flush(), state, state.params)
+    call = InFlightCall(layout, loss_fn, how, asked, full if batch is not None else full.flush(), state, state.params)
     own = flight["batch"] if batch is None else call.prepared(batch)
     have = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
     even = evened(call)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.offload.placement import DEVICE, HOST, on_host
-from jaxpar.sharding.layout import Layout, lay_out, to_spec
+from jaxpar.sharding.layout import Layout, to_spec, with_sharding
 from jaxpar.sharding.names import LAYERS
 from jaxpar.training.model import Path, show, to_path
 from jaxpar.training.state import TrainState, moment_names, place
@@ -291,8 +291,8 @@ def _stand_in(x: Any) -> jax.Array:
 
 def _bring(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     # Pinned to its own sharding: otherwise the compiler would reshard it on the host.
-    return lay_out(layout.mesh, jax.device_put(x, DEVICE), spec)
+    return with_sharding(layout.mesh, jax.device_put(x, DEVICE), spec)
 
 
 def _send(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    return jax.device_put(lay_out(layout.mesh, x, spec), HOST)
+    return jax.device_put(with_sharding(layout.mesh, x, spec), HOST)

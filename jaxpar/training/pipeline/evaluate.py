@@ -34,7 +34,7 @@ from jaxpar.training.state import TrainState
 
 
 @numbering
-def evaluated(
+def evaluate_pipeline(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, asked: Pipeline
 ) -> Metrics:
     """Returns loss and metrics of ``batch``, averaged over microbatches as in training.

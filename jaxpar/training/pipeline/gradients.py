@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows
-from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs, LayerScalars
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
@@ -45,7 +45,7 @@ from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, seq_axe
 from jaxpar.training.state import TrainState
 
 
-def piped(
+def pipeline_gradients(
     layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Pipeline
 ) -> GradientResult:
     """Returns loss, metrics and gradients of ``state``'s parameters on ``batch``.
@@ -99,7 +99,7 @@ def piped(
     sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
     if pull is not None:
         (grads_before,) = pull(x)
-        grads = split.add(grads, jax.tree.map(wide, grads_before))
+        grads = split.add(grads, jax.tree.map(at_least_fp32, grads_before))
     loss, metrics, grads = means_of((*sums, grads), weight)
     return GradientResult(loss, metrics, state.variables, unscaled(state, grads, scale))
 
@@ -261,7 +261,7 @@ def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
         loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
-        scaled = wide(loss) * weight * (1 if scale is None else scale)
+        scaled = at_least_fp32(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
@@ -270,6 +270,6 @@ def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
         counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
         grads, cotangent = counted((grads, cotangent), weight, metrics)
         sums = weighted_sum((loss, metrics), weight, metrics)
-        return (sums, weight, split.laid(jax.tree.map(wide, grads))), (cotangent, counts)
+        return (sums, weight, split.laid(jax.tree.map(at_least_fp32, grads))), (cotangent, counts)
 
     return head

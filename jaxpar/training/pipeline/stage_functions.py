@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, rows_of
-from jaxpar.parallel.collectives.gather_reduce import batch_axes, wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram
@@ -84,7 +84,7 @@ def each_before(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
         _, pull = jax.vjp(lambda weights: given(weights, piece), weights)
         (found,) = pull(cotangent)
         *others, grads = sums
-        return *others, jax.tree.map(jnp.add, grads, split.laid(jax.tree.map(wide, found)))
+        return *others, jax.tree.map(jnp.add, grads, split.laid(jax.tree.map(at_least_fp32, found)))
 
     return Before(given, back)
 

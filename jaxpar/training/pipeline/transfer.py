@@ -41,8 +41,8 @@ class StageTransfer:
       split: the parameters, as the stack of layers and all others.
       layers: which stage has which layers.
       precision: dtypes of the gathers and reductions.
-      stored: the shardings of the parameters, a tree of :class:`Lies`.
-      wanted: the shardings of their gradients, a tree of :class:`Lies`.
+      stored: the shardings of the parameters, a tree of :class:`LeafSharding`.
+      wanted: the shardings of their gradients, a tree of :class:`LeafSharding`.
       each: the layers' gradients leave the ticks already scattered.
       chunks: number of chunks of each sequence.
     """
@@ -201,12 +201,12 @@ class StageTransfer:
     def of_one_layer(self, grads: Any) -> Any:
         """Reduce-scatters one layer's gradients over the devices."""
 
-        def one(g: jax.Array, lies: Lies) -> jax.Array:
+        def one(g: jax.Array, lies: LeafSharding) -> jax.Array:
             return reduce(g, Parts(lies.parts(self.axes).dims[1:]), self.axes, self.precision)
 
         return jax.tree.map(one, grads, self.split.stack(self.wanted))
 
-    def _cut(self, w: jax.Array, lies: Lies) -> jax.Array:
+    def _cut(self, w: jax.Array, lies: LeafSharding) -> jax.Array:
         """Returns a stage's layers, gathered."""
         first, *others = lies.parts(self.axes).dims
         w = gather(w, Parts((first,)), self.precision) if first else w
@@ -214,7 +214,7 @@ class StageTransfer:
         w = self.layers.cut(self.precision.crossing(w))
         return gather(w, Parts(((), (), *others)), self.precision)[None]
 
-    def _back(self, g: jax.Array, lies: Lies) -> jax.Array:
+    def _back(self, g: jax.Array, lies: LeafSharding) -> jax.Array:
         """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
         first, *others = lies.parts(self.axes).dims
         on, g = AXIS in lies.dims[0], g[0, 0]
@@ -288,7 +288,7 @@ class ModelSplit:
 
 
 @dataclass(frozen=True)
-class Lies:
+class LeafSharding:
     """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf."""
 
     dims: tuple[Axes, ...]
@@ -310,7 +310,7 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
       LayoutError: a dim is sharded over ``pipeline`` after another axis.
     """
 
-    def one(path: Any, w: jax.Array) -> Lies:
+    def one(path: Any, w: jax.Array) -> LeafSharding:
         found = parts_of(resolved_of(layout, state, path, w, role), (*axes, AXIS)).dims
         for dim, names in enumerate(found):
             if AXIS in names[1:]:
@@ -318,7 +318,7 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
                     f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages "
                     f"come first. Remedy: a rule with {AXIS!r} before {names[0]!r}."
                 )
-        return Lies(found)
+        return LeafSharding(found)
 
     return each_parameter(state, one)
 

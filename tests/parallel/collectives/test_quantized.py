@@ -20,7 +20,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.parallel.collectives import gather_reduce, quantized
-from jaxpar.parallel.collectives.gather_reduce import asking
+from jaxpar.parallel.collectives.gather_reduce import precision_scope
 
 INT8 = {"gather": "int8", "reduce": "int8"}
 FSDP: dict[str, Any] = {
@@ -101,7 +101,7 @@ def product_and_grads(
     q, k, o = (random.normal(size=s).astype(np.float32) for s in ((16, 4, 6), (16, 4, 6), (4, 6, 16)))
 
     def loss(x: jax.Array, q: jax.Array, k: jax.Array, o: jax.Array) -> jax.Array:
-        with asking(jp.Precision.of(precision)):
+        with precision_scope(jp.Precision.of(precision)):
             kv = ("embed", "kv_heads", "head_dim")
             a, b = jp.sharded_dot(
                 x, (q, ("embed", "heads", "head_dim")), (k, kv), reshard_after_forward=reshard_after_forward
@@ -206,7 +206,10 @@ def test_an_fp8_product_has_one_scale_in_every_layout(mesh: str) -> None:
     x, w, c = (random.normal(size=s).astype(np.float32) for s in ((16, 3, 16), (16, 4, 6), (16, 3, 4, 6)))
 
     def of(spec: jp.MeshSpec, devices: int) -> Any:
-        with jp.Layout(spec.build(jax.devices()[:devices]), jp.Rules(**FSDP)), asking(jp.Precision(matmul="fp8")):
+        with (
+            jp.Layout(spec.build(jax.devices()[:devices]), jp.Rules(**FSDP)),
+            precision_scope(jp.Precision(matmul="fp8")),
+        ):
             one = lambda x, w: jp.sharded_dot(x, (w, ("embed", "heads", "head_dim")))[0]
             return jax.device_get(jax.jit(lambda x, w: jax.vjp(one, x, w)[1](c))(x, w))
 

@@ -18,7 +18,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.losses import linear_cross_entropy, next_token_loss
-from jaxpar.parallel.collectives.gather_reduce import asking
+from jaxpar.parallel.collectives.gather_reduce import precision_scope
 
 RULES = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None, heads=None, vocab=None)
 ZEROS = {stage: jp.Zero(stage, min_bytes=0) for stage in (0, 2, 3)}
@@ -177,7 +177,7 @@ def test_rows_of_a_table_are_summed_wide_whichever_way_they_come(case: str) -> N
         rows = lambda table: jnp.sum(jnp.sin(lookup(table, ids, jnp.bfloat16, by_hand=True).astype(jnp.float32)))
         return jax.grad(rows)(table)
 
-    with jp.Layout(spec.build(), rules), asking(jp.Precision.of("bf16")):
+    with jp.Layout(spec.build(), rules), precision_scope(jp.Precision.of("bf16")):
         text = str(jax.make_jaxpr(grad)(table))
         found = jax.device_get(jax.jit(grad)(table))
     sums = re.findall(r"(\w+)\[[\d,]+\]\S* = (?:reduce_scatter|psum\w*)\[", text)

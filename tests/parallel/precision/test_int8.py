@@ -16,7 +16,7 @@ from generators import one_device
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, JaxparError, LayoutError
-from jaxpar.inference.kv_cache import empty
+from jaxpar.inference.kv_cache import init_cache
 from jaxpar.models.llama import make_llama
 from jaxpar.models.llama.decode import cached_llama
 
@@ -141,9 +141,9 @@ def test_everything_is_explained() -> None:
 
 
 def test_a_cache_of_shapes() -> None:
-    kept = empty(2, 4, 2, 16, 8, "int8")["keys"]
+    kept = init_cache(2, 4, 2, 16, 8, "int8")["keys"]
     assert (kept.values.value.dtype, kept.scales.value.shape) == (jnp.int8, (2, 4, 2, 16))
-    assert empty(2, 4, 2, 16, 8, "bfloat16")["values"].value.dtype == jnp.bfloat16
+    assert init_cache(2, 4, 2, 16, 8, "bfloat16")["values"].value.dtype == jnp.bfloat16
 
 
 def _project(kept: jp.Int8) -> Any:

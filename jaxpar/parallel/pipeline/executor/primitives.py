@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
-from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.hardware.topology import platform_of
@@ -28,7 +28,7 @@ def pairs(kinds: Any, tree: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def wide_dtype(dtype: Any) -> Any:
+def at_least_fp32_dtype(dtype: Any) -> Any:
     """Returns the dtype, promoted to at least fp32."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -76,6 +76,6 @@ def over_stages(x: jax.Array, *, scatter: bool = False) -> jax.Array:
     dtype = x.dtype
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        x = wide(x)  # XLA:CPU aborts on a 16-bit sum if only some mesh axes are manual
+        x = at_least_fp32(x)  # XLA:CPU aborts on a 16-bit sum if only some mesh axes are manual
     x = jax.lax.psum_scatter(x, AXIS, scatter_dimension=x.ndim - 1, tiled=True) if scatter else jax.lax.psum(x, AXIS)
     return x.astype(dtype)

@@ -10,19 +10,19 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.collectives.gather_reduce import wide
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor import recompute
 from jaxpar.parallel.pipeline.executor.aux_losses import added, counted, empty_sums, nothing_of, totals
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.per_device import per_device
 from jaxpar.parallel.pipeline.executor.primitives import (
+    at_least_fp32_dtype,
     check_alike,
     from_neighbour,
     over_stages,
     pick,
     put,
     reader,
-    wide_dtype,
 )
 from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram, of_every
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, slots_of
@@ -342,7 +342,7 @@ class TickRunner:
             def one(total: jax.Array, grad: jax.Array) -> jax.Array:
                 (have,) = read([total], number, i)
                 have = have if begins is None else jnp.where(begins == 1, 0, have)
-                return write(total, have + jnp.where((on == 1) & here, wide(grad), 0), number, i)
+                return write(total, have + jnp.where((on == 1) & here, at_least_fp32(grad), 0), number, i)
 
             return jax.tree.map(one, sums, found)
 
@@ -372,7 +372,7 @@ class TickRunner:
         """Returns zeros for the sums of gradients [chunks, layers, ...], in fp32 or wider."""
         layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
         found = jax.eval_shape(self.program.turn or self._reduced, layer)
-        zeros = lambda w, g: jnp.zeros((*w.shape[:2], *g.shape), wide_dtype(g.dtype))
+        zeros = lambda w, g: jnp.zeros((*w.shape[:2], *g.shape), at_least_fp32_dtype(g.dtype))
         return jax.tree.map(zeros, weights, found)
 
     def _empty_turns(self, weights: Any) -> Any:
@@ -380,7 +380,7 @@ class TickRunner:
         if self.program.turns is None:
             return []
         slots = self.program.turns.slots
-        return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), wide_dtype(w.dtype)), weights)
+        return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), at_least_fp32_dtype(w.dtype)), weights)
 
     def finish(self, carry: dict[str, Any], last: int, was_first: jax.Array) -> dict[str, Any]:
         """Completes the carry after the last tick.
