@@ -14,13 +14,13 @@ from typing import Any, Literal, Self
 
 import jax
 
-from jaxpar.checkpoint.lock import Lock
 from jaxpar.checkpoint.manifest import Manifest, read
 from jaxpar.checkpoint.restore import restore
 from jaxpar.checkpoint.save import UNFINISHED, Saving, begin
 from jaxpar.checkpoint.verify import STEP, check, steps_in, unfinished_in
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.sharding.layout import Layout
+from jaxpar.utils.durable import Lock
 
 RETRY = 30.0
 """Seconds after which a failed save is retried."""
@@ -284,7 +284,8 @@ class CheckpointManager:
 
     def _hold(self) -> None:
         if self._lock is None and jax.process_index() == 0:
-            self._lock = Lock(self.directory)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = Lock(self.directory, CheckpointError)
 
     def _failed(self, step: int | None, text: str) -> None:
         self._retry = time.monotonic() + RETRY

@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxpar.checkpoint.validate import count, counts, inside, opened, table, text
 from jaxpar.errors import CheckpointError, DamagedError
+from jaxpar.utils.durable import write_atomically
 
 NAME, SCHEMA = "manifest.json", 1
 ARRAYS, DISK = "arrays", "disk"
@@ -203,22 +204,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write a checkpoint's manifest atomically, and sync it to disk."""
-    content, new = manifest.to_json(), folder / f"{NAME}.new"
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(new, folder / NAME)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries to disk."""
-    f = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(f)
-    finally:
-        os.close(f)
+    write_atomically(folder / NAME, manifest.to_json())
 
 
 def _steps(folder: Path) -> str:

@@ -32,6 +32,7 @@ from jaxpar.checkpoint.snapshot import Leaf, copied, dims_of, leaves_of, on_disk
 from jaxpar.checkpoint.verify import check_values, crc_of
 from jaxpar.errors import CheckpointError
 from jaxpar.sharding.layout import Layout
+from jaxpar.utils.durable import sync_folder
 
 UNFINISHED = ".unfinished"
 """Suffix of the folder that a save writes into."""
@@ -244,7 +245,7 @@ def _rename(here: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(target, old)
     os.rename(here, target)
-    manifest.sync_folder(target.parent)
+    sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

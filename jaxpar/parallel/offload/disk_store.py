@@ -8,7 +8,6 @@ instead of a signal, and the bytes in memory can be counted. This module does no
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import DiskError
+from jaxpar.utils.durable import Lock, sync_folder, write_atomically
 
-RECORD, LOCK, VERSION = "record.json", "lock", 1
+RECORD, VERSION = "record.json", 1
 NAMES = ("a", "b")
 
 
@@ -86,17 +86,7 @@ class Store:
             for folder in (*reversed([p for p in self.path.parents if not p.exists()]), self.path):
                 folder.mkdir(mode=0o700, exist_ok=True)
             self.path.chmod(0o700)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace") or "unknown"
-            os.close(self._lock)
-            raise DiskError(
-                f"{self.path} is in use by another run (process {holder}). Remedy: another path, or end that run."
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+            self._lock = Lock(self.path, DiskError)
 
     @property
     def bytes(self) -> int:
@@ -254,7 +244,7 @@ class Store:
                 source = self._file(self._current, number)
                 (target / source.name).unlink(missing_ok=True)  # left by a snapshot that was interrupted
                 _link(source, target / source.name)
-            _sync_folder(target)
+            sync_folder(target)
             self._write_record({self._current: self._generations[self._current]}, target)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
@@ -269,7 +259,7 @@ class Store:
         with self._naming(f"the snapshot in {source}"):
             # Until the new record is written, a kill leaves a store without a state rather than a mixture.
             (self.path / RECORD).unlink(missing_ok=True)
-            _sync_folder(self.path)
+            sync_folder(self.path)
             self._close_files()
             generations = _generations(record)
             for name in generations:
@@ -284,9 +274,7 @@ class Store:
     def close(self) -> None:
         """Closes all files and unlocks the folder."""
         self._close_files()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
     @property
     def _other(self) -> str:
@@ -328,14 +316,7 @@ class Store:
         record = self._record(self._generations if generations is None else generations)
         text = json.dumps({"checksum": _checksum(record), "record": record})
         with self._naming("the record"):
-            new = folder / f"{RECORD}.new"
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
-                f.write(text)
-                f.flush()
-                os.fsync(f.fileno())
-            _sync_folder(folder)  # the directory entries of the files that the record names
-            os.replace(new, folder / RECORD)
-            _sync_folder(folder)
+            write_atomically(folder / RECORD, text)
 
     def _read_record(self, file: Path) -> dict[str, Any]:
         if not file.exists():
@@ -429,11 +410,3 @@ def _link(source: Path, target: Path) -> None:
             shutil.copyfileobj(a, b, 1 << 20)
             b.flush()
             os.fsync(b.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    f = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(f)
-    finally:
-        os.close(f)

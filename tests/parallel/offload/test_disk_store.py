@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -273,7 +274,8 @@ def test_two_runs_cannot_share_a_folder(made: Store) -> None:
     with pytest.raises(DiskError) as error:
         Store(made.path, ENTRIES, ABOUT)
     assert str(error.value) == (
-        f"{made.path} is in use by another run (process {os.getpid()}). Remedy: another path, or end that run."
+        f"{made.path} is in use by another run (process {os.getpid()} on {socket.gethostname()}). Remedy: another folder, "
+        "or end that run."
     )
     made.close()
     Store(made.path, ENTRIES, ABOUT).close()
