@@ -70,7 +70,7 @@ def gradients(
             return pipeline_gradients(layout, loss_fn, state, batch, how, how.pipeline)
         hosted = _hosted(state, how)
         by_hand = how.grad_reduction is None and how.grad_accum_steps > 1 and not hosted and not _sharded(layout, state)
-        once_a_step = how.grad_reduction == "per_step" or how.own or by_hand
+        once_a_step = how.grad_reduction == "per_step" or how.per_device_grads or by_hand
         sharded = (lambda x: x) if once_a_step or how.grad_accum_steps > 1 else (lambda x: rows_apart(layout, x))
         batch = sharded(batch)
         if isinstance(loss_fn, PipelineLoss) and loss_fn.keys:

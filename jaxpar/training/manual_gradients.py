@@ -39,7 +39,7 @@ from jaxpar.training.state import TrainState
 def manual_gradients(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
 ) -> GradientResult:
-    """Returns gradients summed per device and reduced once; not reduced if the optimizer does it (``how.own``).
+    """Returns gradients summed per device and reduced once; not reduced if the optimizer does it (``how.per_device_grads``).
 
     Args:
       layout: the ambient layout.
@@ -74,7 +74,7 @@ def manual_gradients(
         own = _own_keys(rest, _index(layout, axes))
         (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.grad_accum_steps)
         rest = _first_keys(own, _index(layout, axes), axes)
-        if how.own:
+        if how.per_device_grads:
             grads = jax.tree.map(lambda g: at_least_fp32(g)[None], grads)
         else:
             sums = lambda g, parts: reduce(g, parts, axes, precision)
@@ -85,7 +85,7 @@ def manual_gradients(
     arguments = (state.params, state.variables, state.key, state.step, scale, batch)
     if axes:
         specs = (spec_of(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
-        given = PartitionSpec(axes) if how.own else spec_of(wanted)
+        given = PartitionSpec(axes) if how.per_device_grads else spec_of(wanted)
         results = ((PartitionSpec(), PartitionSpec(), given), PartitionSpec(), PartitionSpec())
         # Unchecked: JAX would take the gathered values to vary between devices.
         # Axes of size 1 are manual too, so that no sharding over them remains.
@@ -93,7 +93,7 @@ def manual_gradients(
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = means_of(sums, weight)
-    if how.own:  # so that their mean, not their sum, is the gradient
+    if how.per_device_grads:  # so that their mean, not their sum, is the gradient
         grads = jax.tree.map(lambda g: g * ways, grads)
     return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
 

@@ -30,7 +30,7 @@ class StepConfig:
     """The checked arguments of :func:`jaxpar.train_step` that gradients depend on, under the same names.
 
     Attributes:
-      own: the optimizer reduces gradients itself. Gradients are then per-device, with a leading dim sharded over the
+      per_device_grads: the optimizer reduces gradients itself. Gradients are then per-device, with a leading dim sharded over the
         batch's axes.
     """
 
@@ -39,7 +39,7 @@ class StepConfig:
     grad_reduction: GradReduction | None = None
     precision: Precision = field(default_factory=Precision)
     fusion: CollectiveFusion = field(default_factory=CollectiveFusion)
-    own: bool = False
+    per_device_grads: bool = False
     pipeline: Pipeline | None = None
 
 

@@ -73,6 +73,26 @@ class OneBit(NamedTuple):
     update: Callable[..., Any]
     settings: Settings
 
+    def check_options(self, options: Iterable[tuple[str, Any, Any]]) -> None:
+        """See :meth:`jaxpar.training.self_reducing.SelfReducing.check_options`."""
+        refuse(options)
+
+    def place(
+        self, layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: LeafDims
+    ) -> tuple[Names, Resolved] | None:
+        """See :meth:`jaxpar.training.self_reducing.SelfReducing.place`."""
+        return place(layout, path, shape, params, dims)
+
+    def problems(self, layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) -> tuple[str, ...]:
+        """See :meth:`jaxpar.training.self_reducing.SelfReducing.problems`."""
+        return problem(layout, path, shape, dims)
+
+    def update_sharded(
+        self, layout: Layout, dims: LeafDims, grads: Any, state: State, params: Any
+    ) -> tuple[Any, State]:
+        """See :meth:`jaxpar.training.self_reducing.SelfReducing.update_sharded`."""
+        return update(layout, self.settings, dims, grads, state, params)
+
 
 def one_bit_adam(
     learning_rate: float | Callable[[Any], Any],

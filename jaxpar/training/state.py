@@ -27,11 +27,11 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, observing, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
-from jaxpar.training import one_bit_adam
 from jaxpar.training.model import Kind, MakeModel, Names, Path, show, to_path
 from jaxpar.training.model.build import build
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
+from jaxpar.training.self_reducing import SelfReducing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,8 +258,7 @@ def _build(
     no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), observing(_ignore):
         parts, found = build(make_model, model_key)
-        one_bit = isinstance(tx, one_bit_adam.OneBit)
-        if one_bit:
+        if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:
             tx, opt_state = with_slow_parameters(tx, parts.params)
@@ -287,10 +286,11 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
         for path, leaf in leaves
         if path[0] != "opt_state"
     }
-    one_bit = isinstance(state.metadata.tx, one_bit_adam.OneBit)
+    tx: Any = state.metadata.tx
+    reduces = isinstance(tx, SelfReducing)
     for path, leaf in leaves:
         if path[0] == "opt_state":
-            found = one_bit_adam.place(layout, path[1:], leaf.shape, params, dims) if one_bit else None
+            found = tx.place(layout, path[1:], leaf.shape, params, dims) if reduces else None
             if found is not None:
                 placed[path] = PlacedLeaf("opt_state", show(path), leaf.shape, leaf.dtype, *found)
                 continue
@@ -300,8 +300,8 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
             if owner is not None and placed["params", *owner].problems:
                 # The parameter reports this problem; repeating it for each moment would bury the others.
                 resolved = dataclasses.replace(resolved, problems=())
-            if one_bit and path[1] == "mu":  # report it once: every parameter has one mu
-                found_too = one_bit_adam.problem(layout, path[2:], leaf.shape, dims)
+            if reduces and path[1] == "mu":  # report it once: every parameter has one mu
+                found_too = tx.problems(layout, path[2:], leaf.shape, dims)
                 resolved = dataclasses.replace(resolved, problems=(*resolved.problems, *found_too))
             host = hosted(state.metadata.tx, leaf.shape, leaf.dtype)
             placed[path] = PlacedLeaf("opt_state", show(path), leaf.shape, leaf.dtype, names, resolved, note, host)

@@ -23,7 +23,6 @@ from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
-from jaxpar.training import one_bit_adam
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
@@ -31,6 +30,7 @@ from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import check_steps, check_update
 from jaxpar.training.pipeline.evaluate import evaluate_pipeline
+from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
 from jaxpar.utils.checks import is_count
 
@@ -111,15 +111,18 @@ def train_step(
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        own = isinstance(state.metadata.tx, one_bit_adam.OneBit)
-        if own:
-            _check_supported(how, clip_norm)
+        tx = state.metadata.tx
+        own = isinstance(tx, SelfReducing)
+        if isinstance(tx, SelfReducing):
+            _check_supported(tx, how, clip_norm)
         with tracing_under(layout):
-            found, grads, norm, finite = measure(layout, loss_fn, state, batch, replace(how, own=own), clip_norm)
+            found, grads, norm, finite = measure(
+                layout, loss_fn, state, batch, replace(how, per_device_grads=own), clip_norm
+            )
             loss = found.loss
             kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads} if return_grads else {}
             keep = finite if skip_nonfinite else jnp.asarray(True)
-            value = value_of(layout, loss_fn, state, batch, replace(how, own=own))
+            value = value_of(layout, loss_fn, state, batch, replace(how, per_device_grads=own))
             params, opt_state = _update(layout, state, grads, loss, value, keep)
             new = TrainState(
                 state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
@@ -143,7 +146,7 @@ def measure(
 ) -> tuple[GradientResult, Any, jax.Array, jax.Array]:
     """Returns a batch's results, the clipped gradients, their norm before (L2, fp32), and whether all is finite."""
     found = gradients(layout, loss_fn, state, batch, how)
-    grads, norm = clipped(found.grads, clip_norm, own=how.own)
+    grads, norm = clipped(found.grads, clip_norm, own=how.per_device_grads)
     return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
 
 
@@ -184,8 +187,8 @@ def updated(
 
     For verification: :func:`train_step` computes the gradients itself.
     """
-    own = isinstance(state.metadata.tx, one_bit_adam.OneBit)
-    how = replace(step_config(1, "per_use", None, None, True, None), own=own)
+    own = isinstance(state.metadata.tx, SelfReducing)
+    how = replace(step_config(1, "per_use", None, None, True, None), per_device_grads=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
         return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, how), jnp.asarray(True))
@@ -238,11 +241,11 @@ def step_config(
     return StepConfig(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
 
-def _check_supported(how: StepConfig, clip_norm: float | None) -> None:
+def _check_supported(tx: SelfReducing, how: StepConfig, clip_norm: float | None) -> None:
     """Raises if an argument is incompatible with an optimizer that reduces gradients itself."""
     fusion = ((f"fusion: {name}", value) for name, value in vars(how.fusion).items())
     groups = [(name, list(value), None) for name, value in fusion if isinstance(value, tuple)]
-    one_bit_adam.refuse(
+    tx.check_options(
         [
             ("clip_norm", clip_norm, None),
             ("weight_gather", how.weight_gather, "per_use"),
@@ -319,9 +322,9 @@ def _update(
     wanted = inspect.signature(tx.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
-    if isinstance(tx, one_bit_adam.OneBit):
+    if isinstance(tx, SelfReducing):
         dims = dict(state.metadata.dims)
-        updates, new = one_bit_adam.update(layout, tx.settings, dims, grads, state.opt_state, state.params)
+        updates, new = tx.update_sharded(layout, dims, grads, state.opt_state, state.params)
         return optax.apply_updates(state.params, updates), new
     if any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
         return streaming_update(layout, state, grads, finite, extra)

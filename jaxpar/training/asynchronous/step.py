@@ -23,7 +23,6 @@ from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout, tracing_under
-from jaxpar.training import one_bit_adam
 from jaxpar.training.asynchronous import in_flight, weight_stashing
 from jaxpar.training.asynchronous.in_flight import InFlight, two_versions
 from jaxpar.training.loss import Metrics
@@ -31,6 +30,7 @@ from jaxpar.training.microbatches import GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.disk_state import disk_of
 from jaxpar.training.pipeline.transfer import ModelSplit, row_axes
+from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, place_state, step_config
 
@@ -298,7 +298,7 @@ def _check(pipeline: Asynchronous, how: StepConfig, clip_norm: float | None) -> 
 def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
     """Raises if the optimizer or its placement is incompatible with asynchronous pipelines."""
     what = None
-    if isinstance(state.metadata.tx, one_bit_adam.OneBit):
+    if isinstance(state.metadata.tx, SelfReducing):
         what = "an optimizer that reduces gradients itself (one_bit_adam)"
     elif disk_of(state) is not None:
         what = "an optimizer's state on disk"

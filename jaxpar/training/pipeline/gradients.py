@@ -140,7 +140,7 @@ def check_trained(
             f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. "
             f"Remedy: leave it out."
         )
-    if how.own:
+    if how.per_device_grads:
         raise ConfigError(
             "pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be. Remedy: leave it out, or "
             "the pipeline."
