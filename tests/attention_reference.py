@@ -1,4 +1,4 @@
-"""Attention in fp64 numpy with gradients by hand, masks for Hypothesis, and every implementation as one compiled function."""
+"""Reference attention in fp64 numpy, masks for Hypothesis, and every implementation as one compiled function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ type Arrays = list[np.ndarray]
 
 
 def masks(sizes: st.SearchStrategy[int], where: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[jp.Mask]:
-    """Every mask that can be written: causal by default, said to be, or of two sides."""
+    """Every valid mask: causal by default, causal explicitly, or of two sides."""
     small, rest = st.none() | st.just(0) | sizes, {"prefix": st.none() | sizes, "chunk": st.none() | sizes}
     rest["where"] = st.none() if where is None else where
     one_side = st.none() | sizes | st.tuples(small, st.just(0))
@@ -36,9 +36,9 @@ def masks(sizes: st.SearchStrategy[int], where: st.SearchStrategy[Any] | None = 
 
 
 def sees(mask: jp.Mask, q: np.ndarray, k: np.ndarray, prefix: Any = None) -> np.ndarray:
-    """Which of the keys at ``k`` [keys] the queries at ``q`` [queries] see, by the words of the mask: [prefixes, queries, keys].
+    """Whether each query at ``q`` sees each key at ``k`` by the mask's definition: [prefixes, queries, keys].
 
-    Python's integers, which do not overflow.
+    The positions become Python integers, which do not overflow.
     """
     x, y = (np.asarray(at).astype(object) for at in (q[:, None], k[None]))
     before, behind = mask.window if isinstance(mask.window, tuple) else (None, None)
@@ -56,11 +56,11 @@ def sees(mask: jp.Mask, q: np.ndarray, k: np.ndarray, prefix: Any = None) -> np.
 
 
 def reference(x: Arrays, gradient: np.ndarray, seen: np.ndarray, bias: np.ndarray | None = None) -> Arrays:
-    """The result, and the gradients of queries, keys, values and of a bias [.., queries, keys]; in fp64.
+    """The result, and the gradients of queries, keys, values and of a bias [.., queries, keys], in fp64.
 
     Args:
-      x: queries [batch, seq, heads, head_dim], keys and values of some of the heads.
-      seen: [batch or 1, queries, keys]. Of the bias, scores of -1e30 or less are not seen either.
+      x: queries [batch, seq, heads, head_dim], and keys and values of as many or fewer heads.
+      seen: [batch or 1, queries, keys]. With a bias, scores of -1e30 or less are hidden, too.
     """
     q, k, v = (a.astype(np.float64) for a in x)
     group = q.shape[2] // k.shape[2]
@@ -94,16 +94,25 @@ def layout(impl: str) -> jp.Layout:
 
 
 def compiled(impl: str, *, forward: bool = False, **fixed: Any) -> Callable[..., Arrays]:
-    """A function of arrays, the result's gradient, and options by name that may be traced: the result and gradients, of a bias too.
+    """A compiled function that returns attention's result and gradients, also of a bias.
+
+    It takes the arrays, the result's gradient, and by name the options that may be traced.
 
     Args:
-      forward: the result alone.
+      forward: return only the result.
     """
     dims: Any = {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if impl == "split_kv" else {}
 
     @jax.jit
     def both(x: Any, gradient: Any, learned: Any, traced: Any) -> Any:
-        attend = lambda x, learned: jp.attention(*x, impl=impl, **dims, **fixed, **learned, **traced)  # type: ignore[arg-type]
+        attend = lambda x, learned: jp.attention(
+            *x,
+            impl=impl,  # type: ignore[arg-type]
+            **dims,
+            **fixed,
+            **learned,
+            **traced,
+        )
         if forward:
             return attend(x, learned)
         o, back = jax.vjp(attend, x, learned)
@@ -127,7 +136,7 @@ def arrays(
     kv_heads: int = 2,
     dtype: Any = np.float32,
 ) -> tuple[Arrays, np.ndarray]:
-    """Queries, keys, values of another head dim, and a gradient of the result."""
+    """Queries, keys, values with another head dim, and a gradient of the result."""
     shapes = (
         (batch, queries, heads, 4),
         (batch, keys, kv_heads, 4),
@@ -139,6 +148,6 @@ def arrays(
 
 
 def assert_close(found: Arrays, want: Arrays, bound: float = 1e-5) -> None:
-    """Relative to each array's largest entry, or to 1: gradients of a row with one key are rounding alone."""
+    """Compare relative to each array's largest entry, or to 1: gradients of a row with one key are only rounding."""
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=bound * max(float(np.abs(b).max()), 1))

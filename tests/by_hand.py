@@ -1,4 +1,4 @@
-"""Audits and collectives written by hand, for the tests of the roofline."""
+"""Hand-written audits and collectives for the tests of the roofline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxpar.analysis.hlo.collectives import Collective
 
 
 def collective(kind: str, axes: tuple[str, ...], wire_bytes: float, **fields: Any) -> Collective:
-    """One that sends ``wire_bytes`` from each device, exposed unless ``fields`` say otherwise."""
+    """A collective that sends ``wire_bytes`` from each device, exposed unless ``fields`` say otherwise."""
     plain: dict[str, Any] = {
         "form": "",
         "group": 2,
@@ -31,7 +31,7 @@ def collective(kind: str, axes: tuple[str, ...], wire_bytes: float, **fields: An
 
 
 def audited(mesh: Mapping[str, int], *collectives: Collective, **fields: Any) -> Audit:
-    """The audit of a program that has these collectives and nothing else, unless ``fields`` say otherwise."""
+    """The audit of a program with only these collectives, unless ``fields`` say otherwise."""
     plain: dict[str, Any] = {
         "matmul_flops": 0,
         "kernel_flops": 0,

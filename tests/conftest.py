@@ -30,13 +30,13 @@ def layout_of() -> Callable[..., jp.Layout]:
 
 @pytest.fixture(scope="session")
 def spec_of() -> Callable[[jax.Array], PartitionSpec]:
-    """An array's ``PartitionSpec`` with an entry for each dim; what comes out of a step may lack the last ``None``s."""
+    """An array's ``PartitionSpec`` with an entry for each dim; a step's outputs may lack the last ``None``s."""
     return lambda x: PartitionSpec(*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """A model that is a plain pytree of tagged arrays: awkward on purpose, with a square matrix, a vector and a scalar."""
+    """A plain pytree of tagged arrays, awkward on purpose: with a square matrix, a vector and a scalar."""
 
     rules: jp.Rules
 
@@ -62,7 +62,7 @@ class Mlp:
         return np.random.default_rng(seed).normal(size=(8, 16)).astype(np.float32)
 
     def layout(self, rules: jp.Rules | None = None, mesh: Any = None) -> jp.Layout:
-        """Fully sharded over all devices, unless told otherwise."""
+        """Fully sharded over all devices, unless ``rules`` or ``mesh`` are given."""
         return jp.Layout(mesh or jp.MeshSpec(data=-1).build(), rules or self.rules)
 
     @property

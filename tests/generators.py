@@ -1,4 +1,4 @@
-"""The small Llama that generates, on any mesh: what tests of generation have in common."""
+"""A small Llama that generates on any mesh, shared by the tests of generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST, SLOTS = [8, 5, 8, 8], 32
 def generator(
     mesh: Any, rules: jp.Rules = RULES, config: LlamaConfig = CONFIG, kept: dict[str, str] | None = None, **options: Any
 ) -> jp.Generator:
-    """Four rows of 32 slots; ``kept`` says what is in int8."""
+    """A generator with four rows of 32 slots; ``kept`` sets what is stored in int8."""
     how: dict[str, Any] = {"batch": 4, "slots": SLOTS, **options}
     return jp.Generator(jp.Layout(mesh, rules), make_llama(config), cached_llama(config, **(kept or {})), **how)
 
@@ -38,14 +38,14 @@ def one_device() -> Any:
 
 
 def parameters(model: jp.Generator, config: LlamaConfig = CONFIG) -> Any:
-    """Initial layers hardly change what the embedding says, and the head repeats it, so they are made larger."""
+    """Parameters with enlarged layers: initial ones hardly change the embedding, and the head would repeat it."""
     params = jp.init(model.layout, make_llama(config), optax.identity()).params
     params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
     return params
 
 
 def work(address: str, rank: str, result: str) -> None:
-    """One of two processes that generate together; what it was given goes to a file."""
+    """Run one of two processes that generate together, and write its results to a file."""
     jax.distributed.initialize(address, 2, int(rank), coordinator_bind_address=address)
     mesh = jp.MeshSpec(pipeline=2, data=2).build()
     model = generator(mesh)

@@ -1,17 +1,21 @@
 """How close each test is to its numeric bounds: a pytest plugin, and a command that prints a table of what it recorded.
 
-Rounding depends on the processor, so an error just below its bound on one machine is above it on another. Run the tests with and without
-fused multiply-adds (AVX2, AVX) and YNNPACK's sums (docs/facts.md says why these), then list what is within a factor of 3 of a bound::
+Rounding depends on the processor, so an error just below its bound on one machine is above it on another. Run the tests
+with and without fused multiply-adds (AVX2, AVX) and YNNPACK's sums (docs/facts.md says why these), then list the tests
+that are within a factor of 3 of a bound::
 
     uv run python -m pytest tests -p tests.margins -o enable_assertion_pass_hook=true --margins here.jsonl
     XLA_FLAGS="--xla_cpu_max_isa=AVX --xla_cpu_experimental_ynn_fusion_type=" uv run python -m pytest tests \\
         -p tests.margins -o enable_assertion_pass_hook=true --margins other.jsonl
     uv run python tests/margins.py here.jsonl other.jsonl --within 3
 
-A test's ratio is the largest of its ``error / bound``. One that is equal in all runs is of bytes rather than of rounding: ``--changing``
-leaves those out. ``exact`` counts comparisons of fractions that must be equal bit for bit. The plugin sees numpy's asserts (and chex's, made
-of them), ``allclose``, ``pytest.approx``, ``jaxpar.testing.assert_matches_single_device``, and asserts of the form ``a < b``, ``<=``, ``>``,
-``>=`` or ``==`` between numbers that are not both integers; but none inside ``all(...)`` or ``(...).all()``: write those as a maximum.
+A test's ratio is the largest of its ``error / bound``. A ratio that is equal in all runs compares bytes, not rounding:
+``--changing`` leaves it out. ``exact`` counts comparisons of fractions that must be bitwise equal.
+
+The plugin sees numpy's asserts (and chex's, which use them), ``allclose``, ``pytest.approx``,
+``jaxpar.testing.assert_matches_single_device``, and asserts of the form ``a < b``, ``<=``, ``>``, ``>=`` or ``==``
+between numbers that are not both integers. It does not see into ``all(...)`` or ``(...).all()``: write those as a
+maximum.
 """
 
 from __future__ import annotations
@@ -56,11 +60,11 @@ class Margin:
 
 
 current = Margin("")
-"""Of the test that runs now."""
+"""The margin of the test that runs now."""
 
 
 def caller() -> str:
-    """``file:line`` of the innermost frame in a test file; empty where the library compares for itself."""
+    """``file:line`` of the innermost frame in a test file; empty if the library makes the comparison."""
     frame: FrameType | None = sys._getframe(1)
     while frame := frame and frame.f_back:
         file = frame.f_code.co_filename
@@ -72,7 +76,7 @@ def caller() -> str:
 
 
 def fractions(*values: Any) -> list[np.ndarray] | None:
-    """The values as fp64 or complex arrays, or ``None`` unless one of them holds floating-point numbers."""
+    """The values as fp64 or complex arrays, or ``None`` if none of them holds floating-point numbers."""
     if any("key<" in str(getattr(value, "dtype", "")) for value in values):
         return None
     arrays = [np.asarray(value) for value in values]
@@ -81,7 +85,7 @@ def fractions(*values: Any) -> list[np.ndarray] | None:
 
 
 def note_worst(error: Any, bound: Any, most: float = math.inf) -> None:
-    """The element with the largest ratio, unless that is above ``most``."""
+    """Record the element with the largest ratio, unless that ratio is above ``most``."""
     error, bound = np.broadcast_arrays(error, bound)
     with np.errstate(all="ignore"):
         ratio = np.where((error == 0) | ~np.isfinite(error), 0, error / bound)
@@ -111,7 +115,7 @@ def approx(expected: Any, actual: Any) -> None:
 
 
 def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
-    """Call ``before`` with the arguments of ``owner.name`` each time that a test calls it."""
+    """Call ``before`` with the arguments of ``owner.name`` each time a test calls it."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -124,7 +128,7 @@ def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
 
 
 def number(node: ast.AST) -> float:
-    """What an explanation's text says of one side: a number, ``np.float32(…)``, ``Array(…)``, or arithmetic of those."""
+    """The value of one side of an explanation: a number, ``np.float32(…)``, ``Array(…)``, or arithmetic of those."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
@@ -138,13 +142,13 @@ def number(node: ast.AST) -> float:
 
 
 def pytest_assertion_pass(expl: str) -> None:
-    """An assert that passed, with values instead of expressions."""
+    """Record an assert that passed; ``expl`` has values instead of expressions."""
     try:
         tree = ast.parse(expl.split("\n", 1)[0].strip(), mode="eval").body
     except SyntaxError:
         return
     for node in tree.values if isinstance(tree, ast.BoolOp) else [tree]:
-        with contextlib.suppress(ValueError, KeyError, ArithmeticError):  # no numbers
+        with contextlib.suppress(ValueError, KeyError, ArithmeticError):  # the sides are not numbers
             if isinstance(node, ast.Compare) and len(node.ops) == 1:
                 left, right = number(node.left), number(node.comparators[0])
                 if isinstance(left, int) and isinstance(right, int):
@@ -161,17 +165,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # Python reads no bytecode that was written without the hook, and pytest rewrites asserts in the tests' helpers too.
+    # Python must not read bytecode written without the hook, and pytest must rewrite asserts in helpers, too.
     sys.dont_write_bytecode, sys.pycache_prefix = False, str(TESTS.parent / ".pytest_cache" / "margins")
     pytest.register_assert_rewrite(*(f.stem for f in TESTS.glob("*.py") if f.stem not in ("conftest", "margins")))
     wrap(np.testing, "assert_allclose", lambda a, b, rtol=1e-7, atol=0, *_, **__: near(a, b, rtol, atol))
-    for name in ("allclose", "isclose"):  # a test may claim that two arrays differ
+    for name in ("allclose", "isclose"):  # a test may assert that two arrays differ
         wrap(np, name, lambda a, b, rtol=1e-5, atol=1e-8, *_, **__: near(a, b, rtol, atol, most=1))
     wrap(np.testing, "assert_array_less", less)
     wrap(np.testing, "assert_array_equal", equal)
     wrap(np, "array_equal", equal)
     wrap(type(pytest.approx(1.0)), "__eq__", approx)
-    from jaxpar.analysis.compare import Verdict  # only now: conftest.py has set up the devices before jax is imported
+    from jaxpar.analysis.compare import Verdict  # conftest.py must set up the devices before jax is imported
 
     def passed(self: Verdict) -> bool:
         if self.first is None:
@@ -197,7 +201,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def main() -> None:
-    """Print the tests within a factor of their bound in any of the runs, one column a run; ``x`` where a test failed."""
+    """Print the tests within a factor of their bound in any run, one column per run; ``x`` where a test failed."""
     parser = argparse.ArgumentParser(description="Tests that are close to their bounds, the closest first.")
     parser.add_argument("files", nargs="+", type=Path, help="what runs with --margins wrote")
     parser.add_argument("--within", type=float, default=3, help="list tests with error >= bound / WITHIN (default 3)")

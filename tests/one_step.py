@@ -1,4 +1,4 @@
-"""One step of a small model on a mesh: what tests that hold a step against one device have in common."""
+"""One step of a small model on a mesh, shared by the tests that compare a step with one device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import jaxpar as jp
 
 SGD = optax.sgd(0.1)
 BOUND = 6e-6
-"""Of gradients of one step in fp32. An entry is a sum over some n = 100 tokens, and two orders of such a sum differ by up to n * eps / 2 = 6e-6
-of the sum of magnitudes. Seen are up to 1.3e-6, and three times more or less on other instruction sets."""
+"""Relative bound for the gradients of one step in fp32.
+
+An entry sums some n = 100 tokens, and two orders of such a sum differ by up to n * eps / 2 = 6e-6 of the sum of
+magnitudes. Measured: up to 1.3e-6, and up to a factor of three more or less on other instruction sets.
+"""
 LLAMA_RULES = jp.Rules(
     batch="data",
     seq=("context", "ulysses"),
@@ -30,17 +33,17 @@ LLAMA_RULES = jp.Rules(
     layers="pipeline",
     params={"embed": "data"},
 )
-"""Of a Llama, or of a model with some of its names, over every axis."""
+"""Rules for a Llama, or for a model with some of its names, over every axis."""
 
 
 def layout_of(rules: jp.Rules, sizes: dict[str, int]) -> jp.Layout:
-    """On as many of the devices as ``sizes`` take."""
+    """A layout on the first devices, as many as ``sizes`` need."""
     return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
 
 
 @functools.cache
 def leaves_of(make: Any, rules: jp.Rules, tx: Any = SGD) -> list[Any]:
-    """The leaves of a first state on the host, made once: ``init`` gives the same in every layout, and compiles for each."""
+    """The initial state's host leaves, cached: ``init`` gives the same in every layout, but compiles for each."""
     layout = layout_of(rules, {"data": 1})
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make, tx)
@@ -50,11 +53,11 @@ def leaves_of(make: Any, rules: jp.Rules, tx: Any = SGD) -> list[Any]:
 
 
 def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = None, **options: Any) -> Any:
-    """Metrics, gradients on the host and the program of one step; ``first`` makes the same parameters as ``make`` does."""
+    """Metrics, host gradients and the program of one step; ``first`` makes the same parameters as ``make``."""
     with jax.default_matmul_precision("highest"), layout:
         shapes = jp.abstract_state(layout, make, SGD)
         step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
-        # These programs run once: making them fast takes longer than running them.
+        # These programs run once: optimizing them takes longer than running them.
         compiled = step.lower(shapes, batch).compile(compiler_options={"xla_backend_optimization_level": 0})
         state = jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(first or make, layout.rules))
         _, metrics = compiled(state, batch)
@@ -63,14 +66,14 @@ def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = N
 
 
 def check_grads(got: Any, want: Any, bound: float) -> None:
-    """Relative to each tensor's largest entry."""
+    """Compare relative to each tensor's largest entry."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     for (keys, a), b in pairs:
         assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(keys)
 
 
 def check_same(got: Any, want: Any) -> None:
-    """Metrics and gradients."""
+    """Compare metrics and gradients."""
     for name, value in want[0].items():
         assert got[0][name] == pytest.approx(value, rel=2e-6, abs=2e-6), name
     check_grads(got[1], want[1], BOUND)

@@ -1,4 +1,4 @@
-"""Random orders of operations that do not wait for each other: what tests of schedules and of their executor have in common."""
+"""Random orders of independent operations, shared by the tests of schedules and of their executor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def orders_of_ones_own(
     parts: Sequence[int] = (1, 2),
     kinds: Sequence[str] = ("F", "FB", "FBW"),
 ) -> tuple[list[list[Op]], dict[str, Any]]:
-    """Orders in which some clock could do everything, and the sizes they are for."""
+    """Orders that some clock can execute, and the sizes they are for."""
     one = lambda some: draw(st.sampled_from(some))
     sizes = {"stages": one(stages), "chunks": one(chunks), "sequence_chunks": one(parts)}
     sizes |= {"microbatches": draw(st.integers(1, 4)), "placement": one(("loop", "v")), "fused": draw(st.booleans())}
@@ -35,7 +35,11 @@ def orders_of_ones_own(
     dice = draw(st.randoms(use_true_random=False))
     done: set[tuple[str, int, int]] = set()
     while todo:
-        ready = [key for key in sorted(todo) if done.issuperset(needs(Op(*key), key[2], pieces.count, cut))]  # type: ignore[arg-type]
+        ready = [
+            key
+            for key in sorted(todo)
+            if done.issuperset(needs(Op(*key), key[2], pieces.count, cut))  # type: ignore[arg-type]
+        ]
         kind, m, piece = dice.choice(ready)
         stage, chunk = pieces.place(piece)
         orders[stage].append(Op(kind, m, chunk))  # type: ignore[arg-type]

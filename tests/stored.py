@@ -1,4 +1,4 @@
-"""The auditor's stored programs as compiled steps, and a model's state as a step is given it."""
+"""The auditor's stored programs as compiled steps, and a model's state as a step receives it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ FIXTURES = Path(__file__).parent / "analysis" / "hlo" / "fixtures"
 
 
 def facts(name: str) -> dict[str, Any]:
-    """What is known of a fixture."""
+    """The facts recorded about a fixture."""
     return dict(json.loads((FIXTURES / "index.json").read_text(encoding="utf-8"))[name])
 
 
 def text(name: str) -> str:
-    """Its HLO."""
+    """The HLO text of a fixture."""
     return gzip.decompress((FIXTURES / f"{name}.hlo.gz").read_bytes()).decode()
 
 
 def step(name: str, topology: str = "v5e:4x4", **fields: Any) -> AheadOfTime:
-    """It as the compiler would give it, with figures made up."""
+    """A fixture as an ahead-of-time compiled step, with invented figures."""
     memory = {"argument": 4 * 2**20, "output": 0, "temp": 5 * 2**20, "alias": 0, "peak": 9 * 2**20, "host": 0}
     return AheadOfTime(
         **{
@@ -41,6 +41,6 @@ def step(name: str, topology: str = "v5e:4x4", **fields: Any) -> AheadOfTime:
 
 
 def held(path: str, shape: tuple[int, ...], spec: tuple[tuple[str, ...], ...], size: int, **fields: Any) -> HeldTensor:
-    """An fp32 parameter, unless ``fields`` say otherwise; ``size`` is on one device."""
+    """An fp32 parameter, unless ``fields`` say otherwise; ``size`` is in bytes on one device."""
     plain = {"category": "parameters", "dims": ("embed", "mlp")[: len(shape)], "copies": 1}
     return HeldTensor(path=path, shape=shape, spec=spec, bytes=size, **{**plain, **fields})

@@ -1,4 +1,4 @@
-"""What a user reads when a mesh, a rules table, a layout, a configuration or a model is wrong: each text in full."""
+"""The full error texts for a wrong mesh, rules table, layout, configuration or model."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def case(name: str, act: Callable[[], Any], text: str) -> Any:
 
 
 def spec(path: str, names: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = RULES, **options: Any) -> Any:
-    """The spec of a tensor on eight devices, two of them along replica."""
+    """The spec of a tensor on eight devices, with a replica axis of size 2."""
     mesh = MeshSpec(replica=2, data=2, model=2).abstract()
     return Layout(mesh, rules).spec(names, shape, path=path, **options)
 
 
 def layout_of(*kinds: AxisType) -> Layout:
-    """A layout on eight devices, with these axis types."""
+    """A layout on eight devices with these axis types."""
     if not kinds:
         return Layout(MeshSpec(replica=2, data=4).build(), RULES)
     return Layout(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=kinds), RULES)

@@ -1,4 +1,4 @@
-"""The Linen adapter: Flax's own boxes unchanged, collections that a step carries, Flax's own constraints."""
+"""The Linen adapter: Flax's boxes stay unchanged, a step carries collections, Flax's constraints read the layout."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_scan_of_flax_itself_names_the_stacking_dim(layout: jp.Layout) -> None
 
 
 class Normed(nn.Module):
-    """With a collection that the forward pass updates and one that it leaves alone."""
+    """A module with one collection that the forward pass updates and one that it does not."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -112,7 +112,7 @@ def test_the_third_value_of_a_loss_updates_the_collections_it_names(layout: jp.L
 
 
 class Constrained(nn.Module):
-    """Constrains its activations in Flax's way."""
+    """A module that constrains its activations with Flax's function."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def test_flax_rules_take_the_first_option_of_a_first_of() -> None:
 
 @struct.dataclass
 class Nameless(nn.meta.AxisMetadata[Any]):
-    """A box of somebody else's, which says nothing about dims."""
+    """A third-party box without dim names."""
 
     value: Any
 
@@ -189,8 +189,8 @@ class Nameless(nn.meta.AxisMetadata[Any]):
             lambda key: dense(6, nn.with_partitioning(NORMAL, (("embed", "mlp"), None))).init(key, EXAMPLE),
             AnnotationError,
             (
-                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is wanted, as "
-                "('embed', 'mlp')."
+                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is "
+                "wanted, as ('embed', 'mlp')."
             ),
         ),
     ],

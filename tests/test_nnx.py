@@ -1,4 +1,4 @@
-"""The NNX adapter: names that survive Flax's transforms, Flax's own metadata, and state that a step carries."""
+"""The NNX adapter: names that survive Flax's transforms, Flax's metadata, and state that a step carries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear(rngs: nnx.Rngs, init: Callable[..., Any] | None = None) -> nnx.Linear
 
 
 def specs(layout: jp.Layout, make_model: Callable[[jax.Array], Any]) -> dict[str, P]:
-    """Path → spec of each parameter, as an initialised state has it and as the abstract one promised."""
+    """Path → spec of each parameter; ``init`` must give the shardings of ``abstract_state``."""
     state = jp.init(layout, make_model, TX)
     promised = jp.abstract_state(layout, make_model, TX)
     jax.tree.map(lambda got, want: np.testing.assert_equal(got.sharding, want.sharding), state, promised)
@@ -97,7 +97,7 @@ def test_metadata_of_flax_itself_works_unchanged(names: Any, layout: jp.Layout) 
 
 
 class Noisy(nnx.Module):
-    """With running statistics and a stream of random numbers."""
+    """A module with running statistics and a stream of random numbers."""
 
     def __init__(self, rngs: nnx.Rngs):
         norm = axes(nnx.initializers.ones)("embed")
@@ -183,33 +183,33 @@ NO_STACK = (
             linear(nnx.Rngs(0)),
             ModelError,
             (
-                "make_model is a Linear, but a function of a PRNG key is wanted, so that the model can be built in place. "
-                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+                "make_model is a Linear, but a function of a PRNG key is wanted, so that the model can be built in "
+                "place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
             ),
         ),
         (
             lambda key: linear(nnx.Rngs(key), NORMAL),
             LayoutError,
             (
-                "params/kernel [8, 6] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
-                "jp.tag), or allow replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero "
-                "split it all the same."
+                "params/kernel [8, 6] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, "
+                "jaxpar.linen.axes, jp.tag), or allow replication with unannotated='replicate' in the rules, under "
+                "which over(axis) and jp.Zero split it all the same."
             ),
         ),
         (
             lambda key: linear(nnx.Rngs(key), nnx.with_metadata(NORMAL, out_sharding="embed")),
             AnnotationError,
             (
-                "params/kernel: out_sharding is 'embed', but a tuple of logical dims is wanted, as ('embed', 'mlp'). Remedy: "
-                "annotate with jaxpar.nnx.axes or nnx.with_partitioning."
+                "params/kernel: out_sharding is 'embed', but a tuple of logical dims is wanted, as ('embed', 'mlp'). "
+                "Remedy: annotate with jaxpar.nnx.axes or nnx.with_partitioning."
             ),
         ),
         (
             lambda key: linear(nnx.Rngs(key), nnx.with_partitioning(NORMAL, (("embed", "mlp"), None))),
             AnnotationError,
             (
-                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is wanted, as "
-                "('embed', 'mlp')."
+                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is "
+                "wanted, as ('embed', 'mlp')."
             ),
         ),
         (lambda key: Stack(nnx.Rngs(key), {}).blocks, LayoutError, NO_STACK),
@@ -228,22 +228,23 @@ def test_a_model_that_cannot_be_laid_out_is_refused(make: Any, kind: Any, text: 
         (
             lambda model, batch: (squares(model, batch), {}, {"norm": {}}),
             (
-                "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: return (loss, aux), "
-                "and assign to the module's variables instead."
+                "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: return "
+                "(loss, aux), and assign to the module's variables instead."
             ),
         ),
         (
             more,
             (
-                "loss_fn added 'seen', but the variables of an NNX module stay those that its constructor made. Remedy: create "
-                "every variable there; return intermediate values from loss_fn."
+                "loss_fn added 'seen', but the variables of an NNX module stay those that its constructor made. "
+                "Remedy: create every variable there; return intermediate values from loss_fn."
             ),
         ),
         (
             fewer,
             (
-                "loss_fn removed 'dropout/rngs/count', 'dropout/rngs/key', but the variables of an NNX module stay those that "
-                "its constructor made. Remedy: create every variable there; return intermediate values from loss_fn."
+                "loss_fn removed 'dropout/rngs/count', 'dropout/rngs/key', but the variables of an NNX module stay "
+                "those that its constructor made. Remedy: create every variable there; return intermediate values "
+                "from loss_fn."
             ),
         ),
     ],

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a fresh kernel, and says the same as its paired script."""
+"""Every notebook runs from top to bottom in a fresh kernel and equals its paired script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Jupyter asks which folders to use before it is imported, and warns until it is told.
+# Jupyter reads this setting at import, and warns if it is missing.
 os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
 
 import jupytext
@@ -24,12 +24,12 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def kernel() -> AsyncKernelManager:
-    """The kernel ``python3`` of the interpreter that runs this test, whatever kernels the user has installed."""
+    """The ``python3`` kernel of the interpreter that runs this test, whatever kernels the user has installed."""
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
 
 
 def run(notebook: Any) -> Any:
-    """The notebook, executed; a cell that raises is a ``CellExecutionError``."""
+    """Execute the notebook; a cell that raises is a ``CellExecutionError``."""
     resources = {"metadata": {"path": str(FOLDER)}}
     client = NotebookClient(notebook, km=kernel(), timeout=300, resources=resources)
     # The test's own simulated devices must not reach the kernel: the notebook sets up its own.
@@ -71,12 +71,12 @@ def test_every_script_has_its_notebook() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_committed_bare(path: Path) -> None:
-    """No outputs, no counts, and in the metadata nothing of the computer it was written on."""
+    """No outputs, no execution counts, and no metadata from the author's computer."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         assert not cell.get("outputs") and cell.get("execution_count") is None
-        assert set(cell.metadata) <= {"lines_to_next_cell"}  # jupytext's own, for blank lines in the script
+        assert set(cell.metadata) <= {"lines_to_next_cell"}  # jupytext's key for blank lines in the script
     assert notebook.metadata == {
         "jupytext": {"formats": "ipynb,py:percent"},
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -1,4 +1,4 @@
-"""docs/own_model.md is one program: a Flax model of one's own, trained, in a pipeline, and generating."""
+"""docs/own_model.md is one program: it trains a custom Flax model, runs it in a pipeline, and generates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def page() -> dict[str, Any]:
 
 
 def shapes(page: dict[str, Any]) -> Any:
-    """A batch that is not there, tagged for ``check``."""
+    """An abstract batch, tagged for ``check``."""
     (batch,) = page["batches"](1)
     return {name: jp.tag(jax.ShapeDtypeStruct(x.shape, x.dtype), *page["dims"][name]) for name, x in batch.items()}
 
@@ -35,7 +35,7 @@ def test_it_fits_and_every_rule_is_used(page: dict[str, Any]) -> None:
     layout = page["layout"]
     report = jp.check(layout, page["make_model"], page["tx"], batch=shapes(page), loss_fn=page["loss"])
     assert report.total("params").replicated < 0.05
-    assert "ring" in str(report) or "ulysses" in str(report)  # what attention takes over context
+    assert "ring" in str(report) or "ulysses" in str(report)  # the implementations that attention selects over context
 
 
 def test_it_goes_through_a_pipeline_and_generates(page: dict[str, Any]) -> None:
@@ -53,9 +53,10 @@ def test_parameters_without_names_are_one_problem_and_zero_splits_them(page: dic
     bare = lambda key: nnx.MultiHeadAttention(num_heads=4, in_features=64, decode=False, rngs=nnx.Rngs(key))
     mesh = jp.MeshSpec(data=8).abstract(8)
     text = (
-        "8 parameters carry no logical dims: params/key/bias [4, 16], params/key/kernel [64, 4, 16], params/out/bias [64], "
-        "params/out/kernel [4, 16, 64] and 4 more. Remedy: annotate them (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or allow replication "
-        "with unannotated='replicate' in the rules, under which over(axis) and jp.Zero split them all the same."
+        "8 parameters carry no logical dims: params/key/bias [4, 16], params/key/kernel [64, 4, 16], params/out/bias "
+        "[64], params/out/kernel [4, 16, 64] and 4 more. Remedy: annotate them (jaxpar.nnx.axes, jaxpar.linen.axes, "
+        "jp.tag), or allow replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero "
+        "split them all the same."
     )
     for ask in (jp.check, jp.abstract_state):
         with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
@@ -74,8 +75,9 @@ def test_a_model_that_carries_keys_does_not_generate(page: dict[str, Any]) -> No
         return model
 
     text = (
-        "Generator: the model carries variables/dropout/rngs/count, variables/dropout/rngs/key beside its parameters, which generation does not take. "
-        "Remedy: a make_model without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as before."
+        "Generator: the model carries variables/dropout/rngs/count, variables/dropout/rngs/key beside its parameters, "
+        "which generation does not take. Remedy: a make_model without counters and statistics, as nnx.Dropout without "
+        "rngs; the checkpoint's parameters fit it as before."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}$"):
         jp.Generator(page["layout"], dropping, page["cached"], batch=2, slots=32)

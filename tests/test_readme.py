@@ -1,4 +1,4 @@
-"""The README keeps its word: its program runs, CI runs its test command, its paths exist."""
+"""The README's program runs, CI runs its test command, and its paths exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``verify`` accepts as rounding, and what it finds."""
+"""The differences that ``verify`` accepts as rounding, and those that it reports."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def make(key: jax.Array) -> Any:
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """The same to all classes changes no soft-max: of ``s`` of ones, the gradient of ``c`` is zero but for rounding."""
+    """A constant added to all classes does not change the softmax: with ``s`` of ones, the gradient of ``c`` is zero
+    up to rounding."""
     logits = batch["x"] @ params["w"] + params["c"].mean() * batch["s"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
 def batches(scales: tuple[np.ndarray, ...] = (np.ones(8), np.arange(8))) -> list[dict[str, np.ndarray]]:
-    """The gradient of ``c`` is rounding alone in the first batch, and a small difference of large sums in the second."""
+    """The gradient of ``c`` is pure rounding in the first batch, and a small difference of large sums in the second."""
     rng = np.random.default_rng(0)
     return [
         {
@@ -60,7 +61,7 @@ def test_adam_on_noise_is_no_difference_of_layouts() -> None:
 
 
 def test_a_gradient_that_cancels_out_is_held_against_what_a_last_bit_changes() -> None:
-    """The gradient of ``c`` is a sum of terms of about 1e5 that is about 1."""
+    """The gradient of ``c`` is about 1, a sum of terms of about 1e5."""
     large = np.random.default_rng(1).normal(size=(64, 16)) * 1e5
     large[32:] = 1 / 512 - large[:32]
     wide = [batch | {"x": large.astype(np.float32)} for batch in batches()]
@@ -88,7 +89,7 @@ def test_an_update_that_differs_is_found_where_gradients_agree() -> None:
 
 
 class Counted(nnx.Module):
-    """A weight, and a carried number that the last step alone does not show."""
+    """A weight, and a carried number that the last step alone does not reveal."""
 
     def __init__(self, key: jax.Array) -> None:
         self.w = nnx.Param(jax.random.normal(key, (16,)), out_sharding=("embed",))
@@ -112,6 +113,6 @@ def test_a_carried_variable_that_differs_is_found(wrong: bool) -> None:
 def test_a_gradient_of_noise_alone_is_held_against_the_largest() -> None:
     want = {"w": np.float32([1.0, 0.5]), "small": np.float32([1e-5]), "bias": np.float32([3e-9])}
     near = gradient_gaps(want, want | {"bias": np.float32([-3e-8]), "small": np.float32([1e-5 + 3e-8])})
-    assert near["bias"] < 1e-7  # rounding of what cancels out in it
+    assert near["bias"] < 1e-7  # rounding of terms that cancel
     assert near["small"] > 1e-5  # small, but a gradient
     assert gradient_gaps(want, want | {"bias": np.float32([1e-3])})["bias"] > 1e-5

@@ -1,4 +1,4 @@
-"""The roofline: steps computed by hand, what it says of what it does not know, and that more work never takes less time."""
+"""The roofline: steps computed by hand, reported unknowns, and the property that more work never takes less time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_program_of_traffic_is_bound_by_memory() -> None:
 
 
 def test_what_is_exposed_adds_up() -> None:
-    # 1 ms of compute, then 2 gathers of 1 ms with nothing beside them.
+    # 1 ms of compute, then 2 exposed gathers of 1 ms each.
     found = roofline(audited(LINE, gather(100e6, count=2), matmul_flops=197 * 10**9), "v5e:4x4")
     assert (found.exposed, found.overlapped, found.stalled) == (pytest.approx(2e-3), 0, 0)
     assert (found.step, found.bound) == (pytest.approx(3e-3), "links over data")
@@ -68,13 +68,13 @@ def test_what_is_overlapped_hides_under_the_compute_beside_it() -> None:
 
 
 def test_what_outlasts_the_compute_beside_it_stalls() -> None:
-    # 0.9 ms on the links beside a fifth of the 1 ms of compute.
+    # 0.9 ms on the links during a fifth of the 1 ms of compute.
     short = gather(90e6, exposed_bytes=0.0, beside_flops=197 * 10**9 // 5)
     report = audited(LINE, short, matmul_flops=197 * 10**9)
     found = roofline(report, "v5e:4x4")
     assert (found.overlapped, found.stalled) == (pytest.approx(0.9e-3), pytest.approx(0.7e-3))
     assert found.step == pytest.approx(1.7e-3)
-    # Were the program slower by its memory, the same matmul would hide more.
+    # If memory slows the program down, the same matmul hides more.
     slower = roofline(dataclasses.replace(report, hbm_bytes=2 * 819 * 10**6), "v5e:4x4")
     assert (slower.stalled, slower.step) == (pytest.approx(0.5e-3), pytest.approx(2.5e-3))
 
@@ -93,7 +93,7 @@ def test_half_exposed_is_half_added() -> None:
 def test_transfers_queue_on_a_link_and_run_side_by_side_on_two() -> None:
     mesh, work = {"data": 4, "model": 4}, 197 * 10**9
 
-    def over(axis: str) -> Any:  # 0.8 ms on one link, beside all of the compute
+    def over(axis: str) -> Any:  # 0.8 ms on one link, during all of the compute
         return collective("all-gather", (axis,), 40e6, exposed_bytes=0.0, beside_flops=work)
 
     apart = roofline(audited(mesh, over("data"), over("model"), matmul_flops=work), "v5e:4x4")
@@ -122,8 +122,8 @@ def test_an_empty_program_takes_no_time() -> None:
 
 
 TEXT = """\
-A model, not a measurement: step 3 ms on v5e:4x4 (16 × TPU v5e), bound by links over data; MFU 33.3% (the program's FLOPs, \
-bf16); 1,365,333 tokens/s
+A model, not a measurement: step 3 ms on v5e:4x4 (16 × TPU v5e), bound by links over data; MFU 33.3% (the program's \
+FLOPs, bf16); 1,365,333 tokens/s
 resource         time    hidden  stalled  exposed  what
 compute          1 ms                              1.97e+11 FLOPs
 HBM              1 ms                              at most 781.06 MiB
@@ -177,13 +177,16 @@ def test_stored_programs_keep_the_books(name: str) -> None:
         (
             "v5e:4x8",
             MeshError,
-            "the audited program runs on 16 devices (data=16), but v5e:4x8 has 32. Remedy: audit a program compiled for "
-            + "32 devices, or name a topology of 16.",
+            "the audited program runs on 16 devices (data=16), but v5e:4x8 has 32. Remedy: audit a program "
+            "compiled for " + "32 devices, or name a topology of 16.",
         ),
         (
             "v5e:1x512",
             PlanError,
-            "v5e:1x512 has 512 chips in one slice, but at most 256 of TPU v5e can be. Remedy: more slices of fewer chips.",
+            (
+                "v5e:1x512 has 512 chips in one slice, but at most 256 of TPU v5e can be. Remedy: more slices of "
+                "fewer chips."
+            ),
         ),
     ],
 )
@@ -209,7 +212,7 @@ sent = st.builds(
 
 
 def program(more: int, hbm: int, found: list[Any]) -> Audit:
-    """Compute beside a transfer is compute of the program, so a program has at least as much."""
+    """Compute that overlaps a transfer is part of the program, so a program has at least as much."""
     beside = max((c.beside_flops * c.count for c in found), default=0)
     return audited({"data": 8, "model": 4}, *found, matmul_flops=beside + more, hbm_bytes=hbm)
 

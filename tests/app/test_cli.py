@@ -1,4 +1,4 @@
-"""The command line: what it imports, and ``explain``, ``check`` and ``verify``."""
+"""Tests the command line: its imports, and ``explain``, ``check`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(*values: str) -> list[str]:
 
 
 def python(code: str, **env: str) -> str:
-    """What a fresh interpreter prints, without this test session's devices."""
+    """Returns what a fresh interpreter prints, without the simulated devices of this test session."""
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **env}, check=False
@@ -57,7 +57,10 @@ def test_every_public_name_has_its_home() -> None:
 
 
 def test_devices_are_simulated_only_where_there_is_no_accelerator() -> None:
-    code = "from jaxpar.utils.simulate_devices import {f}\n{f}(3)\nimport jax; print(jax.device_count(), jax.default_backend())"
+    code = (
+        "from jaxpar.utils.simulate_devices import {f}\n{f}(3)\n"
+        "import jax; print(jax.device_count(), jax.default_backend())"
+    )
     for function in ("prefer_accelerators", "simulate_devices"):
         assert python(code.format(f=function), JAX_PLATFORMS="cpu").split() == ["3", "cpu"]
 
@@ -120,7 +123,7 @@ def test_verify_names_the_first_module_that_diverges(
 ) -> None:
     right = SwiGLU.__call__
 
-    def wrong(self: Any, x: jax.Array) -> jax.Array:  # off by a thousandth as soon as there is a model axis
+    def wrong(self: Any, x: jax.Array) -> jax.Array:  # Off by a thousandth where the mesh has a model axis.
         return right(self, x) * (1 + 1e-3 * (jp.current_layout().sizes["model"] - 1))
 
     monkeypatch.setattr(SwiGLU, "__call__", wrong)

@@ -1,4 +1,4 @@
-"""What a run's keys for optimizer parallelism, precision and microbatches become."""
+"""Tests how the keys of a run become a layout, an optimizer and the options of a step."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> N
     plain = job_of(data={"packing": True})
     assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
     text = (
-        "parallel.context: load_balance is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of the ring's 4 devices. Remedy: a "
-        "multiple of 8."
+        "parallel.context: load_balance is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of "
+        "the ring's 4 devices. Remedy: a multiple of 8."
     )
     short = job_of(**keys, data={"packing": True, "batch": 2, "seq": 12})
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
@@ -154,8 +154,8 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     pipeline = jp.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
     assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.PipelineLoss)
     text = (
-        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no step is that of one device. "
-        "Remedy: --set parallel.pipeline.schedule=1f1b."
+        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no "
+        "step is that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         verify(job, steps=1, bound=1e-5, console=Console())
@@ -167,7 +167,10 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
         ({"executor": "independent"}, "parallel.pipeline: executor is 'independent', but under 'pipedream' each stage"),
         (
             {"embedding": "per_microbatch"},
-            "parallel.pipeline: embedding is 'per_microbatch', but under 'pipedream' each stage has one piece of the model",
+            (
+                "parallel.pipeline: embedding is 'per_microbatch', but under 'pipedream' each stage has one piece of "
+                "the model"
+            ),
         ),
         (
             {"microbatches": 1},
@@ -207,24 +210,24 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"context": {"impl": "rings"}}},
             ConfigError,
             (
-                "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, ulysses, hybrid is wanted. Did "
-                "you mean 'ring'?"
+                "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, "
+                "ulysses, hybrid is wanted. Did you mean 'ring'?"
             ),
         ),
         (
             {"parallel": {"context": {"load_balance": "balanced"}}},
             ConfigError,
             (
-                "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is false. Remedy: data: {packing: true}, or "
-                "load_balance: zigzag."
+                "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is "
+                "false. Remedy: data: {packing: true}, or load_balance: zigzag."
             ),
         ),
         (
             STAGES,
             ConfigError,
             (
-                "mesh: pipeline is 4, but parallel.pipeline says nothing of how the layers go over the stages. Remedy: parallel.pipeline: "
-                "{schedule: 1f1b, microbatches: 8}."
+                "mesh: pipeline is 4, but parallel.pipeline says nothing of how the layers go over the stages. "
+                "Remedy: parallel.pipeline: {schedule: 1f1b, microbatches: 8}."
             ),
         ),
         (
@@ -239,29 +242,33 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             },
             ConfigError,
             (
-                "pipeline: remat.layers is [2, 1, 0, 0], but under a pipeline all layers are one program, which recomputes as one. Remedy: leave "
-                "remat.layers out."
+                "pipeline: remat.layers is [2, 1, 0, 0], but under a pipeline all layers are one program, which "
+                "recomputes as one. Remedy: leave remat.layers out."
             ),
         ),
         (
             {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "reshard_after_forward": False}},
             ConfigError,
-            "pipeline: reshard_after_forward is False, but under a pipeline weights are gathered once a step, and kept. Remedy: leave reshard_after_forward out.",
+            (
+                "pipeline: reshard_after_forward is False, but under a pipeline weights are gathered once a step, and "
+                "kept. Remedy: leave reshard_after_forward out."
+            ),
         ),
         (
             {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "virtual_stages": 2}}},
             ConfigError,
             (
-                "parallel.pipeline: schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of "
-                "4, as 8, or 'breadth_first', which takes any number from 4 on."
+                "parallel.pipeline: schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each "
+                "stage. Remedy: a multiple of 4, as 8, or 'breadth_first', which takes any number from 4 on."
             ),
         ),
         (
             {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "offset": [1, 0, 0, 0]}}},
             ConfigError,
             (
-                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces want 4 numbers, a sum that leaves "
-                "a multiple of 4, and one layer or more in each. Remedy: as [1, 0, 0, -1], or layers that the pieces divide."
+                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces want 4 "
+                "numbers, a sum that leaves a multiple of 4, and one layer or more in each. Remedy: as [1, 0, 0, -1], "
+                "or layers that the pieces divide."
             ),
         ),
         (
@@ -271,16 +278,17 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             },
             ConfigError,
             (
-                "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but grad_reduction is 'per_chunk', which scatters "
-                "gradients layer by layer. Remedy: grad_reduction='per_step', or executor='lockstep'."
+                "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but "
+                "grad_reduction is 'per_chunk', which scatters gradients layer by layer. Remedy: "
+                "grad_reduction='per_step', or executor='lockstep'."
             ),
         ),
         (
             {"parallel": {"context": {"impl": "ring", "keep_gathered_kv": True}}},
             ConfigError,
             (
-                "parallel.context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, and impl is 'ring'. Remedy: impl: gather, or "
-                "leave keep_gathered_kv out."
+                "parallel.context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, "
+                "and impl is 'ring'. Remedy: impl: gather, or leave keep_gathered_kv out."
             ),
         ),
         (
@@ -298,32 +306,35 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": {"parameters": "host"}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated beside them and is larger, does "
-                "not. Remedy: {parameters: host, optimizer: host}."
+                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated "
+                "beside them and is larger, does not. Remedy: {parameters: host, optimizer: host}."
             ),
         ),
         (
             {"parallel": {"offload": BOTH, "reshard_after_forward": 4}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, but reshard_after_forward: 4 keeps all layers' weights on the device for the backward "
-                "pass. Remedy: leave reshard_after_forward out, or parallel.offload.parameters."
+                "parallel.offload: parameters wait in the host's memory, but reshard_after_forward: 4 keeps all "
+                "layers' weights on the device for the backward pass. Remedy: leave reshard_after_forward out, or "
+                "parallel.offload.parameters."
             ),
         ),
         (
             {"parallel": {"offload": BOTH, "remat": {"policy": "full", "layers": [1]}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but remat.layers takes some "
-                "layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, "
+                "but remat.layers takes some layers apart. Remedy: leave remat.layers out, or "
+                "parallel.offload.parameters."
             ),
         ),
         (
             {"parallel": {"offload": BOTH, "optimizer": {"stage": 2}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
-                "parallel.optimizer.stage 2 gathers all of them before the step. Remedy: stage 3, or leave parallel.offload.parameters out."
+                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the "
+                "device, but parallel.optimizer.stage 2 gathers all of them before the step. Remedy: stage 3, or "
+                "leave parallel.offload.parameters out."
             ),
         ),
         (
@@ -335,14 +346,17 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": {"parameters": "host", "optimizer": "disk", "path": "moments"}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory beside the optimizer's state, but to is 'disk'. Remedy: to='host', or "
-                "leave parameters out."
+                "parallel.offload: parameters wait in the host's memory beside the optimizer's state, but to is "
+                "'disk'. Remedy: to='host', or leave parameters out."
             ),
         ),
         (
             {"parallel": {"offload": {"optimizer": "disk"}}},
             ConfigError,
-            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast disk.",
+            (
+                "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a "
+                "fast disk."
+            ),
         ),
         (
             {"parallel": {"offload": {"path": "moments"}}},
@@ -357,12 +371,18 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
         (
             {"optimizer": {"name": "one_bit_adam", "clip_norm": None}, "train": {"steps": 50}},
             ConfigError,
-            "wants to be told how many steps of ordinary Adam come first. Remedy: options: {warmup: 10}, a fifth of train.steps.",
+            (
+                "wants to be told how many steps of ordinary Adam come first. Remedy: options: {warmup: 10}, a fifth "
+                "of train.steps."
+            ),
         ),
         (
             {"optimizer": {"name": "one_bit_adam", "clip_norm": None, "options": {"warmup": 9, "momentum": 1}}},
             ConfigError,
-            "optimizer: one_bit_adam has no option 'momentum'. Its options are: b1, b2, eps, weight_decay, warmup, block, min_bytes.",
+            (
+                "optimizer: one_bit_adam has no option 'momentum'. Its options are: b1, b2, eps, weight_decay, "
+                "warmup, block, min_bytes."
+            ),
         ),
         ({"train": {"grad_accum_steps": 0}}, ConfigError, "train.grad_accum_steps is 0, but at least 1 is wanted."),
     ],
@@ -423,7 +443,7 @@ def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_o
 
 
 PIPELINES = {"1b_pp4_fsdp4": 2802, "8b_pp4_fsdp4_m8": 12937}
-"""MiB at the peak of the program for v5e:4x4, as the compiler said (docs/pipeline.md)."""
+"""Peak memory in MiB of the program for v5e:4x4, as the compiler reports it (docs/pipeline.md)."""
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")))

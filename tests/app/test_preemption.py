@@ -1,4 +1,4 @@
-"""Two real processes of four devices each: SIGTERM to one of them ends both after the same step; a slow one is named."""
+"""Tests two real processes: SIGTERM to one ends both after the same step, and the slow one is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RUN: dict[str, Any] = {
     "checkpoint": {"save_interval_steps": 3},
 }
 BAD = 5
-"""The batch that is not finite, so that the processes roll back together first."""
+"""The batch with a non-finite loss, which makes both processes roll back first."""
 
 
 def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
     assert last == ended[1]["steps"] == steps_in(tmp_path / "out/checkpoints")[-1] > 4
     for one in ended:
         assert one["signal"] == signal.SIGTERM and "stopped by SIGTERM" in one["screen"]
-        # Both went back: nothing is said of a checkpoint of step 5 or of batches 4 and 5.
+        # Both processes rolled back to step 3, and skip batches 4 and 5.
         assert one["passed"] == [[4, 5]] and "rolled back from step 5 to 3: step 5 was not finite" in one["screen"]
         assert "process 1 is slow: it spends " in one["screen"] and "process 1         " in one["screen"]
     slow = named()[0]
@@ -89,7 +89,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
 
 
 def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(tmp_path: Path) -> None:
-    """By the command line, whose processes have a compile to leave."""
+    """This test uses the command line, whose processes can leave a compile."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "cpu_devices": 4, "output": str(tmp_path / "out")}))
     place = ("--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2", "--process-id")
     command = [sys.executable, "-m", "jaxpar.app.cli", "train", str(tmp_path / "run.yaml"), *place]
@@ -132,7 +132,7 @@ def wait(ready: Callable[[], bool]) -> None:
 
 
 class Stream:
-    """Batches, one of which is marked; process 1 takes its time with each."""
+    """Batches of which one is marked; process 1 is slow, because it sleeps before each batch."""
 
     def __init__(self, *arguments: Any, **options: Any):
         self._inner = batches(*arguments, **options)

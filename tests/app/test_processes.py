@@ -1,4 +1,4 @@
-"""Two real processes of four devices each: per-process data, global arrays, and the same losses as one process of eight."""
+"""Tests two real processes of four devices each: local data, global arrays, and the losses of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = Path(__file__).parents[2] / "configs" / "layouts" / "fsdp_tp.yaml"
 
 
 def losses() -> list[float]:
-    """Three steps on this process's share of the data."""
+    """Returns the losses of three steps on this process's share of the data."""
     layout = jp.Layout.from_yaml(LAYOUT)
     state = jp.init(layout, make_llama(CONFIG), optax.adamw(1e-3))
     step = jp.train_step(layout, next_token_loss)
@@ -63,7 +63,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    # The hosts are the slow link: only the outermost axis that is wider than one may cross them.
+    # The network is the slowest link, so only the outermost axis larger than 1 may cross hosts.
     assert results[0]["hosts_along_model"] == 1 and results[0]["hosts_along_data"] == 2
     assert results[0]["losses"] == results[1]["losses"]
     np.testing.assert_allclose(results[0]["losses"], losses(), rtol=1e-5)
@@ -80,7 +80,7 @@ def work(port: str, rank: str, result: str) -> None:
 
 
 def _line(hosts: np.ndarray, axis: int) -> list[int]:
-    """The hosts along one mesh axis, from the first device."""
+    """Returns the hosts along one mesh axis, from the first device."""
     return list(hosts[tuple(slice(None) if i == axis else 0 for i in range(hosts.ndim))])
 
 

@@ -1,4 +1,4 @@
-"""Files that an enemy wrote: nothing in them is run, none leads out of its folder, none takes for ever or fills the memory."""
+"""Tests malicious files: no code in them runs, no path leaves its folder, and none hangs or fills the memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ YAML = {"load", "load_all", "full_load", "unsafe_load", "Loader", "FullLoader", 
 
 
 def runs_data(text: str) -> Iterator[str]:
-    """What in a source may run what it reads."""
+    """Yields the names in a source file that may run the data that they read."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {a.name for a in node.names} | {getattr(node, "module", None) or ""}
@@ -82,11 +82,11 @@ def test_what_would_run_data_is_found(line: str) -> None:
     assert list(runs_data(line))
 
 
-# Checkpoints.
+# Checkpoints
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -102,7 +102,7 @@ def one(tmp_path: Path) -> Path:
 
 
 def signed(folder: Path, name: str, data: bytes) -> None:
-    """A piece of another content, with a manifest that vouches for it."""
+    """Replaces a piece and writes a manifest with the matching checksum."""
     (folder / name).write_bytes(data)
     true, total = read(folder), zlib.crc32(data)
     tensor = replace(true.tensors["w"], sums=(total,))
@@ -120,7 +120,7 @@ def test_pickles_in_the_place_of_arrays_are_numbers_at_most(one: Path, tmp_path:
     assert len(problems_of(one)) == 1
     signed(one, "arrays/w/0", pickled[:16])
     assert jp.restore(one, LIKE)["w"].tobytes() == pickled[:16]
-    for name in (".zarray", ".zattrs"):  # nor is what orbax left beside ever read
+    for name in (".zarray", ".zattrs"):  # jaxpar does not read files of orbax either.
         (one / "arrays/w" / name).write_bytes(pickled)
     jp.restore(one, LIKE)
     (one / NAME).write_bytes(pickled)
@@ -128,7 +128,7 @@ def test_pickles_in_the_place_of_arrays_are_numbers_at_most(one: Path, tmp_path:
         jp.restore(one, LIKE)
     assert not mark.exists()
     pickle.loads(pickled)
-    assert mark.is_dir()  # the bomb is one
+    assert mark.is_dir()  # The pickle does run code when it is loaded.
 
 
 def test_nothing_leads_out_of_a_checkpoint(one: Path, tmp_path: Path) -> None:
@@ -163,18 +163,18 @@ def test_a_run_deletes_no_folder_that_a_link_names(tmp_path: Path) -> None:
 def test_pipes_devices_and_size_bombs_end_no_restore(one: Path) -> None:
     piece, true = one / "arrays/w/0", read(one)
     piece.unlink()
-    os.mkfifo(piece)  # whoever opens it to read waits for a writer
+    os.mkfifo(piece)  # A reader that opens it would wait for a writer.
     with pytest.raises(DamagedError, match=rf"^{piece}, which holds w, cannot be read: it is no plain file\.$"):
         jp.restore(one, LIKE)
     assert problems_of(one) == [f"{piece}, which holds w, cannot be read: it is no plain file."]
-    for size in (2**31, 2**44):  # a piece that is mostly hole, and its memory
+    for size in (2**31, 2**44):  # a sparse file, and memory of the same size
         huge = replace(true.tensors["w"], shape=(size // 4,), chunk=(size // 4,))
         made = replace(true, tensors={"w": huge}, files={**true.files, "arrays/w/0": (size, 0)})
         text = f"m: tensor w: a piece has {size:,} bytes, but 1,073,741,824 are the most. "
         with pytest.raises(DamagedError, match=f"^{re.escape(text)}"):
             Manifest.from_json(made.to_json(), "m")
     (one / NAME).unlink()
-    (one / NAME).symlink_to("/dev/zero")  # of size 0, and without an end
+    (one / NAME).symlink_to("/dev/zero")  # It has size 0 and no end.
     with pytest.raises(DamagedError, match=rf"^{one / NAME} cannot be read: it is no plain file\. Remedy: "):
         read(one)
     (one / NAME).unlink()
@@ -212,7 +212,7 @@ def test_bytes_changed_anywhere_in_a_manifest_are_found(data: st.DataObject) -> 
             Manifest.from_json(changed, "m")
 
 
-# YAML.
+# YAML
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
@@ -241,7 +241,8 @@ VALUES = "more than 20,000 values, aliases written out. Remedy: fewer aliases, o
         ("a: " + "1" * 4000, "line 1: a number of 4,000 characters. Remedy: 100 at most."),
         ("a: 1" + ":59" * 60_000, "line 1: a number of 180,001 characters. Remedy: 100 at most."),
         ("a: " + "x" * (2**18 + 1), "more than 262,144 bytes, which no configuration has."),
-        ("a: !!python/object/apply:os.mkdir [x]", "line 1: the tag '!!python/object/apply:os.mkdir' would build an object."),
+        ("a: !!python/object/apply:os.mkdir [x]",
+         "line 1: the tag '!!python/object/apply:os.mkdir' would build an object."),
         ("!!python/object/new:os.system [x]", "line 1: the tag '!!python/object/new:os.system' would build an object."),
         ("a: !!python/tuple [x]", "line 1: the tag '!!python/tuple' would build an object."),
         ("a: !!int ''", "string index out of range."),
@@ -306,7 +307,7 @@ def test_whatever_a_configuration_holds_the_error_is_ours(text: str | bytes) -> 
         assert str(error).startswith(("c.yaml", "mesh"))
 
 
-# Folders.
+# Folders
 
 
 def test_a_cache_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: onto any layout bit for bit, everything that can be damaged is, and a run's folder survives what a disk does."""
+"""Checkpoints restore bit for bit onto any layout, detect all damage, and a run's folder survives disk failures."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def numbers(x: Any) -> np.ndarray:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit, dtypes included."""
+    """Whether two trees are equal bit for bit, dtypes included."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.dtype == y.dtype and numbers(x).tobytes() == numbers(y).tobytes() for x, y in pairs)
 
 
 @pytest.fixture(scope="module")
 def state(mlp: Any) -> jp.TrainState:
-    """Fully sharded over eight devices, after a step."""
+    """A training state after one step, fully sharded over eight devices."""
     step = jp.train_step(mlp.layout(), mlp.loss)
     return step(jp.init(mlp.layout(), mlp.make, TX), mlp.batch())[0]
 
 
 @pytest.fixture(scope="module")
 def saved(state: jp.TrainState, mlp: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where that state was saved."""
+    """The folder in which that state is saved."""
     folder = tmp_path_factory.mktemp("saved") / "one"
     jp.save(folder, state, layout=mlp.layout(), metadata={"config": {"seed": 3}, "position": {"step": 1}})
     return folder
@@ -203,7 +203,8 @@ def test_a_checkpoint_of_another_model_lists_every_difference(saved: Path, mlp: 
         "- missing in it: params/block/extra float32[3]\n"
         "- only in it: params/temperature float32[]\n"
         "- of another shape or dtype: params/square is float32[16, 16] there, but float32[8, 16] here\n"
-        "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as only=['params']."
+        "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as "
+        "only=['params']."
     )
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: manifest.json is missing.$"):
         jp.restore(tmp_path, {"x": jnp.ones(1)})
@@ -242,11 +243,11 @@ def test_a_state_on_disk_is_saved_with_its_files(tmp_path: Path, mlp: Any) -> No
         assert same(step(again, batch)[0].params, two.params)
 
 
-# What damages a checkpoint.
+# Damaged checkpoints.
 
 
 def corrupt(folder: Path, files: list[Path], dice: random.Random) -> list[Path]:
-    """Damage one file (or two) in a way that dice choose; returns which, all different from what they were."""
+    """Damage one or two files in a way that the dice choose, and return those files; each differs from its original."""
     file, other = dice.sample(files, 2)
     data = file.read_bytes()
     turned = data[len(data) // 2 :] + data[: len(data) // 2]
@@ -314,7 +315,10 @@ def test_damage_names_tensor_and_file_in_words(saved: Path, state: jp.TrainState
         file.write_bytes(data)
 
     assert re.fullmatch(
-        r"FILE, which holds params/block/up, is not what was written: its checksum is [0-9a-f]{8}, but [0-9a-f]{8} is wanted\.",
+        (
+            r"FILE, which holds params/block/up, is not what was written: its checksum is [0-9a-f]{8}, but "
+            r"[0-9a-f]{8} is wanted\."
+        ),
         damaged(flip),
     )
     cut = "FILE, which holds params/block/up, has 100 bytes, but 192 are wanted."
@@ -385,7 +389,7 @@ def test_malformed_manifests_are_checkpoint_errors(data: st.DataObject) -> None:
 
 
 def three(folder: Path, **options: Any) -> tuple[list[str], jp.CheckpointManager]:
-    """Steps 10, 20 and 30 of a tiny state, and what was told."""
+    """Save steps 10, 20 and 30 of a tiny state; returns the list that collects messages, and the manager."""
     told: list[str] = []
     manager = jp.CheckpointManager(folder, tell=told.append, **options)
     for step in (10, 20, 30):
@@ -495,8 +499,8 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_ends_no_run(
         full[0] = True
         assert manager.save(3, {"w": jnp.zeros(4)}) and not manager.wait()
         assert re.fullmatch(
-            rf"checkpoint of step 3 not saved: {tmp_path}/file/run/3: writing: No space left on device\. [\d,]+ bytes are free\. "
-            r"Remedy: make room\. step 2 stays; it will be tried again in 30 s\.",
+            rf"checkpoint of step 3 not saved: {tmp_path}/file/run/3: writing: No space left on device\. [\d,]+ bytes "
+            r"are free\. Remedy: make room\. step 2 stays; it will be tried again in 30 s\.",
             told[2],
         )
         assert manager.steps() == steps_in(tmp_path / "file" / "run") == [2] and not manager.due(4)

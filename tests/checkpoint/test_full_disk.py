@@ -1,4 +1,4 @@
-"""A run's folder that cannot be written, and a disk that takes no more: by the system's own refusals, not by pretended ones."""
+"""A run's folder that cannot be written and a disk that fills up, with real errors of the operating system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state(value: float) -> dict[str, jax.Array]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The manager's; one writes into it."""
+    """The clock of the checkpoint manager; a test sets it by writing to it."""
     now = [0.0]
     monkeypatch.setattr(manager_module.time, "monotonic", lambda: now[0])
     return now
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @contextmanager
 def as_a_user() -> Iterator[None]:
-    """Permissions count, also where tests are run by root, for whom they do not."""
+    """Enforce file permissions, which root would bypass, by running as another user."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
@@ -52,7 +52,7 @@ def as_a_user() -> Iterator[None]:
 
 @contextmanager
 def _chmod(path: Path, mode: int) -> Iterator[None]:
-    """The mode of a path, for a while; the owner sets it."""
+    """Set the mode of a path temporarily, as its owner."""
     user = os.geteuid()
     before = path.stat().st_mode
     os.seteuid(os.getuid())
@@ -68,7 +68,7 @@ def _chmod(path: Path, mode: int) -> Iterator[None]:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """A disk that is as good as full: each file may have so many bytes."""
+    """Imitate a full disk: each file may hold at most ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -79,7 +79,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: list[float]) -> None:
     told = list[str]()
-    with tempfile.TemporaryDirectory() as top:  # pytest's own folders let no other user through
+    with tempfile.TemporaryDirectory() as top:  # no other user can enter pytest's own folders
         run = Path(top) / "run"
         os.chmod(top, 0o755)
         with jp.CheckpointManager(run, save_interval_steps=1, tell=told.append) as manager:
@@ -89,7 +89,10 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
             with as_a_user():
                 assert not manager.save(2, state(2))
                 assert told == [
-                    f"checkpoint of step 2 not saved: {run}/2: the folder: Permission denied. step 1 stays; it will be tried again in 30 s."
+                    (
+                        f"checkpoint of step 2 not saved: {run}/2: the folder: Permission denied. step 1 stays; it "
+                        "will be tried again in 30 s."
+                    )
                 ]
                 assert manager.steps() == [1] and manager.restore_latest(LIKE).step == 1  # type: ignore[union-attr]
             run.chmod(0o755)
@@ -97,13 +100,19 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
             assert manager.due(3) and manager.save(3, state(3)) and manager.wait() and manager.steps() == [1, 3]
         for path in (run, run / "lock", *(run / "3").rglob("*"), run / "3"):
             path.chmod(0o555 if path.is_dir() else 0o444)
-        with as_a_user(), jp.CheckpointManager(run, tell=told.append) as reader:  # as a reader may, who has no lock
+        with as_a_user(), jp.CheckpointManager(run, tell=told.append) as reader:  # a reader needs no lock
             assert told[1:] == [
-                f"checkpoint: {run} cannot be written: Permission denied. what was saved before stays; it will be tried again in 30 s."
+                (
+                    f"checkpoint: {run} cannot be written: Permission denied. what was saved before stays; it will be "
+                    "tried again in 30 s."
+                )
             ]
             assert float(reader.restore_latest(LIKE).state["w"][0]) == 3  # type: ignore[union-attr]
-            text = f"{run} cannot be read: Permission denied. Remedy: the right to read it, and the folders of steps in it."
-            for path in (run / "3", run):  # no reason to begin anew
+            text = (
+                f"{run} cannot be read: Permission denied. Remedy: the right to read it, and the folders of steps in "
+                "it."
+            )
+            for path in (run / "3", run):  # an unreadable folder must not look like a new run
                 with _chmod(path, 0), pytest.raises(CheckpointError, match=f"^{re.escape(text)}$"):
                     reader.restore_latest(LIKE)
         run.chmod(0o755)
@@ -116,7 +125,10 @@ def test_a_disk_that_takes_no_more_in_the_midst_of_a_save(tmp_path: Path, clock:
         with files_of_at_most(8192):
             assert manager.save(2, state(2)) and not manager.wait()
         assert re.fullmatch(
-            rf"checkpoint of step 2 not saved: {tmp_path}/2: writing: (?s:.*)File too large(?s:.*)step 1 stays; it will be tried again in 30 s\.",
+            (
+                rf"checkpoint of step 2 not saved: {tmp_path}/2: writing: (?s:.*)File too large(?s:.*)step 1 stays; it "
+                r"will be tried again in 30 s\."
+            ),
             told[0],
         )
         assert manager.steps() == [1] and manager.saved == 1
@@ -127,7 +139,8 @@ def test_a_disk_that_takes_no_more_in_the_midst_of_a_save(tmp_path: Path, clock:
 
 
 MOUNTED = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"')
-"""A command in a namespace of its own, where a folder is a disk of 2 MiB. Any user may, where the system lets users have namespaces."""
+"""Runs a command in its own mount namespace, where a folder is a disk of 2 MiB. Any user may run it where the system
+allows user namespaces."""
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
@@ -143,11 +156,14 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     command = [*MOUNTED, disk, sys.executable, __file__, disk]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert not list(disk.iterdir())  # it was there alone
-    # How much is free in the midst of a save is a matter of the moment.
+    assert not list(disk.iterdir())  # the files existed only in that namespace
+    # The number of free bytes in the middle of a save depends on timing.
     assert re.sub(r"device\. [\d,]+ bytes", "device. 0 bytes", result.stdout).splitlines() == [
         *(
-            f"checkpoint of step {step} not saved: {disk}/{step}: {why} bytes are free. Remedy: make room. step 1 stays; it will be tried again in 30 s."
+            (
+                f"checkpoint of step {step} not saved: {disk}/{step}: {why} bytes are free. Remedy: make room. step 1 "
+                "stays; it will be tried again in 30 s."
+            )
             for step, why in (
                 (2, "writing: No space left on device. 0"),
                 (3, "the folder: No space left on device for 16,384 bytes. 8,192"),
@@ -158,7 +174,8 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
 
 def fill(disk: Path) -> None:
-    """Two saves on a full disk, of which the first finds it full in its midst, and one when there is room again; prints what is told."""
+    """Save twice on a full disk (the first save runs out of space halfway), then once more with room again, and print
+    the messages."""
     now, told, rest = [0.0], list[str](), disk / "rest"
     manager_module.time.monotonic = lambda: now[0]
     with jp.CheckpointManager(disk, save_interval_steps=1, keep=2, tell=told.append) as manager:
@@ -169,7 +186,7 @@ def fill(disk: Path) -> None:
             assert shutil.disk_usage(disk).free == left
             assert not (manager.save(step, state(step)) and manager.wait())
             assert not manager.overdue and manager.steps() == [1]
-            assert shutil.disk_usage(disk).free == left  # nothing of it stays
+            assert shutil.disk_usage(disk).free == left  # the failed save leaves no files
             assert manager.restore_latest(LIKE).step == 1  # type: ignore[union-attr]
             rest.unlink()
             now[0] += 31.0

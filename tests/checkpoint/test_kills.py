@@ -1,4 +1,7 @@
-"""Runs that are killed by SIGKILL, twenty times, and go on to the same bytes. Their steps are numpy, all else is real; a jitted run's, benchmarks/chaos.py."""
+"""Runs that SIGKILL ends twenty times resume to the same bytes.
+
+Their steps are numpy and all else is real; benchmarks/chaos.py also kills runs with jitted steps.
+"""
 
 from __future__ import annotations
 

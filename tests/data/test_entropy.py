@@ -1,4 +1,4 @@
-"""Entropies against values worked out by hand, the inequalities of information theory, and a second implementation."""
+"""Entropies against values computed by hand, the inequalities of information theory, and a second implementation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_unigram_by_hand() -> None:
 def test_bigram_by_hand() -> None:
     # Pairs 00 01 10 00 01: after 0 come 0 0 1 1 (ln 2 each, 4 of 5 pairs), after 1 comes 0 (certain).
     assert bigram_entropy([0, 0, 1, 0, 0, 1]) == pytest.approx(0.8 * math.log(2))
-    # Pairs 01 02 00: one predecessor, three equally likely successors, unlike the other direction.
+    # Pairs 01 10 02 20 00: after 0 come 1, 2 and 0 with equal probability (ln 3 each, 3 of 5 pairs).
     assert bigram_entropy([0, 1, 0, 2, 0, 0]) == pytest.approx(3 / 5 * math.log(3))
 
 

@@ -1,4 +1,4 @@
-"""Batches: what is in them, that every process count sees the same ones, and that a position is safe to restore."""
+"""The content of batches, their equality for every process count, and saved positions that restore safely."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxpar.data import Batch, Batches, batches, eval_batches
 from jaxpar.errors import DataError, MissingExtraError
 
-TOKENS = np.arange(1000)  # each token is its own position, so a row tells which window it is
+TOKENS = np.arange(1000)  # each token is its own position, so a row identifies its window
 
 
 def take(stream: Batches, count: int) -> list[Batch]:
@@ -24,7 +24,7 @@ def take(stream: Batches, count: int) -> list[Batch]:
 
 
 def windows_of(taken: list[Batch], seq: int) -> list[list[int]]:
-    """Per batch, the numbers of the windows in it, in row order."""
+    """The numbers of the windows in each batch, in row order."""
     return [(b["tokens"][:, 0] // seq).tolist() for b in taken]
 
 
@@ -143,7 +143,7 @@ def test_a_restored_position_continues_exactly(steps: int) -> None:
     running = stream()
     take(running, steps)
     saved = json.dumps(running.get_state())
-    expected = take(running, 6)  # crosses an epoch: there are 4 batches in one
+    expected = take(running, 6)  # crosses an epoch boundary: an epoch has 4 batches
     restored = stream()
     take(restored, 2)  # batches read ahead before the restore must not come out after it
     restored.set_state(json.loads(saved))

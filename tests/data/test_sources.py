@@ -1,4 +1,4 @@
-"""Texts: what is read, that the split is by file and stable, and what each refusal says."""
+"""Text sources: which files are read, a split by file that is stable, and the messages of errors."""
 
 from __future__ import annotations
 

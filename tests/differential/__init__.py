@@ -1,1 +1,2 @@
-"""Random cases of what jaxpar computes, each held against a plain reference: ``python -m tests.differential --help``."""
+"""Random cases of jaxpar's computations, each compared with a plain reference: ``python -m tests.differential
+--help``."""

@@ -1,4 +1,4 @@
-"""The command: ``python -m tests.differential FAMILY --cases N --seed S``."""
+"""The command ``python -m tests.differential FAMILY --cases N --seed S``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
 
 
 def one(name: str, seed: int, text: str) -> bool:
-    """Runs one case alone and prints what became of it."""
+    """Run one case and print its outcome; returns whether it passed."""
     worker = Worker(name)
     number = text.strip().isdecimal()
     result = worker.ask(printed(drawn(name, seed, int(text))) if number else text)
@@ -37,7 +37,8 @@ def one(name: str, seed: int, text: str) -> bool:
 
 
 def several(name: str, options: argparse.Namespace) -> tuple[bool, str]:
-    """Runs a family's cases, reduces what fails, and gives its row of the table."""
+    """Run the cases of a family and reduce its failures; returns whether all passed, and the family's row of the
+    table."""
     begun, done = time.monotonic(), 0
 
     def told(result: Result) -> None:
@@ -65,7 +66,8 @@ def several(name: str, options: argparse.Namespace) -> tuple[bool, str]:
 
 
 def reduced(name: str, options: argparse.Namespace, failures: list[Result]) -> dict[int, str]:
-    """The least case of each failure, printed with the command that runs it; a failure that an earlier one explains is not reduced."""
+    """Print the smallest case of each failure with the command that runs it, and return them by number; a failure that
+    an earlier one explains is not reduced."""
     least: dict[int, str] = {}
     worker = Worker(name)
     for result in failures[: options.shrink]:

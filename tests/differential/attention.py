@@ -9,9 +9,10 @@ from . import reference
 from .attention_inputs import DTYPES, arrays_of, problem_of
 from .cases import Dice, Differences, InvalidCase
 
-# Units of rounding of each dtype times what stands between an input and a result: sums of up to 40 terms, scores of up to 30 whose
-# rounding is that of the weights' exponents, and for 16 bits three roundings (weights, gradients of scores, the result and what is made
-# of it). 2^-24 * 160, 2^-53 * 90,000 (exact enough to tell a missing term), 2^-9 * 10, 2^-11 * 10.
+# The rounding unit of each dtype times a factor for the computation: sums of up to 40 terms, scores of up to 30 (their
+# rounding is that of the weights' exponents), and for 16 bits three roundings (weights, gradients of scores, the result
+# and values computed from it). The products are 2^-24 * 160, 2^-53 * 90,000 (precise enough to detect a missing term),
+# 2^-9 * 10 and 2^-11 * 10.
 BOUNDS = {"float32": 1e-5, "float64": 1e-11, "bfloat16": 2e-2, "float16": 5e-3}
 LABELS = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 AXES = ("data", "context", "ulysses", "model")
@@ -19,18 +20,20 @@ AXES = ("data", "context", "ulysses", "model")
 
 @dataclass(frozen=True)
 class Case:
-    """An attention; the defaults are one query, one key and nothing beside.
+    """An attention call; the defaults are one query, one key and no options.
 
     Attributes:
-      form: ``global`` is jp.attention, ``local`` jp.attention_local in a shard_map, ``manual`` jp.attention in a shard_map over data.
+      form: ``global`` is jp.attention, ``local`` jp.attention_local in a shard_map, ``manual`` jp.attention in a
+        shard_map over data.
       data, context, ulysses, model: sizes of the mesh.
-      batch, heads: sequences of each device of data, and query heads of a key head.
-      causal: ``None`` leaves it out: then nothing but a prefix may show a later key.
-      prefix: one number in the mask, or a tuple with one for each sequence as an option.
-      where: hide keys by a function of positions.
+      batch, heads: sequences per device of data, and query heads per key head.
+      causal: ``None`` omits the argument; then a query sees no later key except through a prefix.
+      prefix: one number in the mask, or a tuple with one number per sequence, passed as an option.
+      where: hides keys by a function of positions.
       segments: ``packed``, ``padding`` or ``wide`` ids; ``holes`` puts NaN into padding.
-      bias: ``finite``, ``inf`` (some -inf), ``min`` (some of the smallest number), ``inf rows`` or ``min rows`` (whole rows of these).
-      order: of a ring; ``given`` and ``traced`` are permutations.
+      bias: ``finite``, ``inf`` (some -inf), ``min`` (some of the dtype's smallest number), ``inf rows`` or ``min
+        rows`` (full rows of these).
+      order: the token order of a ring; ``given`` and ``traced`` are permutations.
     """
 
     impl: str = "dense"
@@ -85,7 +88,7 @@ class Case:
 
 
 def draw(dice: Dice) -> Case:
-    """A case that is legal but for a few: sizes that do not divide are drawn without ``pad`` now and then."""
+    """Draw a case; nearly all are valid, but sometimes sizes that do not divide are drawn without ``pad``."""
     form = dice.one("global", "global", "global", "local", "manual")
     data, context, ulysses, model = dice.one(*_meshes(form))
     split = context * ulysses
@@ -140,9 +143,9 @@ def _meshes(form: str) -> list[tuple[int, int, int, int]]:
 
 
 def _lengths(dice: Dice, impl: str, split: int, form: str) -> dict[str, Any]:
-    """Numbers of queries and keys, and whether they are padded to what the layout wants."""
+    """Draw the numbers of queries and keys, and whether they are padded to the multiple that the layout requires."""
     pad = form != "local" and dice.chance(0.5)
-    # A ring in zigzag takes two pieces a device. Now and then a size that does not divide is drawn: it is refused.
+    # A zigzag ring takes two pieces per device. Sometimes a size that does not divide is drawn; the library refuses it.
     unit = 1 if pad or (form != "local" and dice.chance(0.03)) else 2 * split if split > 1 else 1
     most = 13 if unit == 1 else max(1, 12 // unit)
     keys = unit * dice.whole(1, most)
@@ -153,7 +156,7 @@ def _lengths(dice: Dice, impl: str, split: int, form: str) -> dict[str, Any]:
 
 
 def _mask(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
-    """Mask, positions and segments."""
+    """Draw the mask, positions and segments."""
     queries, keys, rows = so_far["queries"], so_far["keys"], so_far["batch"] * so_far["data"]
     far = lambda: dice.one(2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 2**40)
     values: dict[str, Any] = {"causal": dice.one(True, True, True, False, False, None)}
@@ -172,7 +175,7 @@ def _mask(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
         values["q_offset"] = dice.whole(-queries - 1, keys + 1) if dice.chance(0.7) else keys - queries
         values["traced_offset"] = dice.chance(0.4)
     if dice.chance(0.35):
-        # jax cuts the 64-bit arguments of the caller's own shard_map to 32 bits before attention sees them.
+        # jax truncates 64-bit arguments of the user's shard_map to 32 bits before attention receives them.
         last = "packed" if so_far["form"] == "manual" else "wide"
         values["segments"] = dice.one("packed", "packed", "padding", "padding", last)
         values["holes"] = values["segments"] == "padding" and dice.chance(0.5)
@@ -180,11 +183,11 @@ def _mask(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
-    """What changes scores and weights, and how numbers travel."""
-    # XLA:CPU aborts on a sum in 16 bits inside of a shard_map that leaves axes to the compiler, as the caller's own here.
+    """Draw the options that change scores, weights and communication."""
+    # XLA:CPU aborts on a 16-bit sum inside a shard_map with automatic axes, such as the user's shard_map here.
     narrow = () if so_far["form"] == "manual" else ("bfloat16", "float16")
     values: dict[str, Any] = {"dtype": dice.one(*["float32"] * 5, *narrow, "float64", "float64")}
-    # fp16 has no number below what hides a key but -inf.
+    # In fp16 only -inf lies below the threshold that hides a key.
     least = "inf" if values["dtype"] == "float16" else "min"
     if dice.chance(0.25):
         kinds = ("finite", "finite", "inf", least, "inf rows", f"{least} rows")
@@ -205,7 +208,7 @@ def _options(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(case: Case) -> Differences:
-    """The result and every gradient of one attention, compiled once, against the reference."""
+    """Compare the result and all gradients of one attention call, compiled once, with the reference."""
     import jax
 
     if min(case.rows, case.queries, case.keys, case.query_heads, case.head_dim, case.value_dim) < 1:
@@ -225,7 +228,7 @@ def _compared(case: Case) -> Differences:
     differences = Differences()
     bound, label = BOUNDS[case.dtype], LABELS[case.dtype]
     if case.kv_grad_dtype == "bfloat16" and case.dtype == "float32":
-        label = "bf16"  # gradients of keys and values are rounded once a hop
+        label = "bf16"  # gradients of keys and values are rounded once per hop
     for name in found:
         array = want.arrays[name]
         limit = BOUNDS["bfloat16"] if label == "bf16" else bound

@@ -1,4 +1,4 @@
-"""How an attention case calls the library."""
+"""Calls of the library for an attention case."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def layout_of(case: Any) -> jp.Layout:
 
 
 def kept_by_one_device(case: Any) -> Array:
-    """What dropout multiplies weights with, [batch, heads, queries, keys], from what ``dense`` draws on one device.
+    """The factors that dropout applies to the weights, [batch, heads, queries, keys], drawn by ``dense`` on one
+    device.
 
-    With queries of zeros every key weighs the same, and values that are unit vectors bring each weight out by itself.
+    With queries of zeros every key has the same weight, and with unit vectors as values the result shows each
+    weight separately.
     """
     shape = (case.rows, case.queries, case.query_heads, 1)
     q, k = jnp.zeros(shape), jnp.zeros((case.rows, case.keys, case.query_heads, 1))
@@ -41,7 +43,7 @@ def kept_by_one_device(case: Any) -> Array:
 
 
 def options_of(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options that are no arrays, and those that are: traced arguments of the program."""
+    """Split the options into static ones and arrays; the arrays are traced arguments of the program."""
     mask = {name: getattr(case, name) for name in ("window", "chunk") if getattr(case, name) is not None}
     if isinstance(case.prefix, int):
         mask["prefix"] = case.prefix
@@ -72,7 +74,7 @@ def options_of(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Any], dic
         (fixed if case.order == "given" else traced)["order"] = arrays["order"].astype(np.int32)
     if case.segments:
         ids = (arrays["q_segments"], arrays["k_segments"])
-        # Ids that 32 bits do not hold reach the library as numpy's: traced, jax would have cut them before.
+        # Ids that do not fit 32 bits are passed as numpy arrays: jax would truncate traced ones.
         one = ids[0] if case.queries == case.keys else ids
         wide = case.segments == "wide"
         (fixed if wide else traced)["segment_ids"] = one if wide else jax.tree.map(lambda x: x.astype(np.int32), one)
@@ -82,7 +84,7 @@ def options_of(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Any], dic
 
 
 def placed(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Array], Any, Any]:
-    """``arrays`` as tokens lie under the case's order, and for queries and keys the position of each token as it lies."""
+    """Reorder ``arrays`` by the case's token order; also returns the position of each query and key in that order."""
     ways = case.context if case.impl == "hybrid" else case.context * case.ulysses
     if case.order in (None, "contiguous"):
         return arrays, np.arange(case.queries), np.arange(case.keys)
@@ -100,7 +102,7 @@ def placed(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Array], Any, 
 
 
 def found_by(case: Any, arrays: dict[str, Array]) -> dict[str, Array]:
-    """The result and the gradients as the library computes them, in the order of positions, from one compiled program."""
+    """The result and the gradients as the library computes them in one compiled program, in the order of positions."""
     arrays, rows, columns = placed(case, arrays)
     fixed, traced = options_of(case, arrays)
     learned = {name: arrays[name] for name in LEARNED if _has(case, name)}
@@ -137,7 +139,7 @@ def _global(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) ->
 
 
 def _manual(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) -> jax.Array:
-    """Inside of a shard_map over data: each device has the rows of its own."""
+    """Call attention inside a shard_map over data, where each device has its own rows."""
     fixed, arrays = _with_segments(fixed, arrays)
     specs = {name: _rows(name, case) for name in arrays}
     call = lambda x, arrays: _global(case, x, fixed, arrays)
@@ -148,19 +150,19 @@ def _manual(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) ->
 
 
 def _with_segments(fixed: dict[str, Any], arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Segments among the arrays, which a shard_map splits."""
+    """Move segments to the arrays, which a shard_map splits."""
     names = ("segment_ids",)
     return {n: x for n, x in fixed.items() if n not in names}, arrays | {n: fixed[n] for n in names if n in fixed}
 
 
 def _rows(name: str, case: Any) -> Any:
-    """How an option is split over data."""
+    """The PartitionSpec of an option over data."""
     split = name == "segment_ids" or (name == "prefix" and case.rows > 1) or (name == "bias" and case.bias_batch)
     return P("data") if split else P()
 
 
 def _local(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) -> jax.Array:
-    """attention_local in a shard_map over all axes, the sequence over those of its impl."""
+    """Call attention_local in a shard_map over all axes, with the sequence sharded over the axes of its impl."""
     fixed, arrays = _with_segments(fixed, arrays)
     axes = tuple(axis for axis in ("context", "ulysses") if case.sizes[axis] > 1)
     queries = None if case.impl == "split_kv" else axes

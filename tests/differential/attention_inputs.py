@@ -1,4 +1,4 @@
-"""Arrays of an attention case, in the order of their positions, and what the reference is given."""
+"""Arrays of an attention case, in the order of their positions, and the inputs of the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def standard_slopes(heads: int) -> Array:
 
 
 def arrays_of(case: Any) -> dict[str, Array]:
-    """Everything that a case holds as arrays, from its seed."""
+    """All arrays of a case, drawn from its seed."""
     rng, dtype = np.random.default_rng(case.seed), DTYPES[case.dtype]
     normal = lambda *shape: np.asarray(rng.normal(size=shape)).astype(dtype)
     heads = case.query_heads
@@ -68,7 +68,7 @@ def _bias(kind: str, shape: tuple[int, ...], dtype: Any, rng: np.random.Generato
 
 
 def _segments(case: Any, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Ids of queries and keys: sorted documents; with padding below 0; or numbers that 32 bits do not tell apart."""
+    """Ids of queries and keys: sorted documents, ids with padding below 0, or ids that are equal in 32 bits."""
     shared = case.queries == case.keys
     names = {"wide": [0, 1, 2**31, 2**32, 2**32 + 1], "padding": [-2, -1, 0, 1]}.get(case.segments or "", [0, 1, 2])
     ids = [np.sort(rng.choice(names, (case.rows, n)), axis=1).astype(np.int64) for n in (case.queries, case.keys)]
@@ -76,12 +76,12 @@ def _segments(case: Any, rng: np.random.Generator) -> tuple[Array, Array]:
 
 
 def positions_of(case: Any) -> tuple[Array, Array]:
-    """Of queries and keys; under a given order both lie in it."""
+    """The positions of queries and of keys; a given order permutes both."""
     return np.arange(case.queries) + (case.q_offset or 0), np.arange(case.keys)
 
 
 def problem_of(case: Any, arrays: dict[str, Array], keep: Array | None) -> Problem:
-    """What the reference solves. It sees tokens in the order of their positions, whatever the order on devices."""
+    """The reference's inputs. It sees tokens in the order of their positions, whatever their order on devices."""
     at = positions_of(case)
     seen = visible(
         at,

@@ -1,4 +1,4 @@
-"""What a case is: data that a seed draws, that prints as Python, and that a reference decides."""
+"""Test cases: data that a seed draws, that prints as Python, and that a reference checks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from typing import Any
 import numpy as np
 
 FAMILIES = ("attention", "pipelines", "optimizers", "models")
-"""Each is a module with a class ``Case``, ``draw(dice) -> Case`` and ``run(case) -> Differences``."""
+"""Each family is a module with a class ``Case``, ``draw(dice) -> Case`` and ``run(case) -> Differences``."""
 PASSING = ("same", "refused")
-"""The kinds of outcomes that are no failure."""
+"""The kinds of outcomes that count as passed."""
 
 
 class InvalidCase(Exception):
-    """A case that has no meaning: the reference cannot compute it either. Shrinking meets such cases, drawing must not."""
+    """A case without a meaning, which the reference cannot compute either. Shrinking meets such cases; drawing must
+    not."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """The outcome of one case.
 
     Attributes:
-      kind: ``same``; ``refused`` (a typed error with a remedy); ``unremedied`` (a typed error without one); ``differs``; ``raised`` (any
-        other exception); ``crashed`` (the process ended); ``hung`` (no answer in time); ``invalid``.
-      text: for a failure, what is wrong.
-      errors: per precision, the largest error of this case, relative to the size of the reference.
+      kind: ``same``; ``refused`` (a typed error with a remedy); ``unremedied`` (a typed error without one);
+        ``differs``; ``raised`` (any other exception); ``crashed`` (the process ended); ``hung`` (no answer in
+        time); ``invalid``.
+      text: the description of a failure.
+      errors: for each precision, the largest error of this case, relative to the size of the reference.
     """
 
     kind: str
@@ -40,7 +42,7 @@ class Outcome:
         return self.kind not in PASSING
 
     def alike(self, other: Outcome) -> bool:
-        """Whether both are one failure: the same kind and, of exceptions, the same type."""
+        """Whether both are the same failure: the same kind and, for exceptions, the same type."""
         kinds = ("raised", "unremedied")
         return self.kind == other.kind and (
             self.kind not in kinds or self.text.split(":")[0] == other.text.split(":")[0]
@@ -48,7 +50,7 @@ class Outcome:
 
 
 class Differences:
-    """Collects comparisons of a case; ``outcome`` says whether all are within their bounds."""
+    """Collects comparisons of a case; ``outcome`` reports whether all are within their bounds."""
 
     def __init__(self) -> None:
         self.wrong: list[tuple[float, str]] = []
@@ -58,11 +60,11 @@ class Differences:
         """Compares two arrays in the max-norm.
 
         Args:
-          name: what is compared, for the report.
+          name: the name of the arrays in the report.
           found, want: arrays of one shape; ``want`` is the reference.
           bound: the largest error, relative to the larger of ``max(abs(want))`` and ``size``.
-          size: how large the terms are whose sum ``want`` is: where they cancel, rounding is relative to them.
-          label: under which precision the error is reported.
+          size: the magnitude of the terms that sum to ``want``: where they cancel, rounding is relative to them.
+          label: the precision under which the error is reported.
         """
         a, b = np.asarray(found, np.float64), np.asarray(want, np.float64)
         if a.shape != b.shape:
@@ -104,13 +106,13 @@ class Differences:
 
 
 class Dice:
-    """Draws plain Python values from numpy's generator of a seed and an index: the same on every machine."""
+    """Draws plain Python values from numpy's generator for a seed and an index; they are the same on every machine."""
 
     def __init__(self, seed: int, index: int) -> None:
         self.rng = np.random.default_rng((seed, index))
 
     def whole(self, least: int, most: int) -> int:
-        """A whole number from ``least`` to ``most``, both included."""
+        """A random integer from ``least`` to ``most``, both included."""
         return int(self.rng.integers(least, most + 1))
 
     def chance(self, share: float) -> bool:
@@ -130,17 +132,17 @@ def family(name: str) -> ModuleType:
 
 
 def drawn(name: str, seed: int, index: int) -> Any:
-    """Case ``index`` of a seed."""
+    """Case number ``index`` of a seed."""
     return family(name).draw(Dice(seed, index))
 
 
 def changed(case: Any) -> dict[str, Any]:
-    """The fields that are not as the simplest case has them."""
+    """The fields that differ from their defaults."""
     return {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
 
 
 def printed(case: Any) -> str:
-    """Python that makes the case again.
+    """Python that constructs the case.
 
     >>> from dataclasses import make_dataclass
     >>> printed(make_dataclass("Case", [("heads", int, 1), ("mask", str, "causal")], frozen=True)(heads=2))
@@ -150,7 +152,8 @@ def printed(case: Any) -> str:
 
 
 def parsed(name: str, text: str) -> Any:
-    """The case of a family that ``text`` prints, as :func:`printed` writes it: literals only, nothing is executed."""
+    """The case that ``text`` describes, as :func:`printed` writes it; only literals are read, and nothing is
+    executed."""
     call = ast.parse(text.strip(), mode="eval").body
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError(f"--case is {text!r}, but a number or Case(name=value, ...) is expected.")

@@ -16,7 +16,7 @@ LAYERS = 2
 
 
 class Dense(nn.Module):
-    """Up to twice the width and down again."""
+    """An MLP of twice the width, with a residual connection."""
 
     case: Any
     tools: Any
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, batch: Any) -> Any:
-        """The loss, and what it is a mean over."""
+        """The loss, and the weight of its mean."""
         case, tools = self.case, self.tools
         x = batch["x"]
         if case.tokens:

@@ -21,7 +21,7 @@ def dense(case: Any, sizes: tuple[int, int], dims: tuple[str, str], rngs: nnx.Rn
 
 
 class Dense(nnx.Module):
-    """Up to twice the width and down again. In fp32 the gradient of jax.nn.gelu is right to 5e-6 only, that of silu to 1e-7."""
+    """An MLP of twice the width. In fp32 the gradient of jax.nn.gelu is right only to 5e-6, that of silu to 1e-7."""
 
     def __init__(self, case: Any, rngs: nnx.Rngs):
         self.up = dense(case, (case.embed, 2 * case.embed), ("embed", "mlp"), rngs)
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
 
 
 class Own(nnx.Module):
-    """Flax's own attention, without the library's."""
+    """The attention module of Flax, without the library's attention."""
 
     def __init__(self, case: Any, rngs: nnx.Rngs):
         self.inner = nnx.MultiHeadAttention(
@@ -119,7 +119,7 @@ class Model(nnx.Module):
         self.body = nnx.List(made)
 
     def __call__(self, batch: Any, tools: Tools) -> Any:
-        """The loss, and what it is a mean over."""
+        """The loss, and the weight of its mean."""
         x = tools.look_up(self.table, batch["x"]) if hasattr(self, "table") else batch["x"]
         x = tools.hint(tools.narrow(x), "batch", "seq", "embed")
         for i, layer in enumerate(self.body):

@@ -1,4 +1,4 @@
-"""What a model of the family calls: as the library offers it, and as plain jax."""
+"""Functions that the models of the family call: the library's, and the same in plain jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jaxpar as jp
 
 DROPPED = 0.25
 ATTENTION_KEY = 5
-"""The seed of the key that attention drops by, in every layout the same."""
+"""The seed of the attention dropout key, the same in every layout."""
 
 
 class Tools(NamedTuple):
@@ -22,10 +22,10 @@ class Tools(NamedTuple):
     Attributes:
       hint: ``hint(x, *dims)``.
       attend: causal attention of queries, keys and values [batch, seq, heads, head_dim].
-      loss: ``loss(x, head, targets, counted)``: the mean over tokens, and ``None`` or the number that it is over.
-      look_up: ``look_up(table, tokens)`` of an NNX table, which by itself casts to the dtype that it was made with.
-      narrow: casts what the first layer is given to the dtype of the compute.
-      key: of the step, for dropout.
+      loss: ``loss(x, head, targets, counted)``: the mean over tokens, and the weight of that mean or ``None``.
+      look_up: ``look_up(table, tokens)`` of an NNX table, which otherwise casts to the dtype of its construction.
+      narrow: casts the input of the first layer to the compute dtype.
+      key: the step's key, for dropout.
     """
 
     hint: Callable[..., Any]
@@ -36,7 +36,7 @@ class Tools(NamedTuple):
     key: Any = None
 
     def drop(self, x: Any, number: int) -> Any:
-        """``x`` without a quarter of its entries, where there is a key; draws are fp32 whatever ``x`` is."""
+        """``x`` with a quarter of its entries dropped if there is a key; draws are fp32 whatever the dtype of ``x``."""
         if self.key is None:
             return x
         kept = jax.random.uniform(jax.random.fold_in(self.key, number), x.shape, jnp.float32) >= DROPPED
@@ -62,17 +62,18 @@ def library(case: Any, key: Any = None) -> Tools:
             return cross_entropy(logits, targets, mask), weight
         return averaged(case, plain_losses(logits, targets), counted)
 
-    # Where rows do not divide, a model that says nothing of its activations is the one that runs all the same.
+    # Where rows do not divide, only a model without activation annotations runs.
     hint = (lambda x, *dims: x) if case.uneven else jp.hint
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}.get(case.precision)
-    # A table by itself gives the dtype that it was made with.
+    # Otherwise a table returns the dtype of its construction.
     look_up = (lambda table, x: table(x)) if dtype is None else (lambda table, x: table.embedding[...][x])
     narrow = lambda x: x if dtype is None else x.astype(dtype)
     return Tools(hint, attend, loss, look_up, narrow, key if case.dropout else None)
 
 
 def plain(case: Any, key: Any, keep: Any) -> Tools:
-    """The same without the library. ``keep``: what attention's dropout multiplies weights with, [batch, heads, seq, seq]."""
+    """The same without the library. ``keep`` [batch, heads, seq, seq] holds the dropout factors of the attention
+    weights."""
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         group = q.shape[2] // k.shape[2]
@@ -89,15 +90,15 @@ def plain(case: Any, key: Any, keep: Any) -> Tools:
 
 
 def plain_losses(logits: Any, targets: Any) -> Any:
-    """Cross entropy of each token, in fp32 at least."""
+    """The cross entropy of each token, at least in fp32."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    # Not take_along_axis: of a split vocabulary beside manual axes XLA:CPU aborts on it.
+    # Not take_along_axis: XLA:CPU aborts on it with a sharded vocabulary and manual axes.
     right = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)
     return jax.nn.logsumexp(logits, -1) - jnp.sum(logits * right, -1)
 
 
 def averaged(case: Any, losses: Any, counted: Any) -> Any:
-    """The mean that the case asks for, and what it is over."""
+    """The mean that the case configures, and its weight."""
     if case.mean == "all":
         return jnp.mean(losses), None
     weight = jnp.sum(counted)
@@ -105,7 +106,7 @@ def averaged(case: Any, losses: Any, counted: Any) -> Any:
 
 
 def batch_of(case: Any) -> dict[str, Any]:
-    """Tokens or numbers, targets, and what counts of them: the last always does."""
+    """Tokens or numbers, targets, and the mask of those that count; the last one always counts."""
     rng, shape = np.random.default_rng((case.seed, 1)), (case.batch, case.seq)
     counted = (rng.random(shape) < (0.2 if case.mean == "bare" else 0.6)).astype(np.float32)
     counted[-1, -1] = 1
@@ -122,7 +123,7 @@ def squares(case: Any, y: Any, batch: Any) -> Any:
 
 
 def named_init(case: Any) -> Callable[..., Any]:
-    """An initialiser: normal, and reduced over its first dim where the case asks for it."""
+    """An initializer: normal, and centred or normalized over its first dim where the case configures it."""
 
     def init(key: Any, shape: Any, dtype: Any = jnp.float32, *rest: Any, **named: Any) -> Any:
         w = jax.random.normal(key, shape, dtype) / max(1, shape[0]) ** 0.5

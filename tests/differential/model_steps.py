@@ -23,7 +23,7 @@ TX = optax.sgd(0.1)
 
 
 class Found(NamedTuple):
-    """Of a step: metrics, gradients and carried variables, on the host."""
+    """The metrics, gradients and carried variables of a step, on the host."""
 
     metrics: dict[str, Any]
     grads: Any
@@ -53,7 +53,7 @@ def layout_for(case: Any) -> jp.Layout:
 
 
 def make_model(case: Any) -> Any:
-    """The function that the library is given."""
+    """The function that constructs the model, as the library receives it."""
     if case.flavour == "nnx":
         return lambda key: model_nnx.Model(case, nnx.Rngs(key))
     example = {name: x[:1] for name, x in batch_of(case).items()}
@@ -61,7 +61,7 @@ def make_model(case: Any) -> Any:
 
 
 def loss_fn(case: Any) -> Any:
-    """The loss as the library is given it."""
+    """The loss function, as the library receives it."""
 
     def compute(model: Any, batch: Any, key: Any = None) -> Any:
         tools = library(case, key)
@@ -84,7 +84,7 @@ def drawn(case: Any, shapes: Any) -> tuple[Any, Any]:
         name = jax.tree_util.keystr(path)
         if "scale" in name:
             return (1 + 0.2 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-        # What goes in, and less for heads: scores and gradients of about 1 are well conditioned.
+        # Divides by the fan-in, and by less for heads: scores and gradients of about 1 are well conditioned.
         fan = 4 if leaf.ndim < 2 else 1 if "embedding" in name else leaf.size // leaf.shape[-1]
         return (rng.normal(size=leaf.shape) / max(1, fan) ** 0.5).astype(leaf.dtype)
 
@@ -101,7 +101,7 @@ def precision_of(case: Any) -> Any:
 
 
 def found(case: Any, differences: Differences) -> Found:
-    """One step of the library, from given parameters; and whether a second one finds it compiled."""
+    """Run one step of the library from given parameters; also claims that a second call does not compile again."""
     layout, precision, batch = layout_for(case), precision_of(case), batch_of(case)
     zero = jp.Zero(case.zero, min_bytes=0)
     first = "jaxpar.parallel.attention.attention" not in sys.modules
@@ -125,7 +125,7 @@ def found(case: Any, differences: Differences) -> Found:
 
 
 def _programs(step: Any) -> int:
-    """How many programs a jitted function has compiled."""
+    """The number of programs that a jitted function has compiled."""
     count: int = step._cache_size()
     return count
 
@@ -135,7 +135,7 @@ def _host(tree: Any) -> Any:
 
 
 def reference(case: Any, keep: Any, *, exact: bool = True) -> Found:
-    """Loss, gradients and statistics of the whole batch without the library: in fp64, or, not ``exact``, in fp32."""
+    """Loss, gradients and statistics of the full batch without the library, in fp64, or in fp32 if not ``exact``."""
     widened = wide if exact else lambda tree: tree
     tools = plain(case, step_key(case.seed) if case.dropout else None, keep)
     shapes = jp.abstract_state(layout_for(case), make_model(case), TX)
@@ -156,19 +156,20 @@ def reference(case: Any, keep: Any, *, exact: bool = True) -> Found:
 
 
 def found_again(case: Any) -> Found:
-    """One step, of which nothing is claimed."""
+    """Run one step and ignore its claims."""
     return found(case, Differences())
 
 
 def compare(
     case: Any, found: Found, want: Found, differences: Differences, bound: float, label: str, skipped: float
 ) -> None:
-    """A step that is skipped has no gradients to compare; whether it may be skipped is checked."""
+    """Compare a step with the reference. A skipped step has no gradients to compare; whether it may be skipped is
+    checked."""
     if case.precision == "fp16" and bool(found.metrics.get("skipped", False)):
         largest = max(float(np.abs(g).max(initial=0)) for g in jax.tree.leaves(want.grads))
         small = case.scale * max(largest, 1.0 / case.batch) < skipped
         differences.claim(not small, f"a step with gradients of {largest:.1e} and a scale of {case.scale} is skipped")
-        if case.loss != "plain" and not small:  # with the same loss by hand it has to be skipped too
+        if case.loss != "plain" and not small:  # the step must also be skipped if the same loss is written by hand
             by_hand = found_again(replace(case, loss="plain"))
             told = f"a step with a scale of {case.scale} is skipped, but not where the loss is written by hand"
             differences.claim(bool(by_hand.metrics["skipped"]), told)
@@ -182,7 +183,7 @@ def compare(
 
 
 def kept(case: Any) -> Any:
-    """What attention's dropout multiplies weights with on one device, [batch, heads, seq, seq]."""
+    """The factors that dropout applies to the attention weights on one device, [batch, heads, seq, seq]."""
     shape = (case.batch, case.seq, case.heads, 1)
     q, v = jnp.zeros(shape), jnp.broadcast_to(jnp.eye(case.seq)[None, :, None], (*shape[:3], case.seq))
     options: dict[str, Any] = {"impl": "dense", "mask": jp.Mask(causal=False), "dropout": DROPPED}
@@ -192,7 +193,7 @@ def kept(case: Any) -> Any:
 
 
 def check_initial(case: Any, differences: Differences) -> None:
-    """Initial parameters are those of one device, bit by bit."""
+    """Claim that initial parameters equal those of one device, bit for bit."""
     layout = layout_for(case)
     one, several = (_host(jp.init(where, make_model(case), TX).params) for where in (layout.on_one_device(), layout))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(several), strict=True):

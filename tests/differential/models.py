@@ -1,4 +1,5 @@
-"""Small Flax models under random layouts, ZeRO stages, microbatches and precisions, against plain jax in fp64 on one device."""
+"""Small Flax models under random layouts, ZeRO stages, microbatches and precisions, against plain jax in fp64 on one
+device."""
 
 from __future__ import annotations
 
@@ -7,16 +8,18 @@ from typing import Any
 
 from .cases import Dice, Differences, InvalidCase
 
-# Up to some 15 layers of operations between a parameter and the loss, sums of up to 4,096 terms: 2^-24 * 170. In 16 bits each layer rounds
-# weights, activations and their gradients; half as many roundings of one sign as layers, 2^-9 * 50 and 2^-11 * 50.
+# A parameter and the loss are up to 15 layers of operations apart, with sums of up to 4,096 terms: 2^-24 * 170. In 16
+# bits each layer rounds weights, activations and their gradients; half as many roundings of one sign as layers give
+# 2^-9 * 50 and 2^-11 * 50.
 BOUNDS = {None: 1e-5, "bf16": 1e-1, "fp16": 2.5e-2}
 SKIPPED = 65504 / 8
-"""A scaled gradient below this leaves fp16 room for what is summed on its way: such a step is not skipped."""
+"""A scaled gradient below this leaves fp16 room for intermediate sums, so the step must not be skipped."""
 CONDITIONED = 4
-"""Where plain jax in fp32 is itself far from fp64, a layout may be so many times as far."""
+"""Where plain jax in fp32 is far from fp64, a layout may differ by this multiple of that distance."""
 INFINITE = float("inf")
 NORMED = 16
-"""Tokens that a batch norm sees at least: of two numbers it leaves signs alone, whose gradients are rounding."""
+"""The least number of tokens of a batch norm: of two numbers it keeps only the signs, so their gradients are pure
+rounding."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,15 @@ class Case:
     Attributes:
       flavour: ``nnx`` or ``linen``.
       body: names of layers, in order; ``stack`` is a scan over two blocks of dense layers with stacked parameters.
-      tokens: tokens are looked up in a table and the loss is over a vocabulary; else rows of numbers and their mean square.
-      loss: of tokens, ``plain`` computes cross entropy by hand, ``cross_entropy`` and ``linear`` are the library's.
-      mean: ``all``; ``masked`` divides by the number of what counts, at least 1; ``bare`` by that number, which may be 0 in a part.
-      dropout: with the step's key; attention_dropout: with a key of its own, in ``attention``.
+      tokens: whether the input is tokens, with a loss over a vocabulary; otherwise it is rows of numbers, with a
+        mean square.
+      loss: for tokens, ``plain`` computes cross entropy by hand; ``cross_entropy`` and ``linear`` are the
+        library's.
+      mean: ``all``; ``masked`` divides by the number of tokens that count, at least 1; ``bare`` divides by that
+        number, which may be 0 in a part.
+      dropout: uses the step's key; attention_dropout: uses a separate key, in ``attention``.
       init: ``drawn`` compares initial parameters too; ``centred`` and ``softmax`` are drawn and reduced over a dim.
-      scale: the loss's, of fp16.
+      scale: the loss scale of fp16.
     """
 
     flavour: str = "nnx"
@@ -70,25 +76,26 @@ class Case:
 
     @property
     def own_keys(self) -> bool:
-        """Whether devices and microbatches draw from keys of their own, so that results differ by design (docs/zero.md)."""
+        """Whether devices and microbatches draw from separate keys, so that results differ by design (docs/zero.md)."""
         return self.dropout and (self.zero == 1 or self.microbatches > 1)
 
 
 def draw(dice: Dice) -> Case:
-    """A model that its layout takes; now and then a batch that does not divide."""
+    """Draw a model that fits its layout; sometimes the batch does not divide."""
     data, context, model = dice.one(
         *[(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (2, 1, 2), (4, 1, 2), (1, 1, 2), (1, 2, 1), (2, 2, 2)]
     )
     values: dict[str, Any] = {"data": data, "context": context, "model": model, "flavour": dice.one("nnx", "linen")}
     values |= {"zero": dice.one(0, 0, 1, 1, 2, 3) if data > 1 else 0, "microbatches": dice.one(1, 1, 1, 2, 3)}
     values |= {"sharded": values["zero"] == 0 and dice.chance(0.4), "tokens": dice.chance(0.6)}
-    # A loss that is a mean in each part is that of the whole batch; statistics of a part are not.
+    # The mean of losses that are means over parts is that of the full batch; statistics of a part differ from those of
+    # the batch.
     parts = values["zero"] == 1 or values["microbatches"] > 1
     if (
         parts and min(data, context, model) > 1
-    ):  # XLA:CPU aborts on the lookup in a small table that is split beside manual axes
+    ):  # XLA:CPU aborts on the lookup in a small table that is sharded next to manual axes
         values["tokens"] = False
-    # Of two features a norm leaves signs alone, whose gradients are rounding: embed is 4 or more.
+    # Of two features a norm keeps only the signs, so their gradients are pure rounding; embed is therefore 4 or more.
     names = ["dense", "dense", "norm", "attention", "attention", "stack"]
     names += [] if context > 1 else ["flax attention", "conv"]
     names += [] if parts or context > 1 else ["batch norm"]
@@ -113,25 +120,27 @@ def draw(dice: Dice) -> Case:
 
 
 def _narrow(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
-    """Sixteen bits; half of these with many words and tokens, whose gradients are small."""
+    """Draw the options of 16 bits; half of these cases have many words and tokens, so their gradients are small."""
     values: dict[str, Any] = {"precision": dice.one("bf16", "fp16"), "scale": 2 ** dice.one(0, 4, 8, 12, 16)}
-    values["body"] = so_far["body"][:2]  # depth adds roundings, and shows nothing that two layers do not
-    if values["precision"] == "fp16":  # in which Flax's own attention asks for a product that CPUs lack
+    values["body"] = so_far["body"][:2]  # depth adds roundings, but tests nothing that two layers do not
+    if values["precision"] == "fp16":  # CPUs lack an fp16 product that Flax's attention requires
         values["body"] = tuple("dense" if name == "flax attention" else name for name in values["body"])
     if so_far["tokens"] and dice.chance(0.5):
         values |= {"vocab": 16 * 2 ** dice.whole(3, 7), "seq": 16 * 2 ** dice.whole(0, 4), "rows": 2}
         values |= {"body": ("dense",)}
-        if dice.chance(0.1):  # one over words times tokens is then less than the smallest number of fp16
+        if dice.chance(0.1):  # 1 / (words * tokens) is then below the smallest number of fp16
             values |= {"vocab": 2**14, "seq": 2**10, "rows": 4, "microbatches": 1, "scale": 2**8, "loss": "linear"}
             values["tied"] = (
-                False  # a table's two gradients, of 4,096 tokens in bf16, are beyond the bound in plain jax too
+                # the sum of a tied table's two gradients, of 4,096 tokens in bf16, exceeds the bound in plain jax too
+                False
             )
             values |= {"data": 1, "context": 1, "model": 1, "zero": 0, "embed": 4, "heads": 1, "kv_heads": 1}
     return values
 
 
 def run(case: Case) -> Differences:
-    """Initial parameters where asked, then loss, gradients and statistics of one step, and whether it compiled once."""
+    """Compare initial parameters if configured, then loss, gradients and statistics of one step, and check that it
+    compiled once."""
     if (
         min(case.rows, case.seq, case.embed, case.heads, case.vocab, case.microbatches) < 1
         or case.heads % case.kv_heads
@@ -167,7 +176,7 @@ def run(case: Case) -> Differences:
     step = Differences()
     model_steps.compare(case, found, want, step, bound, label, SKIPPED)
     if step.wrong and case.precision is None:
-        plain = Differences()  # what plain jax in fp32 on one device is off by
+        plain = Differences()  # the error of plain jax in fp32 on one device
         model_steps.compare(case, model_steps.reference(case, keep, exact=False), want, plain, INFINITE, label, SKIPPED)
         if plain.errors and plain.errors[label] > bound / CONDITIONED:
             step, bound = Differences(), CONDITIONED * plain.errors[label]

@@ -1,4 +1,4 @@
-"""The transformations that the optimizer family draws from, and its two loops."""
+"""The transformations that the optimizer family draws from, and the library's step and a plain optax step."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ MADE: dict[str, Callable[[], Any]] = {
     "probe": lambda: probe(),
 }
 SMOOTH = tuple(list(MADE)[:17])
-"""Those whose results move with gradients as these move."""
+"""Transformations whose results depend smoothly on the gradients."""
 PLAIN = tuple(name for name in MADE if name not in ("backtracking", "stored", "zoom", "polyak", "lbfgs", "probe"))
 SEARCHES = ("backtracking", "stored", "zoom", "polyak")
 WRAPPERS = ("masked", "partition", "multi steps", "if finite", "inject", "schedule free", "lookahead", "freeze")
 
 
 class Probed(NamedTuple):
-    """What an optimizer was told: the value of the loss, and what ``value_fn`` says of the same parameters."""
+    """The values that an optimizer received: the loss, and the result of ``value_fn`` at the same parameters."""
 
     value: Any
     again: Any
 
 
 def probe() -> optax.GradientTransformationExtraArgs:
-    """Keeps what it is told in its state, and hands the gradients on."""
+    """A transformation that stores the values it receives in its state and returns the gradients unchanged."""
 
     def update(updates: Any, state: Any, params: Any = None, *, value: Any, value_fn: Any, **extra: Any) -> Any:
         told = jnp.asarray(value, jnp.float32), jnp.asarray(value_fn(params), jnp.float32)
@@ -88,11 +88,11 @@ def probe() -> optax.GradientTransformationExtraArgs:
 
 
 def optimizer_of(case: Any) -> Any:
-    """The chain, a descent by a rate behind it, and the wrapper around both."""
+    """The chain, then a descent with a constant rate, inside the wrapper."""
     parts = [MADE[name]() for name in case.chain]
     searched = any(name in SEARCHES for name in case.chain)
     inner = optax.chain(*parts, optax.scale(-1.0 if searched else -RATE))
-    if searched and case.chain[-1] in ("backtracking", "stored", "zoom"):  # a search wants a direction downwards
+    if searched and case.chain[-1] in ("backtracking", "stored", "zoom"):  # a line search requires a descent direction
         inner = optax.chain(*parts[:-1], optax.scale(-1.0), parts[-1])
     kind = case.wrapper
     if kind == "masked":
@@ -115,14 +115,14 @@ def optimizer_of(case: Any) -> Any:
 
 
 def parameters(case: Any) -> dict[str, Any]:
-    """Multiples of 1/8, none of them zero."""
+    """Parameters that are nonzero multiples of 1/8."""
     rng = np.random.default_rng(case.seed)
     draw = lambda shape: (rng.choice([-1, 1], shape) * rng.integers(1, 12, shape) / 8).astype(np.float32)
     return {f"w{i}": draw(shape) for i, shape in enumerate(case.shapes)}
 
 
 def batch_of(case: Any, step: int) -> dict[str, Any]:
-    """For each parameter a row of multiples of 1/8 and more."""
+    """A batch with rows of multiples of 1/8 for each parameter."""
     rng = np.random.default_rng((case.seed, step, 1))
     return {
         f"w{i}": (rng.integers(-16, 17, (case.batch, *shape)) / 8 + 0.125 * (i + 1)).astype(np.float32)
@@ -131,7 +131,7 @@ def batch_of(case: Any, step: int) -> dict[str, Any]:
 
 
 def loss_of(case: Any) -> Callable[..., Any]:
-    """A mean over rows."""
+    """The loss function of a case, a mean over rows."""
     rows = lambda x: x.reshape(x.shape[0], -1)
 
     def linear(model: Any, batch: Any) -> Any:
@@ -153,7 +153,7 @@ def loss_of(case: Any) -> Callable[..., Any]:
 
 
 def plain_step(case: Any, tx: Any) -> Callable[..., Any]:
-    """One step as optax documents it, of the whole batch."""
+    """One step of the full batch, as optax documents it."""
     loss, takes = loss_of(case), optax.with_extra_args_support(tx)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -174,7 +174,7 @@ def plain_step(case: Any, tx: Any) -> Callable[..., Any]:
 
 
 def first_state(case: Any, tx: Any, params: Any) -> Any:
-    """The optimizer's state before the first step; under lookahead with the slow parameters beside it."""
+    """The optimizer's state before the first step; lookahead also has the slow parameters."""
     if case.wrapper == "lookahead":
         return tx.init(optax.LookaheadParams(params, params)), params
     return tx.init(params)
@@ -207,7 +207,7 @@ def library_step(case: Any, tx: Any, params: Any) -> Callable[..., Any]:
 
 
 def compared(case: Any, differences: Differences) -> None:
-    """Some steps, each of both loops from what the plain one has reached, in fp32."""
+    """Compare a few steps in fp32; both loops start each step from the state of the plain one."""
     tx, params = optimizer_of(case), parameters(case)
     take = library_step(case, tx, params)
     if case.chain[-1:] == ("probe",):
@@ -224,7 +224,7 @@ def compared(case: Any, differences: Differences) -> None:
         want = host(plain(params, opt_state, batch))
         found = host(take(params, opt_state, batch))
         for what, a, b in zip(("parameter ", "state ", "loss"), found, want, strict=True):
-            # Of a curved loss entries cancel: rounding is relative to parameters and data, which are about 1.
+            # Entries of a curved loss cancel: rounding is relative to parameters and data, which are about 1.
             size = 0.125 if case.loss == "curved" or what != "state " else 1e-6
             _check(differences, f"step {number}: {what}", a, b, size)
         params, opt_state = want[:2]
@@ -242,6 +242,6 @@ def _probed(case: Any, opt_state: Any, differences: Differences) -> None:
 
 
 def host(tree: Any) -> Any:
-    """On the host, keys as their numbers."""
+    """The tree on the host, with keys as their data."""
     key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x)) if key(x) else np.asarray(x), tree)

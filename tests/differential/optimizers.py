@@ -1,4 +1,5 @@
-"""Random optax chains over ZeRO stages, microbatches and sizes, each step from the same state, against a plain optax loop on one device."""
+"""Random optax chains over ZeRO stages, microbatches and sizes; each step is compared with plain optax on one device,
+from the same state."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from .cases import Dice, Differences, InvalidCase
 # An update is some 30 operations on numbers whose sums over rows are exact (data are multiples of 1/8): 2^-24 * 170.
 BOUND = 1e-5
 PROBED = 2e-6
-"""Between the value that an optimizer is given and what ``value_fn`` gives for the same parameters: a few roundings."""
+"""The bound between the value that an optimizer receives and ``value_fn`` at the same parameters: a few roundings."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,10 @@ class Case:
 
     Attributes:
       chain: names of transformations in :mod:`.optimizer_chains`, applied one after the other.
-      wrapper: what stands around the chain.
-      loss: ``linear`` in parameters, so that gradients are exact; ``curved``; or, where only what the optimizer is told is compared,
-        ``noisy`` (draws from a key) and ``uneven`` (not linear in rows).
-      shapes: of the parameters.
+      wrapper: the name of the wrapper around the chain.
+      loss: ``linear`` in parameters, so that gradients are exact; ``curved``; or, where only the values that the
+        optimizer receives are compared, ``noisy`` (draws from a key) and ``uneven`` (not linear in rows).
+      shapes: the shapes of the parameters.
     """
 
     chain: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class Case:
 
 
 def draw(dice: Dice) -> Case:
-    """A chain of up to four transformations, on a mesh of up to eight devices."""
+    """Draw a chain of up to four transformations, on a mesh of up to eight devices."""
     from .optimizer_chains import PLAIN, SEARCHES, SMOOTH, WRAPPERS
 
     data = dice.one(1, 2, 2, 4, 8)
@@ -65,9 +66,9 @@ def draw(dice: Dice) -> Case:
         return Case(**values | {"chain": chain, "loss": "curved", "clip_norm": None})
     names = SMOOTH if kind == "smooth" else PLAIN
     chain = tuple(dice.one(*names) for _ in range(dice.whole(1, 4)))
-    if () in shapes:  # of scalars sm3 by itself raises, and distance by itself makes arrays of one number
+    if () in shapes:  # for scalars, sm3 raises and distance returns arrays of one element
         chain = tuple(name for name in chain if name not in ("sm3", "distance")) or ("adam",)
-    if kind == "plain":  # a power of two of rows: with another number means are rounded
+    if kind == "plain":  # a power of two of rows, because other counts round means
         values["microbatches"] = dice.one(1, 1, 2, 4)
     values |= {"chain": chain, "wrapper": dice.maybe(0.35, *WRAPPERS)}
     return Case(**values, loss="curved" if kind == "smooth" else "linear")
@@ -80,7 +81,7 @@ def _shape(dice: Dice) -> tuple[int, ...]:
 
 
 def run(case: Case) -> Differences:
-    """Parameters and the optimizer's state after each step, from the same state before it."""
+    """Compare parameters and the optimizer's state after each step, from the same state before it."""
     if min(case.rows, case.microbatches, case.steps) < 1 or any(n < 1 for shape in case.shapes for n in shape):
         raise InvalidCase("a size is below 1")
     from .optimizer_chains import compared

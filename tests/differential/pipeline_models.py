@@ -1,4 +1,4 @@
-"""The model of the pipeline family: once for the library, and once as a plain loop."""
+"""The model of the pipeline family, for the library and as a plain loop."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DIMS = {
     "tilt": ("embed",),
 }
 ADDED = 0.1
-"""What a layer's own loss is multiplied with."""
+"""The factor of a layer's own loss."""
 DROPPED = 0.25
 
 type Hint = Callable[..., Any]
 
 
 def parameters(case: Any) -> dict[str, Any]:
-    """Of the case's seed, in its dtype."""
+    """The parameters of a case, from its seed and in its dtype."""
     rng, n = np.random.default_rng(case.seed), case.depth
     draw = lambda *shape: (rng.normal(size=shape) / max(1, shape[-2]) ** 0.5).astype(case.dtype)
     params = {
@@ -54,7 +54,7 @@ def parameters(case: Any) -> dict[str, Any]:
 
 
 def batch_of(case: Any) -> dict[str, Any]:
-    """Tokens, targets, and which of them count."""
+    """Tokens, targets, and a mask of the tokens that count."""
     rng = np.random.default_rng((case.seed, 1))
     tokens = lambda: rng.integers(0, case.words, (case.batch, case.seq)).astype(np.int32)
     counted = rng.random((case.batch, case.seq)) < (0.3 if case.bare else 0.6)
@@ -72,7 +72,8 @@ def side_of(case: Any, model: Any, batch: Any) -> Any:
 
 
 def mixed(block: Any, x: Any, whole: Any, start: Any, side: Any, hint: Hint) -> Any:
-    """A layer: an MLP of each token and of the mean of those before it, which ``whole`` [rows, seq, embed] holds."""
+    """A layer: an MLP of each token and of the mean of the tokens up to it, which ``whole`` [rows, seq, embed]
+    holds."""
     at = start + jnp.arange(x.shape[1])
     seen = (jnp.arange(whole.shape[1])[None] <= at[:, None]).astype(x.dtype)
     mean = jnp.einsum("ts,bsw->btw", seen / seen.sum(1, keepdims=True), whole)
@@ -81,7 +82,7 @@ def mixed(block: Any, x: Any, whole: Any, start: Any, side: Any, hint: Hint) -> 
 
 
 def layer(case: Any, block: Any, x: Any, side: Any, keys: Any, hint: Hint) -> tuple[Any, dict[str, Any]]:
-    """A layer, and what it adds to loss and metrics."""
+    """A layer's output, and what it adds to the loss and the metrics."""
     y = mixed(block, x, x, 0, side, hint)
     if keys is not None:
         draw = lambda key: jax.random.uniform(key, y.shape[1:], jnp.float32) >= DROPPED
@@ -108,7 +109,7 @@ def after(case: Any, model: Any, x: Any, batch: Any, hint: Hint) -> Any:
 
 
 def reference(case: Any) -> tuple[dict[str, Any], Any]:
-    """Metrics and gradients in fp64 of the whole batch on one device, layer after layer."""
+    """Metrics and gradients in fp64 of the full batch on one device, layer after layer."""
     batch, params, hint = wide(batch_of(case)), wide(parameters(case)), lambda x, *dims: x
     keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key(case.seed), jnp.arange(case.batch)) if case.keys else None
 
@@ -127,12 +128,12 @@ def reference(case: Any) -> tuple[dict[str, Any], Any]:
         return total, metrics | {"loss": total}
 
     gradients, metrics = jax.jit(jax.grad(loss, has_aux=True))(params)
-    metrics.pop("weight", None)  # a mean over microbatches has one of its own
+    metrics.pop("weight", None)  # a mean over microbatches has its own weight
     return jax.device_get(metrics), jax.device_get(gradients)
 
 
 def staged(case: Any) -> jp.PipelineLoss:
-    """The same model in pieces."""
+    """The same model as a staged loss."""
 
     def one(block: Any, x: Any, side: Any, keys: Any = None) -> Any:
         y, aux = layer(case, block, x, side, keys, jp.hint)
@@ -150,11 +151,11 @@ def staged(case: Any) -> jp.PipelineLoss:
 
     options: dict[str, Any] = {}
     if case.side is not None:
-        options["side"] = lambda model, batch: side_of(case, model, batch)
+        options["layer_inputs"] = lambda model, batch: side_of(case, model, batch)
     if case.sequence_chunks > 1:
         dtype = np.dtype(case.dtype)
         zeros = lambda model, batch: {"x": jnp.zeros((*batch["tokens"].shape, case.width), dtype)}
-        options |= {"chunked_layer": carried, "carry": zeros}
+        options |= {"chunked_layer": carried, "chunk_carry": zeros}
     return jp.PipelineLoss(
         layers="blocks",
         embed=before,

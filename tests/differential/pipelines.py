@@ -1,4 +1,5 @@
-"""A stack of tiny layers over pipeline stages by every schedule, beside other axes, against a plain loop in fp64 on one device."""
+"""Stacks of tiny layers over pipeline stages, with every schedule and other mesh axes, against a plain loop in fp64 on
+one device."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 from .cases import Dice, Differences, InvalidCase
 
-# A gradient is a sum of some 200 products through up to 12 layers: 2^-24 * 170 and 2^-53 * 90,000, relative to the largest entry.
+# A gradient is a sum of some 200 products through up to 12 layers: 2^-24 * 170 and 2^-53 * 90,000, relative to the
+# largest entry.
 BOUNDS = {"float32": 1e-5, "float64": 1e-11}
 LABELS = {"float32": "fp32", "float64": "fp64"}
 
@@ -18,11 +20,14 @@ class Case:
 
     Attributes:
       schedule: a name of ``jp.schedule``; ``none`` runs the layers without a pipeline.
-      rows: of each microbatch and device of data.
-      layers: of each piece of the model, in order; uneven ones are passed to ``jp.Pipeline``, and the rules take them, unless ``told`` is False.
-      side: ``batch`` or ``param``, which reads a parameter and has no gradient all the same.
-      weighted: the loss is a mean over tokens that count; ``bare`` divides by their number, which may be 0 in a microbatch.
-      aux: ``weights`` adds a mean of the layers' weights to the loss, ``rows`` one of their activations, ``dict`` a metric too.
+      rows: the rows of each microbatch per device of data.
+      layers: the layers of each piece of the model, in order. Uneven ones are passed to ``jp.Pipeline``, and the
+        rules accept them, unless ``told`` is False.
+      side: ``batch`` or ``param``; the latter reads a parameter, but has no gradient.
+      weighted: whether the loss is a mean over tokens that count; ``bare`` divides by their number, which may be 0
+        in a microbatch.
+      aux: ``weights`` adds a mean of the layers' weights to the loss, ``rows`` one of their activations, ``dict``
+        also a metric.
     """
 
     schedule: str = "1f1b"
@@ -73,7 +78,7 @@ CHUNKED = ("interleaved", "depth_first", "breadth_first")
 
 
 def draw(dice: Dice) -> Case:
-    """A pipeline that fits its mesh; now and then layers that do not divide are given without their numbers."""
+    """Draw a pipeline that fits its mesh; sometimes layers that do not divide are not passed to ``jp.Pipeline``."""
     schedule = dice.one(*PLAIN, *CHUNKED, "seq1f1b", "seq1f1b", "zb_v", "dualpipe_v", "1f1b", "none")
     stages = 1 if schedule == "none" or dice.chance(0.05) else dice.one(2, 2, 3, 4)
     room = 8 // stages
@@ -93,7 +98,8 @@ def draw(dice: Dice) -> Case:
     values["width"] = values["model"] * stages * data * dice.one(1, 2)
     values |= {"tied": dice.chance(0.4), "weighted": dice.chance(0.4), "keys": dice.chance(0.25)}
     values["bare"] = values["weighted"] and values["sequence_chunks"] == 1 and dice.chance(0.15)
-    # Of a layer's own loss a weighted mean of microbatches is another number than that of the batch: only weights are the same in both.
+    # A weighted mean over microbatches of a layer's own loss differs from that of the batch, unless the loss reads only
+    # weights.
     values["aux"] = dice.maybe(0.35, "weights") if values["weighted"] else dice.maybe(0.35, "weights", "rows", "dict")
     if values["sequence_chunks"] > 1:
         values |= {"keys": False, "aux": None}
@@ -102,7 +108,7 @@ def draw(dice: Dice) -> Case:
 
 
 def _microbatches(dice: Dice, schedule: str, stages: int) -> dict[str, Any]:
-    """Sizes that the schedule takes."""
+    """Draw sizes that the schedule accepts."""
     values: dict[str, Any] = {"microbatches": dice.whole(1, 5), "chunks": None, "sequence_chunks": 1}
     if schedule in CHUNKED:
         values |= {"microbatches": stages * dice.whole(1, 2), "chunks": dice.whole(1, 2)}
@@ -118,7 +124,7 @@ def _microbatches(dice: Dice, schedule: str, stages: int) -> dict[str, Any]:
 
 
 def _how(dice: Dice, so_far: dict[str, Any], least: int) -> dict[str, Any]:
-    """What is kept, when gradients are reduced, and the ZeRO stage."""
+    """Draw which activations are stored, when gradients are reduced, and the ZeRO stage."""
     values: dict[str, Any] = {
         "activation_checkpointing": dice.one("full", "none"),
         "embedding": dice.one("per_step", "per_step", "per_microbatch"),
@@ -131,7 +137,7 @@ def _how(dice: Dice, so_far: dict[str, Any], least: int) -> dict[str, Any]:
         if so_far["model"] == 1 and dice.chance(0.3):
             values["executor"] = "independent"
     if "executor" not in values and not values["zero"]:
-        # Chunk by chunk where a stage stays with one; a v does not.
+        # A reduction per chunk requires a stage to stay with one chunk; V schedules do not.
         values["grad_reduction"] = dice.one(
             "per_step", "per_step", "per_microbatch", *(["per_chunk"] if so_far["schedule"] in CHUNKED else [])
         )
@@ -143,7 +149,7 @@ def _how(dice: Dice, so_far: dict[str, Any], least: int) -> dict[str, Any]:
 
 
 def run(case: Case) -> Differences:
-    """Metrics and gradients of one step."""
+    """Compare metrics and gradients of one step with the reference."""
     import jax
 
     if min(case.rows, case.seq, case.width, case.words, case.microbatches, *case.layers) < 1:
@@ -172,7 +178,7 @@ def _compared(case: Case, want: Any) -> Differences:
     try:
         metrics, gradients = found(case)
     except LayoutError as error:
-        if case.depth % case.stages and not case.told:  # one cause is one problem, and uneven stages are a remedy
+        if case.depth % case.stages and not case.told:  # one cause is one problem, and its remedy names uneven stages
             right = len(error.problems) == 1 and "layers=" in str(error)
             differences.claim(
                 right, f"{len(error.problems)} problems for layers that do not divide: {error.problems[0]}"

@@ -1,4 +1,5 @@
-"""Softmax attention in fp64 numpy with gradients by hand. It shares nothing with the library but the words of its documentation."""
+"""Softmax attention in fp64 numpy with gradients by hand. It shares no code with the library, only its documented
+semantics."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 HIDES = -1e30
-"""A bias at or below this hides a key, as -inf does: what the smallest number of fp32, bf16 or fp64 is used for."""
+"""A bias at or below this hides a key, as -inf does; users pass the smallest number of fp32, bf16 or fp64."""
 
 type Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -18,12 +19,13 @@ class Problem:
     """Inputs of an attention.
 
     Attributes:
-      q: [batch, queries, heads, head_dim]; k: [batch, keys, kv_heads, head_dim]; v: [batch, keys, kv_heads, value_dim].
+      q: [batch, queries, heads, head_dim]; k: [batch, keys, kv_heads, head_dim]; v: [batch, keys, kv_heads,
+        value_dim].
       grad: the gradient of the result, [batch, queries, heads, value_dim].
-      visible: [batch, queries, keys], which key each query sees.
-      distance: [queries, keys], how far apart they stand, for ``slopes`` [heads].
+      visible: [batch, queries, keys], whether each query sees each key.
+      distance: [queries, keys], the distance of their positions, for ``slopes`` [heads].
       bias: [batch or 1, heads or 1, queries, keys]. sinks: [heads].
-      keep: [batch, heads, queries, keys], what dropout multiplies the weights with.
+      keep: [batch, heads, queries, keys], the dropout factors of the weights.
     """
 
     q: Array
@@ -42,21 +44,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """Arrays by name (``o``, ``q``, ``k``, ``v``, ``bias``, ``slopes``, ``sinks``: the result and the gradients), and for each how
-    large the terms are that are summed to its entries."""
+    """The result and the gradients by name (``o``, ``q``, ``k``, ``v``, ``bias``, ``slopes``, ``sinks``), and for each
+    the magnitude of the terms that are summed to its entries."""
 
     arrays: dict[str, Array]
     sizes: dict[str, float]
 
 
 def solve(problem: Problem) -> Solution:
-    """The result and all gradients. Entries of queries and keys that nothing sees may be NaN."""
+    """The result and all gradients. Inputs of queries and keys that are not visible may be NaN."""
     p = problem
     group = p.q.shape[2] // p.k.shape[2]
     seen = np.broadcast_to(p.visible[:, None], (p.q.shape[0], p.q.shape[2], *p.visible.shape[1:]))
     if p.bias is not None:
         seen = seen & (p.bias > HIDES)
-    # A token that nothing sees, or that sees nothing, counts as zeros: it may hold NaN.
+    # A token that no other sees, or that sees none, counts as zeros: it may hold NaN.
     rows, columns = seen.any((1, 3)), seen.any((1, 2))
     clean = lambda x, some: np.where(some[:, :, None, None], x.astype(np.float64), 0)
     q, grad = clean(p.q, rows), clean(p.grad, rows)
@@ -67,7 +69,7 @@ def solve(problem: Problem) -> Solution:
     z = weights * keep
 
     def back(absolute: bool) -> dict[str, Array]:
-        """Gradients; or, ``absolute``, the sums of the absolute values of what they are sums of."""
+        """The gradients; with ``absolute``, the sums of the absolute values of their terms."""
         size = np.abs if absolute else lambda x: x
         sign = 1 if absolute else -1
         dweights = np.einsum("bqhd,bkhd->bhqk", size(grad), size(v)) * keep
@@ -93,7 +95,7 @@ def solve(problem: Problem) -> Solution:
 
 
 def _scores(p: Problem, q: Array, k: Array) -> tuple[Array, Array | float]:
-    """Scores [batch, heads, queries, keys], and what the soft cap multiplies their gradients with."""
+    """Scores [batch, heads, queries, keys], and the derivative of the soft cap."""
     scores, slope_of_cap = p.scale * np.einsum("bqhd,bkhd->bhqk", q, k), 1.0
     if p.softcap is not None:
         tanh = np.tanh(scores / p.softcap)
@@ -106,7 +108,7 @@ def _scores(p: Problem, q: Array, k: Array) -> tuple[Array, Array | float]:
 
 
 def _softmax(scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """Weights, zero where a row has no key, and each row's share that the sink takes."""
+    """Weights, zero where a row has no key, and the sink's share of each row."""
     sink = np.full(scores.shape[:3], -np.inf)
     if sinks is not None:
         sink = np.broadcast_to(sinks.astype(np.float64)[None, :, None], scores.shape[:3])
@@ -119,7 +121,7 @@ def _softmax(scores: Array, sinks: Array | None) -> tuple[Array, Array]:
 
 
 def _grouped(x: Array, group: int) -> Array:
-    """Gradients of the key heads: those of the query heads that share one, summed."""
+    """Gradients of the key heads: the sums over the query heads that share each."""
     return x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
 
 
@@ -133,14 +135,14 @@ def visible(
     where: Array | None = None,
     segments: tuple[Array, Array] | None = None,
 ) -> Array:
-    """[batch or 1, queries, keys]: which keys queries see, from the words of ``jaxpar.Mask``.
+    """[batch or 1, queries, keys]: the keys that each query sees, by the documentation of ``jaxpar.Mask``.
 
     Args:
       at: positions of queries and of keys.
       prefix: one length, or one for each sequence.
-      where: [queries, keys], more that has to hold.
+      where: [queries, keys], a further condition.
     """
-    x, y = at[0][:, None].astype(object), at[1][None, :].astype(object)  # numbers of any size
+    x, y = at[0][:, None].astype(object), at[1][None, :].astype(object)  # Python integers, which do not overflow
     seen = np.ones(np.broadcast_shapes(x.shape, y.shape), bool)
     before, behind = window if isinstance(window, tuple) else (None, None)
     if isinstance(window, int):

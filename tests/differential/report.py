@@ -1,4 +1,4 @@
-"""What is printed and kept of a run: a line a failure, the least case of each, and one table in Markdown."""
+"""The report of a run: one line per failure, the smallest case of each, and one Markdown table."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COLUMNS = "| family | seed | cases | refused | failed | worst error |\n|---|---:
 
 
 def row(name: str, seed: int, results: Sequence[Result]) -> str:
-    """A family's row of the table; the worst error stands for each precision, relative to the size of the reference."""
+    """A family's row of the table, with the worst error of each precision, relative to the size of the reference."""
     refused, failed = (sum(test) for test in zip(*((r.outcome.kind == "refused", r.outcome.failed) for r in results)))
     return f"| {name} | {seed} | {len(results)} | {refused} | {failed} | {worst(results)} |"
 
 
 def worst(results: Sequence[Result]) -> str:
-    """The largest error of each precision among the cases that are right."""
+    """The largest error of each precision among the cases that passed."""
     found: dict[str, float] = {}
     for result in results:
         for label, error in result.outcome.errors.items():
@@ -33,12 +33,12 @@ def worst(results: Sequence[Result]) -> str:
 
 
 def too_many_refused(results: Sequence[Result]) -> bool:
-    """Whether so many cases are refused that the family tests little. Of a few cases nothing is said."""
+    """Whether more cases are refused than ``REFUSALS`` allows. Fewer than 20 results do not decide it."""
     return len(results) >= 20 and sum(r.outcome.kind == "refused" for r in results) > REFUSALS * len(results)
 
 
 def smallest(name: str, result: Result, worker: Worker, budget: int = 200) -> tuple[str, Outcome]:
-    """The least case that fails as ``result`` does, as Python, and what becomes of it."""
+    """The smallest case that fails as ``result`` does, as Python, and its outcome."""
     outcomes = {result.case: result.outcome}
 
     def fails(case: object) -> bool:
@@ -51,9 +51,10 @@ def smallest(name: str, result: Result, worker: Worker, budget: int = 200) -> tu
 
 
 def explained(name: str, result: Result, least: str, worker: Worker) -> bool:
-    """Whether a failure is one that is already known by its least case: it is gone where the fields of that case are at their defaults.
+    """Whether a failure is already known: it vanishes if the fields of the known smallest case are reset to their
+    defaults.
 
-    Fields of sizes stay: without its devices a case would be another one.
+    Integer fields, which are sizes, stay: without its devices it would be another case.
     """
     case, known = parsed(name, result.case), changed(parsed(name, least))
     back = {f.name: f.default for f in fields(case) if f.name in known and not _counts(f.default)}
@@ -67,7 +68,7 @@ def _counts(default: object) -> bool:
 
 
 def told(name: str, seed: int, result: Result, least: str, outcome: Outcome) -> str:
-    """A failure and the command that shows it alone."""
+    """The text of a failure with the command that reproduces it."""
     return (
         f"\n{name} {result.index}: {result.outcome.kind}: {result.outcome.text}\n"
         f"  drawn:   uv run python -m tests.differential {name} --seed {seed} --case {result.index}\n"

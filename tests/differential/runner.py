@@ -1,4 +1,4 @@
-"""Runs cases in worker processes, a few at once, so that a process that ends names the case that ended it."""
+"""Runs cases in a few worker processes, so that a process that dies identifies the case that ended it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .cases import Outcome, drawn, printed
 
 ROOT = Path(__file__).parents[2]
 EACH = 25
-"""Cases of one process: enough to make up for its start, few enough to bound its memory."""
+"""Cases per process: enough to make up for its start, few enough to bound its memory."""
 PATIENCE = 300.0
 """Seconds after which a case counts as hung."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case that was run: its number under its seed, its Python, what became of it, and how long that took."""
+    """A finished case: its number under its seed, its Python, its outcome, and its duration in seconds."""
 
     index: int
     case: str
@@ -47,7 +47,7 @@ class Worker:
     relay: Thread | None = None
 
     def ask(self, case: str, index: int = -1) -> Result:
-        """What becomes of a case, given as Python; where the process ends or does not answer, that is the outcome."""
+        """Run a case, given as Python; if the process ends or does not answer, that is the outcome."""
         if self.process is None or self.served >= EACH:
             self.close()
             self._start()
@@ -86,7 +86,7 @@ class Worker:
         self.relay.start()
 
     def _last_words(self) -> str:
-        """What the process wrote last: XLA says there why it gave up."""
+        """The last output of the process, where XLA writes why it aborted."""
         assert self.process is not None and self.words is not None
         code = self.process.wait(timeout=30)
         self.words.seek(0)
@@ -95,7 +95,7 @@ class Worker:
         return f"exit {code}; {said or ' | '.join(lines[-3:])}"[:1200]
 
     def close(self, kill: bool = False) -> None:
-        """Ends the process, at once or when it has read that there is no more."""
+        """End the process, immediately if ``kill``, else once it has read the end of its input."""
         if self.process is None:
             return
         process, self.process = self.process, None
@@ -115,7 +115,7 @@ class Worker:
 
 
 def _relay(stream: IO[str] | None, answers: SimpleQueue[str]) -> None:
-    """Hands on each line, and an empty one when the process has closed its output."""
+    """Forward each line, and an empty one when the process has closed its output."""
     assert stream is not None
     for line in stream:
         answers.put(line)
@@ -125,10 +125,10 @@ def _relay(stream: IO[str] | None, answers: SimpleQueue[str]) -> None:
 def run(
     name: str, seed: int, indices: Sequence[int], jobs: int = 2, told: Callable[[Result], None] = lambda result: None
 ) -> list[Result]:
-    """The cases of a family, in the order of their numbers.
+    """The results of a family's cases, in the order of their numbers.
 
     Args:
-      told: is called with each result when it is there, from several threads.
+      told: called with each result as soon as it is available, from several threads.
     """
     groups = [indices[i : i + EACH] for i in range(0, len(indices), EACH)]
 

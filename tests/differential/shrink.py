@@ -1,4 +1,5 @@
-"""The least case that still fails: fields go back to their defaults, and sizes towards them, one at a time."""
+"""Find the smallest case that still fails: fields return to their defaults, and sizes move towards them, one at a
+time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def shrunk(case: Any, fails: Callable[[Any], bool], budget: int = 200) -> Any:
     Args:
       case: a frozen dataclass that fails; the defaults of its fields are the simplest values.
       fails: whether a case still fails in the same way.
-      budget: how many cases are tried at most.
+      budget: the largest number of cases to try.
 
     >>> from dataclasses import make_dataclass
     >>> case = make_dataclass("Case", [("heads", int, 1), ("keys", int, 1), ("mask", str, "causal")], frozen=True)
@@ -39,7 +40,7 @@ def shrunk(case: Any, fails: Callable[[Any], bool], budget: int = 200) -> Any:
 
 
 def steps(case: Any) -> Iterator[Any]:
-    """Cases that are simpler in one field: first those at the default, then those nearer to it."""
+    """Cases that are simpler in one field: first those at the default, then those closer to it."""
     different = [f for f in fields(case) if getattr(case, f.name) != f.default]
     for f in different:
         yield replace(case, **{f.name: f.default})
@@ -49,7 +50,7 @@ def steps(case: Any) -> Iterator[Any]:
 
 
 def nearer(value: Any, default: Any) -> Iterator[Any]:
-    """Values between ``value`` and ``default``, the nearest to the default first.
+    """Values between ``value`` and ``default``, the closest to the default first.
 
     >>> list(nearer(9, 1)), list(nearer((4, 0), None)), list(nearer(-3, None))
     ([5, 7, 8], [(2, 0), (3, 0)], [-2])
@@ -71,7 +72,7 @@ def nearer(value: Any, default: Any) -> Iterator[Any]:
 
 
 def _shorter(value: tuple[Any, ...], default: Any) -> Iterator[tuple[Any, ...]]:
-    """Tuples without one of their items, where the default is a tuple too: then any length has a meaning."""
+    """Tuples without one of their items, if the default is a tuple too: then any length is valid."""
     if isinstance(default, tuple) and len(value) > 1:
         for i in range(len(value)):
             yield (*value[:i], *value[i + 1 :])

@@ -1,4 +1,4 @@
-"""What families of train steps have in common: layouts, states from given parameters, and comparisons of trees."""
+"""Functions that the families of train steps share: layouts, states from given parameters, and comparisons of trees."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import jaxpar as jp
 from .cases import Differences
 
 CANCELLED = 0.05
-"""The part of the largest gradient of all that counts as the size of one that is smaller: both sum terms of one cotangent, whose
-rounding is relative to what it is made of. Where all are small, to probabilities and rows of about 1, whose difference it is."""
+"""A gradient's size counts as at least this part of the largest gradient: both sum terms of one cotangent, and their
+rounding is relative to those terms. Where all gradients are small, their size counts as at least this part of 1:
+they are differences of probabilities and rows of about 1."""
 
 
 def layout_of(rules: jp.Rules, sizes: Mapping[str, int]) -> jp.Layout:
-    """On as many of the simulated devices as ``sizes`` multiply to."""
+    """The layout on as many of the simulated devices as the product of ``sizes``."""
     count = int(np.prod(list(sizes.values())))
     return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[:count]), rules)
 
@@ -39,18 +40,18 @@ def state_with(shapes: Any, params: Any, opt_state: Any = (), rest: Any = None, 
 
 
 def step_key(seed: int, step: int = 0) -> jax.Array:
-    """The key that a ``loss_fn`` is given in a step of such a state."""
+    """The key that a ``loss_fn`` receives in a step of such a state."""
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
 def wide(tree: Any) -> Any:
-    """Floating arrays as fp64."""
+    """The tree with floating-point arrays as fp64."""
     to = lambda x: np.asarray(x, np.float64) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating) else np.asarray(x)
     return jax.tree.map(to, tree)
 
 
 def check_trees(differences: Differences, what: str, found: Any, want: Any, bound: float, label: str) -> None:
-    """Each array relative to its largest entry, or to a part of the largest of all arrays."""
+    """Compare each array relative to its largest entry, or to a part of the largest of all arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(want)
     floating = [np.abs(np.asarray(x, np.float64)).max(initial=0) for _, x in leaves]
     least = CANCELLED * max((float(x) for x in floating if np.isfinite(x)), default=0.0)

@@ -1,4 +1,4 @@
-"""Some cases of each family; ``python -m tests.differential`` runs any number, with any seed."""
+"""A few cases of each family match the reference; ``python -m tests.differential`` runs any number, with any seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differential suite's own machinery: cases that are data, the reference, the shrinker, workers, and defects that are planted."""
+"""The differential suite itself: cases as data, the reference, the shrinker, workers, and planted defects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_only_a_case_is_read_from_the_command_line() -> None:
 
 
 def test_a_case_shrinks_to_the_least_that_fails() -> None:
-    """The planted defect wants 3 keys, a window of two sides and a mesh; all else goes."""
+    """The planted defect needs 3 keys, a window with two sides and a mesh; all other fields return to their
+    defaults."""
     case = attention.Case(context=4, keys=11, queries=7, window=(4, 2), softcap=2.0, prefix=(1, 2, 3), dtype="bfloat16")
     found = shrunk(case, lambda c: c.keys >= 3 and isinstance(c.window, tuple) and c.context > 1)
     assert found == attention.Case(context=2, keys=3, window=(1, 1))
@@ -127,7 +128,7 @@ def test_a_planted_wrong_attention_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_planted_wrong_pipeline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Microbatches that count alike where they hold different numbers of tokens."""
+    """The defect weights microbatches equally, though they hold different numbers of tokens."""
     case = pipelines.Case(stages=1, microbatches=2, layers=(1,), seq=3, width=2, weighted=True, seed=2)
     assert len(set(pipeline_models.batch_of(case)["counted"].sum(1))) == 2
     assert pipelines.run(case).outcome.kind == "same"
@@ -135,7 +136,7 @@ def test_a_planted_wrong_pipeline_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wrong(case: Any) -> Any:
         loss = right(case)
-        return replace(loss, head=lambda model, x, batch: loss.after(model, x, batch)[0])
+        return replace(loss, head=lambda model, x, batch: loss.head(model, x, batch)[0])
 
     monkeypatch.setattr(pipeline_models, "staged", wrong)
     assert pipelines.run(case).outcome.kind == "differs"

@@ -1,4 +1,4 @@
-"""The process that runs cases: one request a line on its input, one answer a line on its output, both JSON."""
+"""A process that runs cases: one JSON request per line of its input, one JSON answer per line of its output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import IO, Any
 from .cases import InvalidCase, Outcome, family, parsed
 
 TEXT = 1200
-"""Characters of an exception that are kept."""
+"""The number of characters of an exception that are kept."""
 
 
 def evaluated(name: str, case: Any) -> Outcome:
-    """Runs one case. Exceptions of the library's own types are refusals, and every refusal has to name a remedy."""
+    """Run one case. Exceptions of the library's own types are refusals, and every refusal must name a remedy."""
     from jaxpar.errors import JaxparError
 
     try:
@@ -41,7 +41,7 @@ def _place(error: BaseException) -> str:
 
 
 def answered(request: dict[str, Any]) -> dict[str, Any]:
-    """Runs the case that is asked for, and says what became of it."""
+    """Run the requested case and return its outcome."""
     name = request["family"]
     case = parsed(name, request["case"])
     begun = time.process_time()
@@ -50,20 +50,20 @@ def answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answers requests until there are no more."""
+    """Answer requests until the input ends."""
     for line in requests:
         answers.write(json.dumps(answered(json.loads(line))) + "\n")
         answers.flush()
 
 
 def main() -> None:
-    """Prepares the process, keeps its output for answers alone, and serves."""
+    """Prepare the process, reserve its output for answers, and serve."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes elsewhere
+    os.dup2(2, 1)  # anything that libraries print goes to stderr
     from jaxpar.utils.simulate_devices import simulate_devices
 
     simulate_devices(8)
-    # Programs run once: making them fast takes longer than running them.
+    # Programs run once: optimizing them takes longer than running them.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     import warnings
 

@@ -1,4 +1,5 @@
-"""Generation: the same tokens in every layout, with a cache and without; what is drawn; what a decode step sends; what cannot be."""
+"""Generation gives the same tokens in every layout and with or without a cache; also sampling, the collectives of a
+decode step, and rejected requests."""
 
 from __future__ import annotations
 
@@ -60,16 +61,21 @@ def test_a_cache_gives_what_a_plain_forward_gives(reference: Reference) -> None:
     ids=str,
 )
 def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Reference) -> None:
-    """Tensor, fully sharded data and context parallelism, sequences split for a ring, layers over stages."""
+    """Covers tensor, fully sharded data and context parallelism, a sequence sharded for a ring, and layers over
+    stages."""
     model = generator(jp.MeshSpec(**mesh).build())
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), reference.params, model.params)
     assert model.generate(params, PROMPTS, most=MOST) == reference.made
 
 
 def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
-    """Two processes of two devices each, a pipeline's stage in each; each is given all tokens, and what is wrong in one is raised by both."""
+    """Two processes of two devices hold one pipeline stage each; both receive all tokens, and an error in one process
+    is raised by both."""
     address, told = f"127.0.0.1:{free_port()}", [tmp_path / f"{rank}.json" for rank in range(2)]
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = (
+        "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
+        "--xla_llvm_disable_expensive_passes=true"
+    )
     workers = [
         subprocess.Popen(
             [sys.executable, generators.__file__, address, str(rank), str(file)],
@@ -90,15 +96,18 @@ def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, t
     assert found[0] == found[1] and found[0]["across"]
     assert found[0]["made"] == reference.made
     assert found[0]["errors"] == [
-        "process 1 of 2: generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. Remedy: slots=41 or more, a shorter "
-        + "prompt.",
-        "Generator: request 1 is not the same in all processes: 2 tokens (sha256 46584c88c62d), most=1, seed=5 in process 0, 2 tokens (sha256 "
-        + "46584c88c62d), most=1, seed=6 in process 1 of 2. Remedy: the same arguments in every process, prompts and seeds too.",
+        "process 1 of 2: generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has "
+        "32 slots. Remedy: slots=41 or more, a shorter " + "prompt.",
+        "Generator: request 1 is not the same in all processes: 2 tokens (sha256 46584c88c62d), most=1, seed=5 in "
+        "process 0, 2 tokens (sha256 "
+        + "46584c88c62d), most=1, seed=6 in process 1 of 2. Remedy: the same arguments in every process, prompts "
+        "and seeds too.",
     ]
 
 
 def test_a_request_is_alone_beside_others(reference: Reference) -> None:
-    """In any row, with any neighbours, and in turns where there are more than rows."""
+    """A request gives the same tokens in any row, with any neighbours, and when requests outnumber rows and run in
+    turns."""
     model, params, made = reference.model, reference.params, reference.made
     order = [3, 0, 2, 1, 0, 3]
     again = model.generate(params, [PROMPTS[i] for i in order], most=[MOST[i] for i in order])
@@ -124,13 +133,15 @@ def test_drawn_with_each_requests_own_key_until_a_stop(reference: Reference) -> 
 
 
 def test_a_decode_step_gathers_nothing_and_writes_in_place() -> None:
-    """Weights whole or by ``model``, the cache over ``context`` and ``model``: only sums of small arrays cross the mesh."""
+    """With weights replicated or sharded over ``model`` and the cache over ``context`` and ``model``, only sums of
+    small arrays cross the mesh."""
     rules = RULES.replace(params={"embed": None})
     model = generator(jp.MeshSpec(data=2, context=2, model=2).build(), rules, slots=256)
     program = model.decode.lower(model.params, model.abstract).compile()
     audit = jp.audit(program, mesh=model.layout.mesh)
     assert {c.kind for c in audit.collectives} == {"all-reduce"}
-    # A maximum, and the sum of results [rows, heads, head_dim] with their weights, in each layer, of a device's 2 rows and 2 heads.
+    # In each layer, for a device's 2 rows and 2 heads: a maximum, and the sum of the results [rows, heads, head_dim]
+    # with their weights.
     over = audit.select(axis="context")
     assert sum(c.result_bytes * c.count for c in over) == CONFIG.layers * 4 * 2 * 2 * (1 + 1 + CONFIG.head_dim)
     cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 256 * CONFIG.head_dim * 4
@@ -140,16 +151,18 @@ def test_a_decode_step_gathers_nothing_and_writes_in_place() -> None:
 
 
 def test_stages_keep_their_weights_and_cache_and_send_activations() -> None:
-    """A tick of each group: its token's activations to the next stage, and from the last to all; nothing is gathered over the pipeline."""
+    """Each tick of a group sends its token's activations to the next stage, and from the last stage to all; nothing is
+    gathered over the pipeline."""
     rules = RULES.replace(params={"embed": None}, vocab=("pipeline", "model"))
     model = generator(jp.MeshSpec(pipeline=2, data=2, model=2).build(), rules, slots=256)
     assert model.abstract.cache["keys"].sharding.spec == PartitionSpec("pipeline", "data", "model", None, None)
     program = model.decode.lower(model.prepared, model.abstract).compile()
     audit = jp.audit(program, mesh=model.layout.mesh)
     assert {c.kind for c in audit.collectives} == {"all-reduce", "collective-permute"}
-    token = 4 // 2 // 2 * CONFIG.embed * 4  # of a device's rows of one group
+    token = 4 // 2 // 2 * CONFIG.embed * 4  # a device's rows of one group
     over = audit.select(axis="pipeline")
-    # The stages' own two; the lookup in a table that is split over all; the likeliest of split logits, which is a number and a word for each row.
+    # The stages' transfers, to the next stage and from the last to all; the lookup in a table that is sharded over all
+    # axes; and the argmax of sharded logits, which is a number and an index for each row.
     assert sorted(c.result_bytes for c in over) == [4, 4, token, token, token]
     assert {c.count for c in over} == {2}
     cache = 2 * CONFIG.layers * 4 * CONFIG.kv_heads * 256 * CONFIG.head_dim * 4
@@ -160,7 +173,7 @@ def test_stages_keep_their_weights_and_cache_and_send_activations() -> None:
 HEADS = {
     "keys whole": (8, 4, {"model": 4, "context": 2}, {"heads": "model", "kv_heads": None}),
     "a key head a device": (8, 4, {"model": 2, "context": 4}, {"heads": "model", "kv_heads": None}),
-    # Devices have 3 queries of groups of 2; 4 of groups of 3; 6 of groups of 4; 10 of groups of 4; 1 of groups of 6.
+    # Query heads per device and query heads per key head: 3 and 2; 4 and 3; 6 and 4; 10 and 4; 1 and 6.
     "6 and 3 over 2": (6, 3, {"model": 2, "context": 2}, {"heads": "model", "kv_heads": None}),
     "12 and 4 over 3": (12, 4, {"model": 3, "context": 2}, {"heads": "model", "kv_heads": None}),
     "12 and 3 over 2": (12, 3, {"model": 2}, {"heads": "model", "kv_heads": None}),
@@ -233,7 +246,10 @@ def test_what_is_drawn_from() -> None:
 
 def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
     broken = {**reference.params, "norm": {"scale": reference.params["norm"]["scale"] * jnp.nan}}
-    text = "Generator: the logits of request 0 are not finite. Remedy: look at the checkpoint's parameters and at the dtype of the compute."
+    text = (
+        "Generator: the logits of request 0 are not finite. Remedy: look at the checkpoint's parameters and at the "
+        "dtype of the compute."
+    )
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}$"):
         reference.model.generate(broken, PROMPTS, most=2)
     with pytest.raises(DivergedError, match="the logits of request 4 are not finite"):
@@ -246,20 +262,20 @@ def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
         (
             [[1], [2] * 20],
             {"most": 16},
-            "generate: request 1 has 20 tokens and asks for 16 more, 36 in all, but the cache has 32 slots. Remedy: slots=36 or more, "
-            + "a shorter prompt, or most=12.",
+            "generate: request 1 has 20 tokens and asks for 16 more, 36 in all, but the cache has 32 slots. "
+            "Remedy: slots=36 or more, " + "a shorter prompt, or most=12.",
         ),
         (
             [[2] * 40],
             {"most": 1},
-            "generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. Remedy: slots=41 or more, "
-            + "a shorter prompt.",
+            "generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. "
+            "Remedy: slots=41 or more, " + "a shorter prompt.",
         ),
         (
             [[1, 2, 64]],
             {"most": 1},
-            "generate: request 0 holds token 64 at position 2, but the model's vocabulary has 64 (0 to 63). Remedy: the tokenizer "
-            + "that the model was trained with.",
+            "generate: request 0 holds token 64 at position 2, but the model's vocabulary has 64 (0 to 63). "
+            "Remedy: the tokenizer " + "that the model was trained with.",
         ),
         ([[1], []], {"most": 1}, "generate: request 1 has 0 tokens and asks for 1, but 1 or more of both are wanted."),
         ([], {"most": 1}, "generate: there is no prompt. Remedy: one or more."),
@@ -267,17 +283,26 @@ def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
         (
             [[1]] * 5,
             {"most": 1},
-            "Generator: 5 requests at once, but batch is 4. Remedy: generate(), which takes them in turns, or a larger batch.",
+            (
+                "Generator: 5 requests at once, but batch is 4. Remedy: generate(), which takes them in turns, or a "
+                "larger batch."
+            ),
         ),
         (
             [1, 2],
             {"most": 1},
-            "generate: request 0 is 1, but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests.",
+            (
+                "generate: request 0 is 1, but a list of tokens is wanted, which are integers. Remedy: a "
+                "tokenizer's, as [[1, 2, 3], [4]] for two requests."
+            ),
         ),
         (
             [[1], [1.5]],
             {"most": 1},
-            "generate: request 1 is [1.5], but a list of tokens is wanted, which are integers. Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests.",
+            (
+                "generate: request 1 is [1.5], but a list of tokens is wanted, which are integers. Remedy: a "
+                "tokenizer's, as [[1, 2, 3], [4]] for two requests."
+            ),
         ),
         ([[1]], {"most": 2.0}, "generate: most is 2.0, but an integer is wanted, or one for each prompt."),
         ([[1]], {"most": 1, "seeds": 3}, "generate: seeds is 3, but an integer for each prompt is wanted."),
@@ -297,9 +322,10 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             LayoutError,
             "2 problems:\n"
             + "\n".join(
-                f"{i}. cache/{name} [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'cache_seq' has size 36, which is no "
-                "multiple of context=8 (rule cache_seq = (context, ulysses)). Remedy: change the size, the rule or the mesh, or leave such dims "
-                "whole: indivisible={'cache_seq': 'replicate'}."
+                f"{i}. cache/{name} [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim "
+                "'cache_seq' has size 36, which is no multiple of context=8 (rule cache_seq = (context, ulysses)). "
+                "Remedy: change the size, the rule or the mesh, or leave such dims whole: "
+                "indivisible={'cache_seq': 'replicate'}."
                 for i, name in enumerate(("keys", "values"), 1)
             ),
         ),
@@ -308,9 +334,9 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             LayoutError,
             "2 problems:\n"
             + "\n".join(
-                f"{i}. cache/{name} [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'batch' has size 3, which is no "
-                "multiple of data=8 (rule batch = data). Remedy: change the size, the rule or the mesh, or leave such dims whole: "
-                "indivisible={'batch': 'replicate'}."
+                f"{i}. cache/{name} [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'batch' "
+                "has size 3, which is no multiple of data=8 (rule batch = data). Remedy: change the size, the rule "
+                "or the mesh, or leave such dims whole: indivisible={'batch': 'replicate'}."
                 for i, name in enumerate(("keys", "values"), 1)
             ),
         ),
@@ -322,7 +348,10 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         (
             lambda: generator(jp.MeshSpec(pipeline=2, data=4).abstract(8), batch=7),
             ConfigError,
-            "Generator: batch is 7, but pipeline=2 works on 2 groups of requests at once. Remedy: batch=8, or no pipeline axis.",
+            (
+                "Generator: batch is 7, but pipeline=2 works on 2 groups of requests at once. Remedy: batch=8, or no "
+                "pipeline axis."
+            ),
         ),
         (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots is 0, but 1 or more is wanted."),
         (
@@ -334,20 +363,29 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             (
                 lambda value=value: jp.Sampling(1.0, top_k=value),
                 ConfigError,
-                f"sampling: top_k is {value}, but a whole number of 1 or more is wanted. Remedy: leave it out to draw from all tokens.",
+                (
+                    f"sampling: top_k is {value}, but a whole number of 1 or more is wanted. Remedy: leave it out to "
+                    "draw from all tokens."
+                ),
             )
             for value in (0, -1, 2.5, float("nan"))
         ),
         (
             lambda: generator(one_device(), sampling=jp.Sampling(1.0, top_k=65)),
             ConfigError,
-            "sampling: top_k is 65, but the model's vocabulary has 64. Remedy: fewer, or leave it out to draw from all.",
+            (
+                "sampling: top_k is 65, but the model's vocabulary has 64. Remedy: fewer, or leave it out to draw "
+                "from all."
+            ),
         ),
         *(
             (
                 lambda value=value: jp.Sampling(1.0, top_p=value),
                 ConfigError,
-                f"sampling: top_p is {value}, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens.",
+                (
+                    f"sampling: top_p is {value}, but a share above 0, up to 1, is wanted. Remedy: leave it out to "
+                    "draw from all tokens."
+                ),
             )
             for value in (0, -0.5, 1.5, float("nan"))
         ),
@@ -362,7 +400,10 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         (
             lambda: jp.Sampling(top_k=3),
             ConfigError,
-            "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a temperature, as 1.0.",
+            (
+                "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a "
+                "temperature, as 1.0."
+            ),
         ),
     ],
 )
@@ -399,8 +440,8 @@ def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_m
     rules = jp.Rules(batch=None, heads=None, kv_heads="model", head_dim=None, cache_seq=None)
     cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
     text = (
-        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', which are manual here, so that a device lacks keys of its "
-        "queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
+        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', which are manual here, so "
+        "that a device lacks keys of its queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
     )
     whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
     with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):
@@ -409,7 +450,7 @@ def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_m
 
 
 def test_a_layout_of_its_own_for_the_cache() -> None:
-    """``cache_seq`` in the rules takes the place of ``seq``."""
+    """``cache_seq`` in the rules overrides ``seq``."""
     mesh = jp.MeshSpec(data=4, model=2).abstract(8)
     model = generator(mesh, RULES.replace(kv_heads=None, cache_seq="model"))
     where = model.abstract.cache["values"].sharding

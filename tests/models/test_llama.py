@@ -1,4 +1,5 @@
-"""The Llama against a reference written out plainly, its sizes, its loss, and what tensor parallelism must never gather."""
+"""The Llama against a plain reference, its sizes, its loss, and the arrays that tensor parallelism must never
+gather."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.models.llama import PRESETS, LlamaConfig, make_llama, preset
 from jaxpar.models.losses import cross_entropy, linear_cross_entropy, next_token_loss
 
-# Grouped queries, three rotary pairs a head, and a vocabulary whose size no other dim has.
+# Grouped queries, three rotary pairs per head, and a vocabulary size that no other dim has.
 CONFIG = LlamaConfig(vocab=208, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=54)
 SEQ = 10
 VARIANTS = {
@@ -46,7 +47,7 @@ def one_device(layout_of: Any) -> jp.Layout:
 
 
 def frequencies(config: LlamaConfig) -> np.ndarray:
-    """Angle a position, by the published recipe of Llama 3.1, one frequency at a time."""
+    """The angle per position of each rotary pair, by the published recipe of Llama 3.1, one frequency at a time."""
     result = []
     for i in range(config.head_dim // 2):
         frequency = config.rope_theta ** (-2 * i / config.head_dim)
@@ -73,7 +74,7 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def reference(params: Any, batch: dict[str, np.ndarray], config: LlamaConfig) -> jax.Array:
-    """The mean loss, layer by layer and head by head."""
+    """The mean loss, computed layer by layer and head by head."""
     x = params["embedding"][batch["tokens"]]
     for i in range(config.layers):
         block = jax.tree.map(lambda w, i=i: w[i], params["blocks"])
@@ -101,7 +102,7 @@ def test_loss_and_gradients_equal_the_reference(config: LlamaConfig, one_device:
     config = replace(config, dtype="float64", param_dtype="float64")
     with jax.enable_x64(True):
         state = jp.init(one_device, make_llama(config), optax.sgd(0.1))
-        # Norm scales start as ones, which would hide one left out.
+        # Norm scales start as ones, which would hide a missing scale.
         params = jax.tree.map(lambda w: w + 0.1 * np.cos(np.arange(w.size)).reshape(w.shape), state.params)
         data = batch(config, rows=2)
         loss_fn = lambda p: next_token_loss(state.metadata.kind.merge(p, state.variables), data)
@@ -115,7 +116,7 @@ def test_loss_and_gradients_equal_the_reference(config: LlamaConfig, one_device:
 
 @pytest.fixture(scope="module")
 def logits(one_device: jp.Layout) -> Callable[..., jax.Array]:
-    """``logits(tokens, positions=None, dtype="float32")`` of the same parameters."""
+    """The function ``logits(tokens, positions=None, dtype="float32")``, with the same parameters in every call."""
 
     @functools.cache
     def model(dtype: str) -> Callable[..., jax.Array]:
@@ -150,8 +151,8 @@ def test_dtype_computes_and_param_dtype_is_stored(logits: Any, one_device: jp.La
     tokens = batch()["tokens"]
     half = logits(tokens, dtype="bfloat16")
     assert half.dtype == jnp.bfloat16
-    # The worst element of 16,640 would depend on the processor; the norm of the difference does not. bf16 rounds to 2**-9, and the errors
-    # of some 25 operations in sequence add up to sqrt(25) * 2**-9 = 0.01.
+    # The worst of 16,640 elements would depend on the processor; the norm of the difference does not. bf16 rounds to
+    # 2**-9, and the errors of some 25 operations in sequence add up to sqrt(25) * 2**-9 = 0.01.
     whole = logits(tokens)
     assert 2**-9 < np.linalg.norm(half.astype(np.float32) - whole) / np.linalg.norm(whole) < 0.04
     stored = jp.abstract_state(one_device, make_llama(replace(CONFIG, param_dtype="bfloat16")), optax.sgd(0.1))
@@ -170,7 +171,7 @@ def test_the_number_of_parameters_is_as_published(config: LlamaConfig, billions:
     assert billions is None or round(config.params / 1e9, 2) == billions
 
 
-# So long that to gather the table would be the cheaper exchange, which the compiler does choose when it is let.
+# At this length gathering the table would be the cheaper exchange, and the compiler chooses it where it can.
 LONG = 64
 
 
@@ -187,7 +188,7 @@ def shapes(layout: jp.Layout, config: LlamaConfig) -> set[tuple[int, ...]]:
 def test_tensor_parallelism_never_makes_logits_or_table_whole(name: str, tied: bool, layout_of: Any) -> None:
     found = shapes(layout_of(name), replace(CONFIG, tie_embeddings=tied))
     assert {shape for shape in found if CONFIG.vocab in shape} == set()
-    # Of the logits there is one piece at a time, of their gradient all pieces.
+    # The program holds one piece of the logits at a time, and all pieces of their gradient.
     half = CONFIG.vocab // 2
     assert {(2, 1, LONG // 8, half), (2, 1, 8, LONG // 8, half), (half, CONFIG.embed)} <= found
     # Between the blocks a device holds half the sequence under sequence parallelism, and only there.
@@ -234,7 +235,8 @@ def test_a_loss_in_pieces_equals_the_loss_of_whole_logits(name: str, seq: int, l
         got = jax.jit(jax.value_and_grad(in_pieces, argnums=(0, 1, 2)))(x, head, mask)
         without_gradient = jax.jit(in_pieces)(x, head, mask)
     np.testing.assert_allclose(without_gradient, want[0], rtol=1e-6)
-    # Relative to the largest entry: an entry is a sum of up to 128 terms in fp32, which rounds by 128 * eps / 2 = 8e-6 at the most.
+    # Relative to the largest entry: an entry is a sum of up to 128 terms in fp32, which rounds by at most 128 * eps / 2
+    # = 8e-6.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), got, want)
 
 
@@ -261,8 +263,8 @@ def test_cross_entropy_stands_extremes_and_an_empty_mask() -> None:
         (
             {"heads": 6, "kv_heads": 4},
             (
-                "llama: heads=6 is not a multiple of kv_heads=4, so query heads cannot share key/value heads evenly. Remedy: a "
-                "kv_heads that divides 6."
+                "llama: heads=6 is not a multiple of kv_heads=4, so query heads cannot share key/value heads evenly. "
+                "Remedy: a kv_heads that divides 6."
             ),
         ),
         ({"head_dim": 7}, "llama: head_dim=7 is odd; rotary positions turn pairs. Remedy: make it even."),

@@ -1,4 +1,5 @@
-"""The library's losses in 16 bits: gradients that neither vanish nor overflow, whatever the vocabulary, the tokens and the loss scale."""
+"""Gradients of the library's losses in 16 bits neither vanish nor overflow, for any vocabulary, number of tokens and
+loss scale."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from jaxpar.models.losses import cross_entropy, linear_cross_entropy
 EMBED = 16
 RULES = jp.Rules(batch="data", seq=None, embed=None, vocab="model", layers="pipeline", unannotated="replicate")
 HALF = ("float16", "bfloat16")
-# Every gradient is a product of 16-bit numbers that fp32 sums: each factor is rounded to eps / 2 before, the result after it.
+# Every gradient is a product of 16-bit numbers that fp32 sums: each factor is rounded to eps / 2 before, the result
+# after it.
 BOUND = {dtype: 2 * float(jnp.finfo(dtype).eps) for dtype in HALF}
 
 
@@ -30,7 +32,8 @@ def inputs(vocab: int, tokens: int, dtype: str, seed: int = 0) -> tuple[jax.Arra
 
 
 def gradients(loss: Any, x: jax.Array, head: jax.Array, *more: Any, scale: float) -> Any:
-    """The loss, and the gradients of ``scale`` times it divided by ``scale`` again, on data 4 x model 2."""
+    """The loss, and its gradients computed with the loss times ``scale`` and then divided by ``scale``, on data 4 x
+    model 2."""
     with layout_of(RULES, {"data": 4, "model": 2}):
         value, grads = jax.jit(jax.value_and_grad(lambda x, head: loss(x, head, *more) * scale, (0, 1)))(x, head)
     return value / scale, jax.tree.map(lambda g: np.asarray(g, np.float64) / scale, grads)
@@ -48,7 +51,7 @@ def test_16_bit_gradients_equal_those_of_fp32(dtype: str, vocab: int, tokens: in
     x, head, targets = inputs(vocab, tokens, dtype)
     value, expected = gradients(linear_cross_entropy, x.astype("float32"), head.astype("float32"), targets, scale=1.0)
     if scale / tokens > 2.0**12:
-        scale /= 2.0**8  # a scaled gradient beyond fp16 is a step to skip
+        scale /= 2.0**8  # a train step skips a scaled gradient that overflows fp16
     loss, found = gradients(linear_cross_entropy, x, head, targets, scale=scale)
     np.testing.assert_allclose(loss, value, rtol=BOUND[dtype])
     assert_near(found, expected, BOUND[dtype])
@@ -101,7 +104,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_scale_of_2_to_the_16_stays(way: str) -> None:
-    """Vocabulary and tokens at which 1 / tokens times a rare token's probability is 0 in fp16."""
+    """The vocabulary and the number of tokens are such that 1 / tokens times a rare token's probability is 0 in
+    fp16."""
     options, sizes = WAYS[way]
     vocab, layout = 4096, layout_of(RULES, sizes)
     rng = np.random.default_rng(0)
@@ -128,7 +132,7 @@ def test_a_loss_scale_of_2_to_the_16_stays(way: str) -> None:
     expected, found = one(None), one("fp16")
     assert not found["skipped"]
     assert float(found["loss_scale"]) == 2.0**16
-    # Three products one after the other round in fp16, and so do the weights.
+    # Three products in sequence round in fp16, and so do the weights.
     bound = 4 * BOUND["float16"]
     np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=bound)
     assert_near(*(jax.tree.leaves(jax.device_get(m["grads"])) for m in (found, expected)), bound)

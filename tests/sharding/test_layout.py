@@ -1,4 +1,4 @@
-"""Layouts: specs and shardings, the ambient layout as part of jit's cache key, constrain and hint, put."""
+"""Layouts: specs and shardings, the ambient layout as part of jit's cache key, constrain, hint and shard_array."""
 
 from __future__ import annotations
 

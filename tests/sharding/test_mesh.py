@@ -1,4 +1,4 @@
-"""Meshes: sizes, the order of axes, and which links an axis crosses on several slices or processes."""
+"""Meshes: sizes, the order of axes, and the links that an axis crosses with several slices or processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECS = st.builds(MeshSpec, **dict.fromkeys(AXES, st.sampled_from([1, 1, 1, 2, 3
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """What of a device the arrangement looks at."""
+    """The attributes of a device that the arrangement reads."""
 
     id: int
     process_index: int = 0
@@ -44,9 +44,13 @@ def hosts(count: int, each: int, platform: str = "cpu") -> list[FakeDevice]:
 
 
 def tpus(shape: tuple[int, int, int], slice_index: int | None = None) -> list[FakeDevice]:
-    """One TPU slice with four chips a host, in the order of hosts."""
+    """One TPU slice with four chips per host, in the order of hosts."""
     z_y_x = itertools.product(*(range(n) for n in reversed(shape)))
-    chips = [FakeDevice(i, slice_index=slice_index, coords=c[::-1]) for i, c in enumerate(z_y_x)]  # type: ignore[arg-type]
+    chips = [
+        # Coordinates are (x, y, z).
+        FakeDevice(i, slice_index=slice_index, coords=c[::-1])  # type: ignore[arg-type]
+        for i, c in enumerate(z_y_x)
+    ]
     host = {c: (c.coords[0] // 2, c.coords[1] // 2, c.coords[2]) for c in chips}
     number = {h: i for i, h in enumerate(sorted(set(host.values())))}
     return [
@@ -138,7 +142,7 @@ def test_axes_that_fit_into_a_host_stay_there_or_the_mesh_is_refused(spec: MeshS
 
 
 def test_hosts_of_one_tpu_slice_are_no_boundary() -> None:
-    # A row along model is a line of the torus, four chips that belong to two hosts; by host it would be a 2×2 square.
+    # A row along model is a line of the torus, four chips of two hosts; arranged by host it would be a 2×2 square.
     for slice_index in (None, 0):
         chips = tpus((4, 4, 1), slice_index)
         rows = placed(chips, "id", data=4, model=4).reshape(4, 4)

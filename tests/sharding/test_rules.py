@@ -1,4 +1,4 @@
-"""Rules: what a table says per role, and what the resolver makes of a tensor, with its reasons."""
+"""Rules: the table for each role, and the axes and reasons that the resolver derives for a tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OVERS = st.builds(over, AXIS_LISTS.filter(bool), st.sampled_from([0, 256, "1KiB"
 
 @st.composite
 def tables(draw: st.DrawFn) -> dict[str, Any]:
-    """The keyword arguments of a table."""
+    """Draw the keyword arguments of a table."""
     base = draw(st.dictionaries(st.sampled_from(DIMS), ENTRIES))
     dims = st.sampled_from(sorted(base)) if base else st.nothing()
     overlays = draw(st.dictionaries(st.sampled_from(ROLES), OVERS | st.dictionaries(dims, ENTRIES)))
@@ -78,7 +78,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def spread(shape: tuple[int, ...], names: tuple[str | None, ...] | None = None, **options: Any) -> Resolved:
-    """A tensor of bytes under ZeRO 1."""
+    """Resolve a tensor of bytes under ZeRO 1."""
     rules = Rules(embed=None, mlp="model", vocab="data", optimizer=over("data"))
     return resolve(rules, MESH, names or (None,) * len(shape), shape, role="optimizer", itemsize=1, **options)
 
@@ -188,7 +188,7 @@ def test_over_leaves_tensors_below_min_bytes_whole() -> None:
 
 
 def test_over_takes_the_largest_free_dim_that_divides() -> None:
-    """The last one only where no other leaves a device the 8 rows of a TPU's tile."""
+    """The last dim is used only where no other dim leaves a device the 8 rows of a TPU tile."""
     assert spread((32, 64 * KIB)).axes == (("data",), ())
     assert spread((28, 64 * KIB)).axes == ((), ("data",))
     assert spread((32, 40, 64 * KIB)).axes == ((), ("data",), ())

@@ -1,4 +1,4 @@
-"""A batch that nobody put: a jitted step is handed all of it on every device, and cuts its rows all the same."""
+"""Tests how a step shards the rows of a batch of NumPy arrays, and that it refuses rows that do not divide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_model(key: jax.Array) -> dict[str, Any]:
     return {"w": jp.tag(jax.random.normal(key, (64, 32)), "embed", "mlp")}
 
 
-def loss(params: Any, batch: Any) -> Any:  # without a hint
+def loss(params: Any, batch: Any) -> Any:  # It has no sharding hint.
     return ((batch["x"] @ params["w"]) ** 2).mean()
 
 
@@ -41,14 +41,14 @@ def test_rows_that_were_not_put_are_computed_once(train: bool) -> None:
 
 
 REMEDY = (
-    "so every device would compute all rows. Remedy: pad the rows to a multiple and mask the padding out of the loss, drop the remainder, or let "
-    "every device compute all of them: indivisible={'batch': 'replicate'} (YAML: indivisible: {batch: replicate}). An array that all rows share "
-    "has a first dim of 1."
+    "so every device would compute all rows. Remedy: pad the rows to a multiple and mask the padding out of the loss, "
+    "drop the remainder, or let every device compute all of them: indivisible={'batch': 'replicate'} (YAML: "
+    "indivisible: {batch: replicate}). An array that all rows share has a first dim of 1."
 )
 
 
 def run_of(train: bool, batch: Any, rules: jp.Rules = RULES, loss: Any = loss, **sizes: Any) -> Any:
-    """The program of one call on ``batch``, and the loss that it gives."""
+    """Compiles and runs one call on ``batch``; returns the program and the loss."""
     layout = jp.Layout(jp.MeshSpec(**(sizes or {"data": 8})).build(), rules)
     state = jp.init(layout, make_model, optax.sgd(0.1))
     step = jp.train_step(layout, loss, donate=False) if train else jp.eval_step(layout, loss)
@@ -78,7 +78,8 @@ def test_rows_that_the_axes_do_not_divide_are_an_error(
     with pytest.raises(LayoutError) as error:
         run_of(train, {"x": rows_of(rows)}, RULES.replace(batch=rule), **sizes)
     assert str(error.value) == (
-        f"batch/x [{rows}, 64]: the dim 'batch' has size {rows}, which is no multiple of {axes} (rule batch = {written}), {REMEDY}"
+        f"batch/x [{rows}, 64]: the dim 'batch' has size {rows}, which is no multiple of {axes} (rule batch = "
+        f"{written}), {REMEDY}"
     )
 
 
@@ -112,18 +113,18 @@ def test_a_keyed_loss_names_the_same_arrays() -> None:
     state = jp.init(layout, make, optax.sgd(0.1))
     with pytest.raises(LayoutError, match=r"^batch/x \[6, 4\]: "):
         jp.train_step(layout, staged).lower(state, {"x": rows_of(6, 4)})
-    # An array that all rows share, and a scalar, come first: the keys are as many as the rows.
+    # A shared array and a scalar come first in the tree, but the number of keys is the number of rows.
     shared = {"a": np.float32(1), "b": np.ones((1, 4), np.float32), "x": rows_of(8, 4)}
     jp.train_step(layout, staged).lower(state, shared)
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_each_device_computes_its_share(train: bool) -> None:
-    """64 rows on data = 8: an eighth of the FLOPs of one device, whether the batch was put or not; 62 rows by permission: all of them."""
+    """With 64 rows on data = 8, a device computes an eighth of the FLOPs; with 62 replicated rows, all of them."""
     flops = {}
     for rows, rules in ((64, RULES), (62, RULES.replace(indivisible={"batch": "replicate"}))):
         flops[rows] = jp.audit(run_of(train, {"x": rows_of(rows)}, rules)[0]).matmul_flops
-    products = 2 if train else 1  # the forward, and the gradient of the weight
+    products = 2 if train else 1  # the forward pass, and the gradient of the weight
     assert flops == {64: products * 2 * 64 // 8 * 64 * 32, 62: products * 2 * 62 * 64 * 32}
 
 
@@ -189,9 +190,10 @@ def test_rows_that_cannot_be_cut_are_named_together(options: Any) -> None:
     with pytest.raises(LayoutError) as error:
         jp.train_step(layout, loss, **options).lower(state, {"x": rows_of(62), "y": np.ones(30), "z": np.ones(64)})
     assert str(error.value) == (
-        "batch/x [62, 64], batch/y [30] cannot be cut into 2 microbatches (grad_accum_steps) over 8 devices: their first dims are no multiples of 16. "
-        "Remedy: a batch of a multiple of 16 rows, or another grad_accum_steps."
+        "batch/x [62, 64], batch/y [30] cannot be cut into 2 microbatches (grad_accum_steps) over 8 devices: their "
+        "first dims are no multiples of 16. Remedy: a batch of a multiple of 16 rows, or another grad_accum_steps."
         if "grad_accum_steps" in options
-        else "batch/x [62, 64], batch/y [30] cannot be cut into equal parts for 8 devices: their first dims are no multiples of 8. Remedy: pad the "
-        "rows to a multiple of 8 and mask the padding out of the loss, or drop the remainder."
+        else "batch/x [62, 64], batch/y [30] cannot be cut into equal parts for 8 devices: their first dims are no "
+        "multiples of 8. Remedy: pad the rows to a multiple of 8 and mask the padding out of the loss, or drop "
+        "the remainder."
     )

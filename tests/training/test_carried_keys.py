@@ -1,4 +1,4 @@
-"""PRNG keys that a model carries (``nnx.Rngs``): each device draws its own where devices sum by themselves."""
+"""PRNG keys that a model carries (``nnx.Rngs``): devices that reduce once per step draw different numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxpar.nnx import axes
 
 
 class Dropped(nnx.Module):
-    """A mean of what dropout leaves of ones, and of how it differs from row to row."""
+    """Dropout before a linear layer of ones: the output is the sum of the kept entries of each row."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.w = nnx.Linear(64, 1, kernel_init=axes(nnx.initializers.ones)("embed", None), use_bias=False, rngs=rngs)
@@ -24,7 +24,7 @@ class Dropped(nnx.Module):
 
 def loss(model: Dropped, batch: Any) -> Any:
     kept = model.drop(batch["x"])
-    number = (kept * jnp.arange(64)).sum(1).mean()  # another one for another mask
+    number = (kept * jnp.arange(64)).sum(1).mean()  # differs between masks
     return (model.w(kept) ** 2).mean(), {"number": number, "square": number**2}
 
 
@@ -43,5 +43,6 @@ def test_each_device_drops_out_its_own_and_the_key_is_carried_as_it_was() -> Non
         assert all(np.array_equal(before, shard.data) for shard in bits(state).addressable_shards)
         assert len({int(shard.data) for shard in count.addressable_shards}) == 1
         assert int(count) == calls
-    assert all(square - mean**2 > 1e4 for mean, square in numbers)  # 0 were masks alike on all devices
+    # The variance would be 0 with the same mask on all devices.
+    assert all(square - mean**2 > 1e4 for mean, square in numbers)
     assert numbers[0] != numbers[1]

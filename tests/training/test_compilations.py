@@ -1,4 +1,4 @@
-"""How often a function compiles: once, also where its first call is the first to load a part of the library."""
+"""A function compiles once, also where its first call imports a part of the library."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ print(blamed)
 
 
 def fresh(code: str) -> str:
-    """What a new interpreter prints last."""
+    """Returns the last line that a new interpreter prints."""
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -140,5 +140,5 @@ def test_a_generator_compiles_once() -> None:
 
 
 def test_no_import_makes_a_jitted_function_trace_again() -> None:
-    """Neither a module of jaxpar nor a kernel that attention loads on its first use."""
+    """The test covers the modules of jaxpar and the kernels that attention imports on first use."""
     assert fresh(IMPORTS) == "[]"

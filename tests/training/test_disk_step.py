@@ -1,4 +1,4 @@
-"""An optimizer's state on disk: the same numbers as in memory, through kills and skipped steps, and what is refused."""
+"""Tests an optimizer's state on disk: parity with the state in memory, kills, skipped steps, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LR = 1e-2
 
 
 def kept_weights() -> optax.GradientTransformation:
-    """An optimizer whose state begins as something else than zeros: the mean of the weights, towards which it pulls."""
+    """An optimizer whose state does not begin at zero: it pulls the weights towards their running mean."""
 
     def update(g: Any, mean: Any, p: Any) -> Any:
         mean = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, mean, p)
@@ -43,8 +43,8 @@ def matrices(p: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim == 3, p)
 
 
-# With min_bytes, the stage of ZeRO, what is then on disk, and how many pieces a step has, and the most bytes of three, in shards of
-# at least 64; of "bf16", mu stays in memory.
+# Optimizer, min_bytes, ZeRO stage, arrays on disk, pieces per step, and the most staged bytes: those of three pieces,
+# in shards of at least 64 bytes. With "bf16", mu stays in memory.
 RUNS: dict[str, tuple[Callable[[], optax.GradientTransformation], int, int, list[str], int, int]] = {
     "adamw": (
         lambda: optax.adamw(optax.cosine_decay_schedule(LR, 9), weight_decay=0.1, mask=matrices),
@@ -102,7 +102,7 @@ def begin(path: Path, stage: int = 1, tx: Any = None) -> tuple[jp.Layout, jp.Tra
 
 
 def whole(shards: list[np.ndarray], like: jax.Array) -> np.ndarray:
-    """A moment's shards, put together as those of the array that it is in memory."""
+    """Assembles the shards of a moment as the array that it would be in memory."""
     found = np.zeros(like.shape, like.dtype)
     indices = {str(index): index for index in like.sharding.devices_indices_map(like.shape).values()}
     order = sorted(
@@ -120,7 +120,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Pa
     here = jp.init(layout, make, tx())
     away = jp.offload(tx(), to="disk", path=tmp_path, min_bytes=min_bytes)
     there = replace(here, opt_state=away.init(here.params), metadata=replace(here.metadata, tx=away))
-    there = jax.tree.map(jnp.copy, there)  # the step in memory is given the memory of its own
+    there = jax.tree.map(jnp.copy, there)  # The step in memory donates its own state.
     plain, seen = jp.train_step(layout, loss, **options), []
     with jp.DiskOffloadedStep(layout, loss, there, note=lambda what, _: seen.append(what), **options) as step:
         before = step.traffic[1]
@@ -130,7 +130,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Pa
             assert metrics.keys() == expected.keys() and bool(metrics["skipped"]) is (i == 1)
             for key, value in expected.items():
                 np.testing.assert_allclose(metrics[key], value, rtol=1e-6)
-        assert step.traffic[1] - before == 3 * step.bytes_on_disk  # the skipped step wrote nothing
+        assert step.traffic[1] - before == 3 * step.bytes_on_disk  # The skipped step writes nothing.
         assert seen.count("written") == seen.count("update") == 3 * pieces
         assert 0 < step.peak_staged <= most
         known = jax.tree_util.tree_leaves_with_path((here.params, here.opt_state))
@@ -142,7 +142,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Pa
                 b = whole(step.moments(f"opt_state/{on_disk[-1]}"), a)
             else:
                 assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-            # Where rows are updated one by one, the compiler may fuse a product and a sum otherwise.
+            # Where rows are updated one by one, the compiler may fuse multiplications and additions differently.
             a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
             np.testing.assert_allclose(a, b, rtol=0, atol=(4e-3 if name == "bf16" else 1e-6) * np.abs(a).max())
         assert on_disk == expected_paths
@@ -175,7 +175,7 @@ for i in range(5):
 def reopen(
     first: jp.DiskOffloadedStep, layout: jp.Layout, state: jp.TrainState, **options: Any
 ) -> jp.DiskOffloadedStep:
-    """Another step over the same folder, with the programs that are compiled already."""
+    """Opens another step over the same folder and reuses the compiled programs."""
     step = jp.DiskOffloadedStep(layout, loss, state, donate=False, **options)
     step._gradients, step._updates, step._tail = first._gradients, first._updates, first._tail
     return step
@@ -183,7 +183,7 @@ def reopen(
 
 def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
     run = [sys.executable, "-c", KILLED.format(tests=str(Path(__file__).parent)), str(tmp_path / "killed")]
-    # It dies while the run that nothing interrupts goes on here.
+    # It dies while the uninterrupted run continues in this process.
     with subprocess.Popen(run, stderr=subprocess.PIPE, text=True) as killed:
         layout, state = begin(tmp_path / "whole")
         states = [state]
@@ -194,10 +194,10 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
             with pytest.raises(DiskError) as error:
                 first(states[3], batch(3))
             assert str(error.value) == (
-                f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on with the state that "
-                f"the last step returned, or open a DiskOffloadedStep with this one."
+                f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on "
+                f"with the state that the last step returned, or open a DiskOffloadedStep with this one."
             )
-        # A state of one step before, as after a kill between two checkpoints.
+        # The state is one step old, as after a kill between two checkpoints.
         with reopen(first, layout, states[3]) as step:
             step.snapshot(tmp_path / "three")
             assert same(result(step, step(states[3], batch(3))[0]), expected)
@@ -225,7 +225,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
 
 
 def full_disk(step: jp.DiskOffloadedStep, state: jp.TrainState) -> None:
-    """A step that finds the disk full in its middle; the state that went in is still there."""
+    """Fails a step in the middle because the disk is full; the input state stays on disk."""
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -264,8 +264,9 @@ def test_optimizers_that_need_all_at_once_are_refused(tx: Any, said: str, tmp_pa
         str(error.value)
         == refusal(shapes)
         == (
-            f"offload: the optimizer {said}, so its state cannot come from the disk piece by piece. Remedy: an optimizer that treats "
-            f"every number by itself (as Adam, Lion, SGD; clip by clip_norm), or optimizer: host (to='host')."
+            f"offload: the optimizer {said}, so its state cannot come from the disk piece by piece. Remedy: an "
+            f"optimizer that treats every number by itself (as Adam, Lion, SGD; clip by clip_norm), or optimizer: "
+            f"host (to='host')."
         )
     )
     report = jp.explain(layout_of(0), make, jp.offload(tx(), to="disk", path=tmp_path / "new", min_bytes=0))
@@ -285,15 +286,15 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
         (
             lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, jp.offload(longer, **away))),
             (
-                "offload: opt_state/last [4, 5, 16] is no moment of a parameter's shape, so it cannot come from the disk piece by piece. "
-                "Remedy: optimizer: host (to='host'), or a larger min_bytes."
+                "offload: opt_state/last [4, 5, 16] is no moment of a parameter's shape, so it cannot come from the "
+                "disk piece by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
             ),
         ),
         (
             lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, adam)),
             (
-                "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the place of tx, for "
-                "jp.init too; or jp.train_step."
+                "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) "
+                "in the place of tx, for jp.init too; or jp.train_step."
             ),
         ),
         (
@@ -303,11 +304,14 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
         (
             lambda: jp.train_step(layout, loss).trace(shape_state(layout, make, jp.offload(adam, **away)), batch(0)),
             (
-                "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskOffloadedStep in the place of "
-                "jp.train_step, or to='host'."
+                "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: "
+                "jp.DiskOffloadedStep in the place of jp.train_step, or to='host'."
             ),
         ),
-        (lambda: jp.offload(adam, to="tape"), "offload: to is 'tape', but 'host' or 'disk' is wanted."),  # type: ignore[arg-type]
+        (
+            lambda: jp.offload(adam, to="tape"),  # type: ignore[arg-type]
+            "offload: to is 'tape', but 'host' or 'disk' is wanted.",
+        ),
         (lambda: jp.offload(adam, to="disk"), "offload: to='disk' wants a path, the folder of its files."),
         (lambda: jp.offload(adam, path="x"), "offload: a path is for to='disk' alone."),
     ]
@@ -337,13 +341,13 @@ def test_explain_counts_what_is_on_disk_for_no_device() -> None:
     assert row.spec == plain["opt_state/0/mu/up"].spec and found.problems == ()
     assert found.notes == (
         (
-            "on disk in /fast: 4 arrays of the optimizer's state, 2.50 KiB, kept twice. The step is two kinds of programs: what is "
-            "estimated or compiled here makes the gradients; then, beside parameters and gradients, up to 3 pieces of at most 80 B a "
-            "device, old and new, are on their way"
+            "on disk in /fast: 4 arrays of the optimizer's state, 2.50 KiB, kept twice. The step is two kinds of "
+            "programs: what is estimated or compiled here makes the gradients; then, beside parameters and gradients, "
+            "up to 3 pieces of at most 80 B a device, old and new, are on their way"
         ),
     )
     assert found.notes[0] in found.to_text(500) and found.notes[0] in found.remarks()
     assert plain.memory is not None and found.memory is not None and found.memory.unknown == ()
     assert plain.memory.parts["optimizer"] - found.memory.parts["optimizer"] == 4 * 80
-    # Nothing else is held or made: the same program, without the update.
+    # The rest of the memory is the same, because the program differs only by the update.
     assert {**plain.memory.parts, "optimizer": 0} == {**found.memory.parts, "optimizer": 0}

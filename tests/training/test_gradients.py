@@ -1,4 +1,4 @@
-"""Microbatches, devices' own sums, and the dtypes of a step."""
+"""Tests microbatches, gradient reduction per step and per microbatch, and the dtypes of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize("way", WAYS)
 
 
 def mean_and_weight(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over the rows that a mask counts: an uneven share of each microbatch's."""
+    """Mean over the rows that the mask counts, whose share differs between microbatches."""
     rows = jnp.mean((jnp.tanh(batch["x"] @ model["up"]) @ model["down"]) ** 2, axis=1)
     weight = jnp.sum(batch["mask"])
     return jnp.sum(rows * batch["mask"]) / jnp.maximum(weight, 1), {"weight": weight, "largest": jnp.max(rows)}
@@ -44,7 +44,7 @@ def make(key: jax.Array) -> dict[str, Any]:
 def masked(rows: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     mask = (random.random(rows) < 0.4).astype(np.float32)
-    mask[:4] = 0  # a microbatch of a device that counts nothing
+    mask[:4] = 0  # No row of one device's microbatch counts.
     return {"x": random.normal(size=(rows, 16)).astype(np.float32), "mask": mask}
 
 
@@ -76,14 +76,14 @@ def test_a_single_device_has_microbatches_too() -> None:
 
 
 def of_llama(layout: jp.Layout, **options: Any) -> dict[str, Any]:
-    """A step's metrics: grouped queries, a sequence of 15 tokens, kept outputs."""
+    """Returns a step's metrics with grouped queries, 15 tokens per sequence and full rematerialization."""
     config = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=64, remat="full")
     tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 16, 15))
     batch = {"tokens": tokens[0], "targets": tokens[1]}
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make_llama(config), optax.sgd(0.1))
         lowered = jp.train_step(layout, next_token_loss, return_grads=True, **options).lower(state, batch)
-        # It compiles in half the time.
+        # Without optimizations, compilation takes half the time.
         _, metrics = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(state, batch)
     return jax.device_get(metrics)
 
@@ -97,7 +97,7 @@ def llama_on_one_device(layout_of: Any) -> dict[str, Any]:
 def test_stages_compose_with_tensor_parallelism(
     stage: int, layout: str, layout_of: Any, llama_on_one_device: dict[str, Any]
 ) -> None:
-    """Over data 4 × model 2 in two microbatches."""
+    """On a mesh of data 4 × model 2, in two microbatches."""
     zero = jp.Zero(stage, min_bytes=64)
     place = jp.Layout(jp.MeshSpec(data=4, model=2).build(), zero.rules(layout_of(layout, 8).rules))
     metrics = of_llama(place, grad_accum_steps=2, **zero.step)
@@ -116,7 +116,7 @@ def test_kernels_take_the_shards_of_a_step_whose_axes_are_manual(topology: str, 
 
 
 def test_sums_in_16_bits_beside_automatic_axes(layout_of: Any) -> None:
-    """XLA:CPU aborts on them, so they are widened there."""
+    """XLA:CPU aborts on 16-bit reductions here, so jaxpar widens them."""
     layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Zero(1, min_bytes=64).rules(layout_of("tp", 8).rules))
     metrics = of_llama(layout, precision={"reduce": "bf16"}, **jp.Zero(1).step)
     assert np.isfinite(metrics["loss"])
@@ -172,13 +172,14 @@ def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
             state, np.ones((16, 16), np.float32)
         )
     assert str(error.value) == (
-        "loss_fn changes variables/mean, but with grad_reduction='per_step' each device sees its own rows only, so the devices would part. "
-        "Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every microbatch."
+        "loss_fn changes variables/mean, but with grad_reduction='per_step' each device sees its own rows only, so "
+        "the devices would part. Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every "
+        "microbatch."
     )
 
 
 def dtypes(text: str, primitive: str) -> set[str]:
-    """Dtypes of the results of a collective in a trace."""
+    """Returns the result dtypes of a collective in a trace."""
     lines = [line for line in text.splitlines() if f" = {primitive}[" in line or f"= {primitive} " in line]
     return {line.split(":")[1].split("[")[0] for line in lines}
 
@@ -233,18 +234,24 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
         ),
         (
             {"grad_reduction": "per_stpe"},
-            "grad_reduction is 'per_stpe', but None or 'per_step' or 'per_microbatch' is wanted. Did you mean 'per_step'?",
+            (
+                "grad_reduction is 'per_stpe', but None or 'per_step' or 'per_microbatch' is wanted. Did you mean "
+                "'per_step'?"
+            ),
         ),
         (
             {"precision": "bf61"},
             (
-                "precision: compute is 'bf61', but a floating dtype is wanted. Did you mean 'bf16'? Known are fp32, bf16, fp16, "
-                "fp64, fp8."
+                "precision: compute is 'bf61', but a floating dtype is wanted. Did you mean 'bf16'? Known are fp32, "
+                "bf16, fp16, fp64, fp8."
             ),
         ),
         (
             {"precision": {"reduced": "fp32"}},
-            "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, scale, matmul.",
+            (
+                "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, "
+                "scale, matmul."
+            ),
         ),
         ({"precision": "fp64"}, "precision: compute is float64, which jax computes only with jax_enable_x64."),
     ],
@@ -261,8 +268,8 @@ def test_a_batch_that_cannot_be_cut(grad_reduction: str) -> None:
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "batch [16, 16] cannot be cut into 3 microbatches (grad_accum_steps) over 8 devices: its first dim is no multiple of 24. "
-        "Remedy: a batch of a multiple of 24 rows, or another grad_accum_steps."
+        "batch [16, 16] cannot be cut into 3 microbatches (grad_accum_steps) over 8 devices: its first dim is no "
+        "multiple of 24. Remedy: a batch of a multiple of 24 rows, or another grad_accum_steps."
     )
 
 
@@ -271,8 +278,8 @@ def test_rules_that_do_not_know_the_batch() -> None:
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do not have. Remedy: add "
-        "it, as batch='data'."
+        "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do not "
+        "have. Remedy: add it, as batch='data'."
     )
 
 
@@ -292,25 +299,26 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
             {"compute": "fp32", "reduce": "bf16"},
             {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
             (
-                "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not narrower than the "
-                "dtype of the compute (float32). Remedy: grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
+                "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not "
+                "narrower than the dtype of the compute (float32). Remedy: grad_reduction='per_step' (ZeRO stage 1), "
+                "or leave precision.reduce out."
             ),
         ),
         (
             {"compute": "bf16", "gather": "fp32"},
             {},
             (
-                "precision: gather is float32, but here the compiler gathers weights where they are used, not wider than the dtype "
-                "of the compute (bfloat16). Remedy: grad_reduction='per_step' (ZeRO stage 1) or weight_gather='per_step' (stages 1 and 2), or leave "
-                "precision.gather out."
+                "precision: gather is float32, but here the compiler gathers weights where they are used, not wider "
+                "than the dtype of the compute (bfloat16). Remedy: grad_reduction='per_step' (ZeRO stage 1) or "
+                "weight_gather='per_step' (stages 1 and 2), or leave precision.gather out."
             ),
         ),
         (
             {"compute": "bf16", "reduce": "fp32"},
             {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
             (
-                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would be. Remedy: "
-                "sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
+                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would "
+                "be. Remedy: sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
             ),
         ),
     ],
@@ -328,6 +336,6 @@ def test_metrics_that_cannot_be_averaged() -> None:
     with pytest.raises(ModelError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "loss_fn returned the metric 'rows' of shape (1,), but microbatches are averaged, so scalars are wanted. Remedy: "
-        "return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
+        "loss_fn returned the metric 'rows' of shape (1,), but microbatches are averaged, so scalars are wanted. "
+        "Remedy: return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
     )

@@ -1,4 +1,4 @@
-"""1-bit Adam: its exchange against numpy, its warm-up against optax, what is sent, and what it refuses."""
+"""Tests 1-bit Adam: its exchange against NumPy, its warm-up against optax, its traffic and its errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def layout_of(mesh: str) -> jp.Layout:
     return jp.Layout(spec.build(jax.devices()[:devices]), RULES)
 
 
-# ---------------------------------------------------------------------------------------------------------------- signs
+# ---------------------------------------------------------------------------------------------------------- compression
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    size=st.sampled_from([(8, 8), (72, 16), (328, 64), (40, 256)]),  # few, as each is a program of its own
+    size=st.sampled_from([(8, 8), (72, 16), (328, 64), (40, 256)]),  # few, because each size compiles a program
     power=st.integers(-30, 30),
     share=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
     seed=st.integers(0, 99),
@@ -75,7 +75,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 
 
 def sums_of_averages(values: np.ndarray, times: int) -> Callable[[float], np.ndarray]:
-    """[times, n]: the sums of averages of the same ``values`` [8, n], with so much of the errors before fed back."""
+    """[times, n]: running sums of averages of ``values`` [8, n], with ``keep`` times the errors fed back."""
     n = values.shape[1]
 
     def run(values: jax.Array, keep: jax.Array) -> jax.Array:
@@ -101,19 +101,19 @@ def test_with_errors_fed_back_the_sum_of_averages_is_that_of_the_numbers() -> No
     with layout:
         found = {keep: sums(keep) for keep in (1.0, 0.0)}
     gap, without = (np.linalg.norm(found[k] - true, axis=1) / np.linalg.norm(true, axis=1) for k in (1.0, 0.0))
-    # What is left out does not grow; so per average it falls as 1 / times. Without feedback it never falls.
+    # The accumulated error stays bounded, so the error per average falls as 1 / times. Without feedback it never falls.
     assert gap[-1] < 0.05 and gap[-1] < gap[24] / 4
     assert without[-1] > 0.5 and abs(without[-1] / without[24] - 1) < 1e-3
 
 
-# ------------------------------------------------------------------------------------------- the algorithm, and numpy's
+# ----------------------------------------------------------------------------------------- the algorithm, against NumPy
 
 SHAPES = {"odd": (37, 13), "columns": (24, 10), "number": ()}
 DIMS: dict[str, tuple[str | None, ...]] = {"odd": (None, None), "columns": ("embed", "mlp"), "number": ()}
 
 
 def make(key: jax.Array) -> dict[str, Any]:
-    del key  # random numbers would take longer to compile
+    del key  # Random numbers would take longer to compile.
     return {
         name: jp.tag(jnp.sin(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape) + 0.1, *DIMS[name])
         for name, shape in SHAPES.items()
@@ -121,7 +121,7 @@ def make(key: jax.Array) -> dict[str, Any]:
 
 
 def dot(model: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
-    """A loss whose gradient is the batch: each row brings its own."""
+    """A loss whose gradient is the batch, so each row contributes its own gradient."""
     return sum((jnp.mean(jnp.sum(batch[name] * w, range(1, w.ndim + 1))) for name, w in model.items()), jnp.zeros(()))
 
 
@@ -136,14 +136,14 @@ def schedule(count: Any) -> Any:
 
 @functools.cache
 def prepared(mesh: str) -> tuple[jp.TrainState, Callable[..., Any]]:
-    """The first state and the step that several tests share, for a compile costs seconds. ``number`` is not sent as signs."""
+    """Returns a first state and a step, shared because compiling takes seconds. ``number`` is not compressed."""
     layout = layout_of(mesh)
     tx = jp.one_bit_adam(schedule, weight_decay=DECAY, warmup=WARMUP, block=BLOCK, min_bytes=200)
     return jp.init(layout, make, tx), jp.train_step(layout, dot, donate=False)
 
 
 class Numpy:
-    """1-bit Adam of one array on ``ways`` devices, written after the paper and nothing else."""
+    """1-bit Adam of one array on ``ways`` devices, written from the paper alone."""
 
     def __init__(self, w: np.ndarray, ways: int, *, warmup: int, decay: float, packs: bool = True):
         self.w, self.ways, self.warmup, self.decay, self.packs, self.count = (
@@ -160,7 +160,7 @@ class Numpy:
         self.server = [np.zeros(self.chunk) for _ in range(ways)]
 
     def compress(self, x: np.ndarray) -> np.ndarray:
-        """Of numbers that one device averages: as far as they are no padding."""
+        """Compresses the values that one device averages, without their padding."""
         found = np.zeros_like(x)
         for at in range(0, x.size, BLOCK):
             part = x[at : at + BLOCK]
@@ -183,7 +183,7 @@ class Numpy:
         return np.concatenate(mean)
 
     def step(self, grads: np.ndarray, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> None:
-        """``grads`` [ways, *shape]."""
+        """Takes one step with gradients ``grads`` of shape [ways, *shape]."""
         grads = grads.reshape(self.ways, -1).astype(np.float64)
         self.count += 1
         settled = self.packs and self.count > self.warmup
@@ -194,7 +194,7 @@ class Numpy:
             self.nu = b2 * self.nu + (1 - b2) * grads.mean(0) ** 2
         seen = min(self.count, self.warmup) if self.packs else self.count
         change = (self.mu / (1 - b1**self.count)) / (np.sqrt(self.nu / (1 - b2**seen)) + eps)
-        rate = RATE / self.count  # as the schedule below
+        rate = RATE / self.count  # as in ``schedule``
         self.w = self.w - rate * (change.reshape(self.w.shape) + self.decay * self.w)
 
 
@@ -202,7 +202,7 @@ class Numpy:
 def test_it_is_optax_in_the_warm_up_and_then_the_algorithm_in_numpy(mesh: str) -> None:
     layout, (state, step) = layout_of(mesh), prepared(mesh)
     ways, model = layout.sizes["replica"] * layout.sizes["data"], layout.sizes["model"]
-    # Over `model` each device packs what it holds: there columns.
+    # Over `model`, each device packs its own shard, here of columns.
     cut = {name: 1 if name == "columns" and model > 1 else None for name in SHAPES}
     parts = lambda name, x, lead=0: [x] if cut[name] is None else np.split(x, model, axis=cut[name] + lead)
     expected = {
@@ -232,7 +232,7 @@ def test_it_is_optax_in_the_warm_up_and_then_the_algorithm_in_numpy(mesh: str) -
         ):
             for a, b in zip(parts(name, np.asarray(got)), want, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
-        if name == "number":  # 4 bytes: ordinary Adam for good
+        if name == "number":  # 4 bytes are below min_bytes, so ordinary Adam updates it.
             assert state.opt_state.worker[name] is None
             continue
         for n, run in enumerate(runs):
@@ -250,7 +250,7 @@ def own_rows(rows: dict[str, np.ndarray], ways: int) -> list[np.ndarray]:
 
 
 def test_microbatches_weigh_what_they_say_on_every_device() -> None:
-    """The devices' own gradients are such that their plain mean is the weighted one."""
+    """The per-device gradients are chosen so that their plain mean equals the weighted mean."""
     layout, rows = layout_of("2 ways"), rows_of(0)
     weights = np.asarray([1, 2, 0, 1, 5, 3, 1, 1], np.float32)
 
@@ -281,7 +281,7 @@ def test_it_comes_near_to_where_adam_comes() -> None:
         losses[name] = found
     start, goal = losses["adam"][0], losses["adam"][-1]
     assert start > 30 and goal < 0.01
-    # A variance that stands still costs something; but the signs go on where the warm-up ends.
+    # The frozen variance has a cost, but training continues to improve after the warm-up.
     assert losses["signs"][-1] < losses["signs"][40] / 5
     assert losses["signs"][-1] < goal + 1e-3 * start
 
@@ -294,7 +294,7 @@ def test_what_had_no_gradient_in_the_warm_up_stands_still() -> None:
         if i < WARMUP:
             rows["odd"][:, 5] = 0
         state, _ = step(state, rows)
-    # But for weight decay, as elsewhere.
+    # Weight decay applies as to other parameters.
     shrunk = before * np.prod([1 - schedule(i) * DECAY for i in range(WARMUP + 2)])
     np.testing.assert_allclose(state.params["odd"][5], shrunk[5], rtol=1e-5)
     assert (np.abs(np.asarray(state.params["odd"]) - shrunk)[[4, 6]] > 1e-3).all()
@@ -303,7 +303,7 @@ def test_what_had_no_gradient_in_the_warm_up_stands_still() -> None:
 
 @pytest.mark.parametrize("bad", [0, WARMUP], ids=["in the warm-up", "after it"])
 def test_a_step_that_is_not_finite_changes_nothing_anywhere(bad: int) -> None:
-    """Also where one device alone has seen it."""
+    """The property also holds where only one device sees the value."""
     state, step = prepared("8 ways")
     for i in range(bad):
         state, _ = step(state, rows_of(i))
@@ -319,7 +319,7 @@ def test_a_step_that_is_not_finite_changes_nothing_anywhere(bad: int) -> None:
     assert not bool(metrics["skipped"]) and int(after.opt_state.count) == bad + 1
 
 
-# ------------------------------------------------------------------------------------------------------ where and what
+# ---------------------------------------------------------------------------------------- traffic, placement and errors
 
 BIG = 512
 
@@ -346,7 +346,7 @@ def test_of_a_number_one_bit_is_sent_and_its_share_of_a_scale() -> None:
         (kind, dtype): size for kind in ("all-to-all", "all-gather") for dtype, size in (("u8", bits), ("f32", scales))
     }
     assert sum(sent.values()) <= whole / 25
-    # Beside it, in either: the bias, loss, norm and weight.
+    # The rest is the same in both arms: the bias, the loss, the norm and the weight.
     rest = after.wire_bytes() - sum(sent.values())
     assert rest == report.wire_bytes() - whole
     assert 2 * share * 4 * BIG <= rest <= 2 * share * 4 * (BIG + 8)
@@ -376,30 +376,37 @@ STEP: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm": (
         {"clip_norm": 1.0},
         (
-            "clip_norm is 1.0, but the optimizer is one_bit_adam: the norm of the gradient of all devices is not known where each keeps its "
-            "own. Remedy: leave clip_norm out (clip_norm: null in a run), or clip in loss_fn."
+            "clip_norm is 1.0, but the optimizer is one_bit_adam: the norm of the gradient of all devices is not "
+            "known where each keeps its own. Remedy: leave clip_norm out (clip_norm: null in a run), or clip in "
+            "loss_fn."
         ),
     ),
     "stage 1": (
         {"weight_gather": "per_step", "grad_reduction": "per_step"},
-        "weight_gather is 'per_step', but the optimizer is one_bit_adam: it holds weights whole. Remedy: leave weight_gather out.",
+        (
+            "weight_gather is 'per_step', but the optimizer is one_bit_adam: it holds weights whole. Remedy: leave "
+            "weight_gather out."
+        ),
     ),
     "each": (
         {"grad_reduction": "per_microbatch"},
-        "grad_reduction is 'per_microbatch', but the optimizer is one_bit_adam: it reduces gradients itself, once a step. Remedy: leave grad_reduction out.",
+        (
+            "grad_reduction is 'per_microbatch', but the optimizer is one_bit_adam: it reduces gradients itself, once "
+            "a step. Remedy: leave grad_reduction out."
+        ),
     ),
     "int8": (
         {"precision": {"reduce": "int8"}},
         (
-            "precision: reduce is 'int8', but the optimizer is one_bit_adam: it reduces in fp32 in its warm-up, and by signs after it. "
-            "Remedy: leave precision.reduce out."
+            "precision: reduce is 'int8', but the optimizer is one_bit_adam: it reduces in fp32 in its warm-up, and "
+            "by signs after it. Remedy: leave precision.reduce out."
         ),
     ),
     "groups": (
         {"fusion": jp.CollectiveFusion(reduce=(1,))},
         (
-            "fusion: reduce is [1], but the optimizer is one_bit_adam: its signs cross all at once, and all else by its own reductions. "
-            "Remedy: leave fusion.reduce out."
+            "fusion: reduce is [1], but the optimizer is one_bit_adam: its signs cross all at once, and all else by "
+            "its own reductions. Remedy: leave fusion.reduce out."
         ),
     ),
 }
@@ -440,8 +447,8 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
         lambda: jp.init(layout_of("2 ways"), make, optax.chain(jp.one_bit_adam(RATE, warmup=1))),
         ConfigError,
         (
-            "one_bit_adam averages the devices' own gradients itself, so it stands inside of no other transform (optax.chain, optax.masked, "
-            "jp.offload). Remedy: hand it to init() and train_step() as it is."
+            "one_bit_adam averages the devices' own gradients itself, so it stands inside of no other transform "
+            "(optax.chain, optax.masked, jp.offload). Remedy: hand it to init() and train_step() as it is."
         ),
     ),
     "complex": (
@@ -464,8 +471,9 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
         ),
         LayoutError,
         (
-            "params/w [4, 6] is split over data by the rules of optimizer, as the batch is, but one_bit_adam wants weights and moments "
-            "whole (stage 0). Remedy: a layout as configs/layouts/dp.yaml, without parallel.optimizer, or another optimizer."
+            "params/w [4, 6] is split over data by the rules of optimizer, as the batch is, but one_bit_adam wants "
+            "weights and moments whole (stage 0). Remedy: a layout as configs/layouts/dp.yaml, without "
+            "parallel.optimizer, or another optimizer."
         ),
     ),
 }
@@ -484,8 +492,8 @@ def test_a_state_of_other_devices_is_refused() -> None:
     with pytest.raises(LayoutError) as error:
         jp.train_step(layout_of("8 ways"), dot).trace(state, rows_of(0))
     assert str(error.value) == (
-        "opt_state/worker/columns [2, 24, 10] holds the errors of 2 devices, but [8, 24, 10] is wanted where the batch is split over 8. "
-        "Remedy: the layout that the state was made for, or init() anew."
+        "opt_state/worker/columns [2, 24, 10] holds the errors of 2 devices, but [8, 24, 10] is wanted where the "
+        "batch is split over 8. Remedy: the layout that the state was made for, or init() anew."
     )
 
 

@@ -1,4 +1,4 @@
-"""Every optax transform: where its state goes, why some of it stays whole, and that its steps equal one device."""
+"""Tests every optax transform: the sharding of its state, the reasons for replicated state, and its steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair() -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     return optax.adam(LR), optax.sgd(LR, momentum=0.9)
 
 
-# Those that want more than a learning rate, or that only with these arguments keep the state they are known for.
+# Transforms that need more arguments than a learning rate, or whose typical state exists only with these arguments.
 SPECIAL: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(LR), 2),
     "adafactor": lambda: optax.adafactor(LR, min_dim_size_to_factor=8, momentum=0.9),
@@ -74,7 +74,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "sam": lambda: optax.contrib.sam(optax.adam(LR), optax.sgd(LR)),
     "scale": lambda: optax.scale(-LR),
     "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(5, store_grad=True),
-    "scale_by_distance_over_gradients": lambda: optax.masked(  # it turns scalars into vectors
+    "scale_by_distance_over_gradients": lambda: optax.masked(  # It turns scalars into vectors.
         optax.scale_by_distance_over_gradients(), matrices
     ),
     "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=8),
@@ -82,7 +82,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "scale_by_muon": lambda: optax.masked(optax.contrib.scale_by_muon(weight_dimension_numbers=as_matrices), matrices),
     "scale_by_schedule": lambda: optax.scale_by_schedule(optax.constant_schedule(-LR)),
     "scale_by_zoom_linesearch": lambda: optax.chain(optax.scale(-1.0), optax.scale_by_zoom_linesearch(5)),
-    "scale_by_sm3": lambda: optax.masked(optax.scale_by_sm3(), matrices),  # it fails on scalars
+    "scale_by_sm3": lambda: optax.masked(optax.scale_by_sm3(), matrices),  # It fails on scalars.
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(LR, b1=0.0), LR),
     "selective_transform": lambda: optax.selective_transform(
         optax.adam(LR), freeze_mask={"block": True, "square": False, "temperature": False}
@@ -97,7 +97,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "trace": lambda: optax.trace(0.9),
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.adam(LR)),
 }
-# Public functions without a return annotation that make no transform.
+# Public functions without a return annotation that return no transform.
 OTHERS = {
     "bias_correction",
     "matrix_inverse_pth_root",
@@ -107,16 +107,18 @@ OTHERS = {
     "update_moment",
     "update_moment_per_elem_norm",
 }
-# Those whose update wants what no train step has, and why.
+# Transforms whose update needs what a train step does not provide, and the reason.
 NOT_STEPPED = {
     "differentially_private_aggregate": "wants a gradient of each example, not the gradient of their mean",
     "dpsgd": "wants a gradient of each example, not the gradient of their mean",
-    "monitor": "gives its state another structure at the first update, so the step compiled for the first does not take it",
+    "monitor": (
+        "gives its state another structure at the first update, so the step compiled for the first does not take it"
+    ),
 }
-# Beside the common test of updates these train the model themselves: what they do depends on where they are.
+# These transforms train the model on their own, because their updates depend on the current parameters.
 TRAINED = ("adafactor", "adamw", "lbfgs", "lookahead", "muon", "sam", "schedule_free", "sophia")
 
-# Those whose update is in the program of another: its core under another name than its own, or the same function. They are not stepped twice.
+# Transforms whose update runs inside another one, as its core or as the same function. They are not stepped twice.
 CORES = {
     "add_noise": "noisy_sgd",
     "multi_transform": "partition",
@@ -135,7 +137,7 @@ CORES = {
 
 
 def constructors() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every public function of optax and optax.contrib that returns a transform, or does not say what it returns."""
+    """Yields public functions of optax and optax.contrib that return a transform or have no return annotation."""
     for module in (optax, optax.contrib):
         for name, value in inspect.getmembers(module, inspect.isfunction):
             returns = inspect.signature(value).return_annotation
@@ -157,7 +159,7 @@ def build(name: str) -> Any:
         assert wanted in ([], ["learning_rate"]), f"optax.{name} wants {wanted}: give it an entry in SPECIAL"
         make = functools.partial(CONSTRUCTORS[name], *[LR] * len(wanted))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # what optax means to drop is still there to be used
+        warnings.simplefilter("ignore", DeprecationWarning)  # Deprecated transforms are tested too.
         return make()
 
 
@@ -181,7 +183,7 @@ def assert_valid(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -
 
 
 def owner(path: tuple[str, ...], params: dict[tuple[str, ...], Any]) -> Any:
-    """The parameter whose path is in ``path``, or None."""
+    """Returns the parameter whose path is contained in ``path``, or None."""
     ends = [p for p in params for i in range(len(path)) if path[i : i + len(p)] == p]
     return params[max(ends, key=len)] if ends else None
 
@@ -223,7 +225,7 @@ def test_explain_gives_a_reason_for_every_array_left_whole(name: str, role: str,
 
 
 def test_state_of_other_shapes_is_placed_by_the_dims_it_shares_with_its_parameter(mlp: Any) -> None:
-    """Factored moments of adafactor, the history of L-BFGS; and what follows from nothing is whole, and says so."""
+    """Covers factored moments of adafactor and the history of L-BFGS; state of an unrelated shape is replicated."""
     factored, history = (
         leaves(jp.abstract_state(mlp.layout(), mlp.make, build(name)).opt_state) for name in ("adafactor", "lbfgs")
     )
@@ -238,7 +240,7 @@ def test_state_of_other_shapes_is_placed_by_the_dims_it_shares_with_its_paramete
 
 
 def side_by_side(names: Sequence[str]) -> optax.GradientTransformationExtraArgs:
-    """Many transforms in one program: each one's state and its latest updates; the parameters move by plain SGD."""
+    """Combines many transforms in one program and stores the updates of each; plain SGD changes the parameters."""
     txs = {name: build(name) for name in names}
 
     def init(params: Any) -> Any:
@@ -256,11 +258,11 @@ def side_by_side(names: Sequence[str]) -> optax.GradientTransformationExtraArgs:
 
 
 def train(layout: jp.Layout, mlp: Any, tx: Any) -> dict[tuple[str, ...], np.ndarray]:
-    """All that two steps leave behind, on the host; in fp64, as most optimizers divide by numbers that can be close to zero."""
+    """Returns the state after two steps, on the host. It uses fp64, because most optimizers divide by small numbers."""
     with jax.enable_x64(True):
         state = jp.init(layout, mlp.make, tx)
         lowered = jp.train_step(layout, mlp.loss).lower(state, mlp.batch())
-        step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # it compiles in half the time
+        step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # It compiles in half the time.
         for i in range(2):
             state, _ = step(state, mlp.batch(i))
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float64"}
@@ -272,7 +274,7 @@ def plain(x: jax.Array) -> jax.Array:
 
 
 def assert_close(got: dict[tuple[str, ...], np.ndarray], want: dict[tuple[str, ...], np.ndarray]) -> None:
-    """Within 1e-9 of the largest entry; or within some last bits of the parameters, of which updates are differences."""
+    """Compares within 1e-9 of the largest entry, or within a few last bits of the parameters."""
     assert got.keys() == want.keys()
     for path, value in want.items():
         atol = 1e-9 * np.abs(value).max(initial=0) + 1e-14
@@ -280,7 +282,7 @@ def assert_close(got: dict[tuple[str, ...], np.ndarray], want: dict[tuple[str, .
 
 
 def stepped() -> list[str]:
-    """Those to be tested side by side: neither trained on their own nor known by the optimizer they are the core of."""
+    """Returns the transforms to step together: not in ``TRAINED``, and no core of another transform."""
     cores = {*CORES, *(f"scale_by_{name}" for name in CONSTRUCTORS)}
     return [name for name in CONSTRUCTORS if name not in {*NOT_STEPPED, *TRAINED, *cores}]
 
@@ -297,7 +299,7 @@ def test_training_equals_one_device(name: str, mlp: Any) -> None:
 
 
 def test_lookahead_keeps_its_slow_parameters_in_its_state(mlp: Any) -> None:
-    """Steps equal optax's own loop with fast and slow parameters; the slow ones are sharded as the parameters are."""
+    """Steps equal optax's own loop with fast and slow parameters; slow parameters are sharded as the fast ones."""
     with jax.enable_x64(True):
         for tx in (
             optax.lookahead(optax.adam(LR), 2, 0.5),
@@ -326,13 +328,15 @@ def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
     with pytest.raises(ConfigError) as error:
         jp.abstract_state(mlp.layout(), mlp.make, inside)
     assert str(error.value) == (
-        "optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does not take (ValueError). Remedy: "
-        "lookahead outermost, as optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
+        "optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does "
+        "not take (ValueError). Remedy: lookahead outermost, as optax.lookahead(optax.chain(...), sync_period=5, "
+        "slow_step_size=0.5)."
     )
     with pytest.raises(ConfigError) as error:
         jp.abstract_state(mlp.layout(), mlp.make, jp.offload(lookahead, to="disk", path=tmp_path))
     assert str(error.value) == (
-        "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: to='host', or leave offload out."
+        "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: "
+        "to='host', or leave offload out."
     )
 
 
@@ -345,16 +349,18 @@ def test_an_optimizer_whose_update_fits_no_step_is_named(name: str) -> None:
     with pytest.raises(ModelError) as error:
         step.trace(state, np.ones((8, 16), np.float32))
     assert str(error.value) == (
-        "the optimizer's update adds or removes arrays of its state (opt_state/measurements/ema/w), but the next step takes the state that this one took. "
-        "Remedy: an optimizer whose init makes all of them (optax.monitor does not)."
+        "the optimizer's update adds or removes arrays of its state (opt_state/measurements/ema/w), but the next step "
+        "takes the state that this one took. Remedy: an optimizer whose init makes all of them (optax.monitor does "
+        "not)."
         if name == "monitor"
-        else "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step gives the optimizer one gradient, of "
-        "the mean loss, whose first dim would be taken for examples. Remedy: another optimizer."
+        else "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step "
+        "gives the optimizer one gradient, of the mean loss, whose first dim would be taken for examples. "
+        "Remedy: another optimizer."
     )
 
 
 def test_an_update_of_another_shape_is_named() -> None:
-    """It would be broadcast."""
+    """Otherwise the update would be broadcast."""
     tx = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -g.mean(0), grads))
     make = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
     layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", embed="data", mlp=None))
@@ -362,6 +368,6 @@ def test_an_update_of_another_shape_is_named() -> None:
     with pytest.raises(ModelError) as error:
         step.trace(jp.abstract_state(layout, make, tx), np.ones((8, 16), np.float32))
     assert str(error.value) == (
-        "the optimizer's updates do not have the shapes of their parameters (params/w [16, 8]: an update [8]). Remedy: an optimizer that returns an "
-        "update for every entry of its parameters."
+        "the optimizer's updates do not have the shapes of their parameters (params/w [16, 8]: an update [8]). "
+        "Remedy: an optimizer that returns an update for every entry of its parameters."
     )

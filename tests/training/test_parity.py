@@ -1,7 +1,8 @@
-"""Every layout computes what one device computes: initial parameters bitwise, then every loss, gradient and update.
+"""Every layout computes what one device computes: bitwise equal initial parameters, then loss, gradients and update.
 
-One device trains for ``STEPS`` steps, and each layout takes some of those steps (``COMPARED``) from the same states. Two trajectories
-are never compared: AdamW amplifies the last bit of a gradient, so how far they drift apart depends on the processor.
+One device trains for ``STEPS`` steps. Each layout takes some of these steps (``COMPARED``) from the same states. The
+test never compares two trajectories: AdamW amplifies the last bit of a gradient, so their distance depends on the
+processor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TX = optax.adamw(1e-3)
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its loss and its inputs. Every size is as awkward as the layouts permit."""
+    """A model, its loss and its inputs. The sizes are as irregular as the layouts permit."""
 
     make_model: Callable[[jax.Array], Any]
     loss_fn: Callable[..., Any]
@@ -42,7 +43,7 @@ class Task:
 
 
 def llama(seq: int, **more: Any) -> Task:
-    """Grouped queries, heads of three pairs, a vocabulary and an MLP of twice an odd number."""
+    """Grouped queries, three rotary pairs per head, and vocabulary and MLP sizes that are twice an odd number."""
     config = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=54, **more)
     inputs = lambda rng: dict(zip(("tokens", "targets"), rng.integers(0, config.vocab, (2, 8, seq)), strict=True))
     return Task(make_llama(config), next_token_loss, inputs)
@@ -57,7 +58,7 @@ def vit(side: int) -> Task:
     return Task(make_vit(config), vit_loss(config), inputs)
 
 
-# Sequence parallelism splits the sequence in two; every other layout gets an odd one (15 tokens, 5 × 5 patches).
+# Sequence parallelism splits the sequence in two. Every other layout gets an odd length (15 tokens, 5 × 5 patches).
 TASKS = {
     ("llama", False): llama(15),
     ("llama", True): llama(14),
@@ -69,7 +70,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, on the host: the batch and the state before it, what it computed, and the state after it."""
+    """One training step on the host: batch, state before, loss and gradients, and state after."""
 
     batch: dict[str, np.ndarray]
     before: jp.TrainState
@@ -79,7 +80,7 @@ class Step:
 
 
 class Trainer:
-    """A task's initial state and its step in one layout."""
+    """The initial state of a task and its step in one layout."""
 
     def __init__(self, layout: jp.Layout, task: Task) -> None:
         with jax.default_matmul_precision("highest"):
@@ -87,7 +88,7 @@ class Trainer:
         self.step = jp.train_step(layout, task.loss_fn, return_grads=True, donate=False)
 
     def take(self, before: jp.TrainState, batch: dict[str, np.ndarray]) -> Step:
-        """One step from a state on the host."""
+        """Takes one step from a state on the host."""
         own, tree = jax.tree.flatten(self.state)
         placed = jax.device_put(jax.tree.leaves(before), [x.sharding for x in own])
         with jax.default_matmul_precision("highest"):
@@ -97,7 +98,7 @@ class Trainer:
 
 @pytest.fixture(scope="session")
 def on_one_device(layout_of: Any) -> Callable[..., list[Step]]:
-    """The reference of each task, run once: the steps ``COMPARED`` of its training run."""
+    """Returns the reference steps of a task, the steps ``COMPARED`` of one training run, and caches them."""
 
     @functools.cache
     def run(*key: Any) -> list[Step]:
@@ -112,16 +113,16 @@ def on_one_device(layout_of: Any) -> Callable[..., list[Step]]:
 
 @jax.jit
 def updated(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-    """Parameters and optimizer state after an update on one device."""
+    """Returns parameters and optimizer state after an update on one device."""
     updates, opt_state = TX.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
 def assert_equal(layout: jp.Layout, task: Task, reference: list[Step]) -> list[Step]:
-    """Each step in ``layout``, from the reference's state before it.
+    """Takes each reference step in ``layout`` from the same state, and compares loss, gradients and update.
 
-    The update is compared with one device's update from the same gradients: Adam's first steps have full length however small a gradient
-    is, and make of a difference in the last bit anything up to twice the rate.
+    The update is compared with one device's update from the same gradients. Adam's first steps have full length however
+    small a gradient is, so a difference in the last bit can become twice the learning rate.
     """
     trainer = Trainer(layout, task)
     first = zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(reference[0].before.params), strict=True)
@@ -130,16 +131,16 @@ def assert_equal(layout: jp.Layout, task: Task, reference: list[Step]) -> list[S
     steps = [trainer.take(step.before, step.batch) for step in reference]
     for number, got, want in zip(COMPARED, steps, reference, strict=True):
         np.testing.assert_allclose(got.loss, want.loss, rtol=TOLERANCE, atol=0, err_msg=f"step {number}")
-        # Relative to each tensor's largest entry, but at least to a thousandth of the model's largest: a gradient that is
-        # zero by nature, as of attention's key biases, holds nothing but rounding.
+        # The bound is relative to each tensor's largest entry, but at least to a thousandth of the model's largest: a
+        # gradient that is analytically zero, such as that of attention's key biases, consists of rounding errors.
         gaps = gradient_gaps(want.grads, got.grads)
         worst = max(gaps, key=lambda path: gaps[path])
         assert gaps[worst] <= TOLERANCE, f"{worst}, step {number}"
         after = jax.device_get(updated(want.before.params, want.before.opt_state, got.grads))
         found = jax.tree.leaves((got.after.params, got.after.opt_state))
         for a, b in zip(found, jax.tree.leaves(after), strict=True):
-            # Equal gradients: a parameter or a moment is a sum of two terms, each rounded a few times (eps = 1.2e-7), and the
-            # quotient in Adam's step differs by a few eps of the rate.
+            # The gradients are equal. A parameter or a moment is a sum of two terms, each rounded a few times (eps is
+            # 1.2e-7), and the quotient in Adam's step differs by a few eps of the learning rate.
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max(initial=0), err_msg=f"step {number}")
     return steps
 
@@ -152,7 +153,7 @@ def test_a_layout_equals_one_device(model: str, name: str, layout_of: Any, on_on
 
 
 def test_a_split_sequence_equals_one_device(layout_of: Any, on_one_device: Any) -> None:
-    """A ring over pairs that exchange heads: tokens in zigzag from the first layer to the loss."""
+    """Ring attention over Ulysses pairs; tokens stay in zigzag order from the first layer to the loss."""
     task = llama(16, context=jp.Context("hybrid"), remat="save_attention")
     assert_equal(layout_of("hybrid"), task, on_one_device("llama", "context"))
 

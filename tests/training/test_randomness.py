@@ -1,4 +1,4 @@
-"""docs/randomness.md: what its tables say is what happens, cell by cell, and every test that it names is there."""
+"""Tests docs/randomness.md: each cell of its table describes the behaviour, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Layers, and before them a dropout or a normalisation that carries what it knows."""
+    """Layers behind a dropout that carries keys, or behind a normalization that carries statistics."""
 
     def __init__(self, rngs: nnx.Rngs, own: str = ""):
         make = nnx.vmap(Block, transform_metadata=stacked("layers"))
@@ -80,7 +80,7 @@ def curved(model: Model, x: jax.Array, batch: Any) -> Any:
 
 before = lambda f: dataclasses.replace(STAGED, embed=f)
 of_rows = dataclasses.replace(STAGED, layer=noisy, keys=True)
-# What the model carries, the loss, and of what kind the state's key is.
+# The state that the model carries, the loss, and the implementation of the state's key.
 KINDS: dict[str, tuple[str, Any, str]] = {
     "the argument `key`": ("", keyed, "threefry2x32"),
     "`nnx.Dropout(rate, rngs=rngs)`": ("keys", before(lambda model, batch: model.drop(batch["x"])), "threefry2x32"),
@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[str, Any, str]] = {
     "a loss that is not linear in rows": ("", dataclasses.replace(STAGED, head=curved), "threefry2x32"),
 }
 PIPED = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
-# The columns of the table: mesh, stage of ZeRO, what the step is told.
+# The columns of the table: mesh, ZeRO stage, step options.
 MODES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "compiler": ({"data": 4}, 3, {}),
     "microbatches": ({"data": 2}, 0, {"grad_accum_steps": 2, "grad_reduction": "per_microbatch"}),
@@ -102,7 +102,7 @@ MODES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """The page's first table: (row, column) → the first word of the cell."""
+    """Parses the page's first table: (row, column) → the first word of the cell."""
     lines = [line for line in PAGE.splitlines() if line.startswith("|")]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     columns = [cell.strip("*") for cell in head[1:5]]
@@ -120,7 +120,7 @@ def batch_of() -> dict[str, np.ndarray]:
 
 
 def run(kind: str, sizes: dict[str, int], stage: int = 0, **options: Any) -> list[np.ndarray]:
-    """What a step leaves: the loss, the parameters, and what is carried and of floating point."""
+    """Returns the loss, the parameters and the floating-point variables after one step."""
     own, loss, impl = KINDS[kind]
     zero = jp.Zero(stage, min_bytes=0)
     layout = jp.Layout(
@@ -165,7 +165,7 @@ def test_the_page_names_tests_that_are_there() -> None:
 
 
 def test_the_key_of_an_evaluation_is_that_of_the_step() -> None:
-    """``eval_step`` takes the batch whole; a pipeline's draws of rows are those of training."""
+    """``eval_step`` computes the batch in one piece; under a pipeline, each row gets the draws of training."""
     layout = jp.Layout(jp.MeshSpec(data=4).build(jax.devices()[:4]), RULES)
     piped = jp.Layout(jp.MeshSpec(pipeline=2, data=2).build(jax.devices()[:4]), RULES)
     seen: list[float] = []

@@ -1,4 +1,4 @@
-"""What the backward pass keeps: the same gradients by every policy, fewer FLOPs or less memory, and what is no policy."""
+"""Tests rematerialization policies: equal gradients, FLOPs, memory, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_of(remat: str | jp.RematPolicy) -> Callable[[jax.Array], Any]:
 
 
 def step_of(remat: str | jp.RematPolicy, layout: jp.Layout) -> tuple[Any, Any, Any]:
-    """The step, its state and its batch as shapes."""
+    """Returns the step, with its state and batch as shapes."""
     state = jp.abstract_state(layout, model_of(remat), TX)
     tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
     step = jp.train_step(layout, next_token_loss, return_grads=True)
@@ -92,7 +92,7 @@ def test_segments_cover_every_layer_once_in_order(layers: list[int]) -> None:
 
 
 def kept_bytes(remat: str | jp.RematPolicy, layout: jp.Layout) -> int:
-    """Temporary bytes of a step over long rows, most of which layers keep."""
+    """Returns the temporary bytes of a step over long sequences, where activations of layers dominate."""
     model = LlamaConfig(layers=12, vocab=64, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, remat=remat)
     state = jp.abstract_state(layout, make_llama(model), TX)
     tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
@@ -113,7 +113,7 @@ def test_activations_kept_in_parts_take_less_and_change_no_gradient(
         step = jp.train_step(sliced, next_token_loss, return_grads=True)
         found = jax.device_get(step(state, {"tokens": tokens[0], "targets": tokens[1]})[1]["grads"])
     assert max(gradient_gaps(gradients("none"), found).values()) < 1e-5
-    # Each of twelve layers keeps [8, 512, 32] in fp32 on every device, or a share of it; one is gathered at a time.
+    # Each of the twelve layers keeps [8, 512, 32] in fp32 per device, or a shard of it. One is gathered at a time.
     ways, layer = plain.sizes["model"], 8 // plain.sizes["data"] * 512 * 32 * 4
     saved = kept_bytes("full", plain) - kept_bytes(remat, sliced)
     assert saved > 12 * layer * (1 - 1 / ways) - 1.1 * layer
@@ -146,13 +146,16 @@ def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None
         (
             {"policy": "save_names"},
             (
-                "remat: the policy 'save_names' names no tensor. Remedy: policy: save_names, with save_names or offload_names as "
-                "lists."
+                "remat: the policy 'save_names' names no tensor. Remedy: policy: save_names, with save_names or "
+                "offload_names as lists."
             ),
         ),
         (
             {"policy": "full", "save_names": ("qkv",)},
-            "remat: the policy 'full' takes no names. Remedy: policy: save_names, with save_names or offload_names as lists.",
+            (
+                "remat: the policy 'full' takes no names. Remedy: policy: save_names, with save_names or "
+                "offload_names as lists."
+            ),
         ),
         (
             {"policy": "save_names", "save_names": ("qkv",), "offload_names": ("qkv",)},
@@ -161,8 +164,8 @@ def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None
         (
             {"policy": "none", "slice_activation": True},
             (
-                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes none. Remedy: "
-                "another policy, or leave slice_activation out."
+                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes "
+                "none. Remedy: another policy, or leave slice_activation out."
             ),
         ),
         (
@@ -183,8 +186,8 @@ def test_what_is_no_policy(arguments: dict[str, Any], text: str) -> None:
         (
             (1, 1, 1),
             (
-                "remat: layers has 3 numbers, one for each stage, but 4 layers make no 3 equal stages. Remedy: as many numbers as "
-                "there are stages."
+                "remat: layers has 3 numbers, one for each stage, but 4 layers make no 3 equal stages. Remedy: as "
+                "many numbers as there are stages."
             ),
         ),
         ((3, 1), "remat: layers is [3, 1], but each of 2 stages has 2 of the 4 layers. Remedy: numbers up to 2."),

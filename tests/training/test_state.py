@@ -1,4 +1,4 @@
-"""Initialisation in place: no tensor is ever whole on one device, and none passes through the host."""
+"""``init`` creates the state sharded: no tensor is ever complete on one device, and none passes through the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_nothing_is_ever_whole_on_one_device(name: str) -> None:
     memory = init_program(layout, make_model, tx).lower(jax.random.key(0)).compile().memory_analysis()
     total = jp.explain(layout, make_model, tx).total("params", "opt_state")
     assert memory.output_size_in_bytes == pytest.approx(total.device_bytes, rel=1e-3)
-    # Random bits and their conversions need room of a few shards, never of a whole tensor on top of the state.
+    # Random bits and their conversions need memory of a few shards, never of a full tensor in addition to the state.
     embedding = CONFIG.vocab * CONFIG.embed * 4
     assert memory.temp_size_in_bytes < embedding, "some tensor is built whole"
 

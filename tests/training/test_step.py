@@ -1,4 +1,4 @@
-"""The train step: ordinary, jitted, donated; metrics, clipping, keys; under its own layout only; under Explicit axes."""
+"""Tests the train step: parity, metrics, clipping, skipping, keys, donation, layouts, and Explicit mesh axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def state(mlp: Any) -> Any:
 
 
 def by_hand(mlp: Any, tx: Any, steps: int) -> Any:
-    """Parameters after some steps of the loop one would write without jaxpar, on one device."""
+    """Returns the parameters after ``steps`` steps of a plain JAX loop on one device."""
     with mlp.one_device:
         params = jax.device_get(jp.init(mlp.one_device, mlp.make, tx).params)
         opt_state = tx.init(params)
@@ -50,7 +50,7 @@ def test_steps_equal_the_loop_by_hand_and_clip_norm_equals_optax(clip_norm: floa
     for i in range(3):
         state, metrics = step(state, mlp.batch(i))
     assert int(state.step) == 3
-    assert float(metrics["grad_norm"]) > 0.1  # before clipping
+    assert float(metrics["grad_norm"]) > 0.1  # The norm is reported before clipping.
     assert_close(jax.device_get(state.params), by_hand(mlp, tx, 3))
 
 
@@ -63,9 +63,9 @@ def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"grad_reduction": "per_step"}, {"clip_norm": 1.0}], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(options: Any, mlp: Any) -> None:
-    """Every layout skips the same steps; the next ones go on as if it had not been."""
+    """Every layout skips the same steps, and training continues as if the step had not been taken."""
     poisoned = np.where(np.arange(8)[:, None] == 5, np.inf, mlp.batch())  # on one device of eight
-    rules = jp.Rules(batch="data", embed=None, mlp=None) if options.get("reduce") else mlp.rules
+    rules = jp.Rules(batch="data", embed=None, mlp=None) if options.get("grad_reduction") else mlp.rules
     layout = mlp.layout(rules)
     state = jp.init(layout, mlp.make, TX)
     step = jp.train_step(layout, mlp.loss, donate=False, **options)
@@ -200,7 +200,7 @@ def test_a_step_lowers_and_compiles_from_shapes_alone(mlp: Any) -> None:
 
 def test_an_explicit_mesh_trains_to_the_same_values(mlp: Any) -> None:
     def loss_fn(model: Any, batch: jax.Array) -> jax.Array:
-        # Under Explicit axes types carry shardings, so what is stored sharded is gathered before it meets the batch.
+        # Under Explicit axes, types carry shardings, so sharded parameters are gathered before they meet the batch.
         whole = jax.tree.map(lambda w: jp.hint(w, *(None,) * w.ndim), model)
         return mlp.loss(whole, jp.hint(batch, "batch", "embed"))
 
@@ -244,8 +244,8 @@ PAIRS = "return loss, (loss, aux) or (loss, aux, updates)"
         (
             (1.0, {}, {"cache": 1.0}),
             (
-                "the third value of loss_fn is a dict of 'cache', but a dict of the carried collections (none) is wanted. "
-                "Remedy: return what apply(..., mutable=[...]) gives beside the output."
+                "the third value of loss_fn is a dict of 'cache', but a dict of the carried collections (none) is "
+                "wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
             ),
         ),
     ],
@@ -262,9 +262,10 @@ def test_an_optimizer_that_changes_a_shape_is_refused(mlp: Any) -> None:
     with pytest.raises(ModelError) as error:
         jp.train_step(mlp.layout(), mlp.loss)(jp.init(mlp.layout(), mlp.make, tx), mlp.batch())
     assert str(error.value) == (
-        "the optimizer's updates do not have the shapes of their parameters (params/block/bias [24]: an update [2, 24]; params/block/down [24, 16]: an "
-        "update [2, 24, 16]; params/block/up [16, 24]: an update [2, 16, 24]; params/square [16, 16]: an update [2, 16, 16] and 1 more). Remedy: an "
-        "optimizer that returns an update for every entry of its parameters."
+        "the optimizer's updates do not have the shapes of their parameters (params/block/bias [24]: an update [2, "
+        "24]; params/block/down [24, 16]: an update [2, 24, 16]; params/block/up [16, 24]: an update [2, 16, 24]; "
+        "params/square [16, 16]: an update [2, 16, 16] and 1 more). Remedy: an optimizer that returns an update for "
+        "every entry of its parameters."
     )
 
 
@@ -274,6 +275,6 @@ def test_a_loss_that_changes_a_carried_array_is_refused(mlp: Any) -> None:
     with pytest.raises(ModelError) as error:
         jp.train_step(mlp.layout(), loss_fn)(jp.init(mlp.layout(), make, TX), None)
     assert str(error.value) == (
-        "loss_fn turned variables/stats/mean from float32[8] into nothing, but a step keeps the shape and dtype of all it trains "
-        "and carries."
+        "loss_fn turned variables/stats/mean from float32[8] into nothing, but a step keeps the shape and dtype of "
+        "all it trains and carries."
     )

@@ -1,4 +1,4 @@
-"""What a step offers an optimizer beside gradients (``value_fn``, ``grad_fn``) is the function that the step itself reports, in every mode."""
+"""In every mode, the ``value_fn`` and ``grad_fn`` that a step passes to an optimizer are the loss that it reports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ STAGED = jp.PipelineLoss(
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to a loss: the mesh, the step's arguments, and in how many parts of its own the batch's mean is made."""
+    """A way to compute a loss: mesh, step options, and into how many parts the mode splits the batch."""
 
     loss: Any
     sizes: dict[str, int]
@@ -104,7 +104,7 @@ EVERY = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def by_hand(mode: Mode, batch: Any, key: jax.Array, step: int) -> Callable[[Any], jax.Array]:
-    """The mode's loss as one device computes it: the weighted mean of the parts that the mode makes of the batch."""
+    """The mode's loss on one device: the weighted mean over the parts into which the mode splits the batch."""
     parts = [(d, m) for d in range(mode.devices) for m in range(mode.microbatches)]
     rows = np.arange(ROWS)
     if mode.devices == 1:
@@ -129,7 +129,7 @@ def by_hand(mode: Mode, batch: Any, key: jax.Array, step: int) -> Callable[[Any]
 
 
 def probe() -> optax.GradientTransformationExtraArgs:
-    """Steps of SGD that keep what they were offered."""
+    """SGD that stores the values and functions that the step passes to it."""
 
     def init(params: Any) -> Any:
         nothing, none = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
@@ -146,7 +146,7 @@ def probe() -> optax.GradientTransformationExtraArgs:
 
 
 def one_step(mode: Mode, tx: Any, batches: list[Any]) -> tuple[Any, list[Any], Any]:
-    """The state before, metrics of each step, and the state after."""
+    """Returns the state before, the metrics of each step, and the state after."""
     precision = mode.options.get("precision")
     with jax.default_matmul_precision("highest"), mode.layout:
         first = state = jp.init(mode.layout, make_model, tx, precision=precision)

@@ -1,4 +1,4 @@
-"""A mean over counted rows alone: parts of a batch (devices, microbatches, chunks of sequences) in which nothing counts add exactly nothing."""
+"""Parts of a batch without counted rows (devices, microbatches, sequence chunks) do not change a weighted mean."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_model(key: jax.Array) -> dict[str, Any]:
 
 
 def batch_of(seed: int, every: int = 4) -> dict[str, np.ndarray]:
-    """Rows in groups of ``every``, of which about half count nothing at all, the first among them; some tokens of the others do not."""
+    """Rows in groups of ``every``. About half of the groups, among them the first, have no counted token."""
     random = np.random.default_rng(seed)
     groups = random.permutation(ROWS // every) % 2 == 0
     groups[0] = False
@@ -35,12 +35,12 @@ def batch_of(seed: int, every: int = 4) -> dict[str, np.ndarray]:
 
 
 def mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """0 / 0 where nothing counts."""
+    """The mean over the counted values, which is 0 / 0 where nothing counts."""
     return jnp.sum(values * mask) / jnp.sum(mask)
 
 
 def layer(block: jax.Array, x: jax.Array, mask: jax.Array) -> Any:
-    """With a loss of its own, and a metric, over what counts."""
+    """A layer with its own loss and metric over the counted tokens."""
     y = x + jnp.tanh(x @ block)
     return y, {"loss": 0.1 * mean(jnp.mean(y**2, -1), mask), "size": mean(jnp.mean(abs(y), -1), mask)}
 
@@ -70,7 +70,7 @@ def on(sizes: dict[str, int], rules: jp.Rules = RULES) -> jp.Layout:
 
 
 def stepped(layout: jp.Layout, batch: Any, loss: Any = LOSS, **options: Any) -> tuple[dict[str, float], Any]:
-    """Metrics and gradients of one step."""
+    """Returns the metrics and the gradients of one step."""
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make_model, optax.sgd(0.1))
         step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
@@ -109,7 +109,7 @@ def test_parts_without_counted_rows_add_nothing(name: str) -> None:
 
 def test_chunks_of_sequences_without_counted_tokens_add_nothing() -> None:
     batch = batch_of(5)
-    batch["mask"][:, : SEQ // 2] = 0  # the first chunk of all
+    batch["mask"][:, : SEQ // 2] = 0  # The first chunk has no counted token.
     want = stepped(on({"data": 1}), batch, BARE)
     got = stepped(on({"pipeline": 2}), batch, BARE, **piped("seq1f1b", 2, sequence_chunks=2))
     assert got[0]["loss"] == pytest.approx(want[0]["loss"], rel=1e-5)
@@ -132,7 +132,7 @@ def test_an_evaluation_by_a_pipeline_leaves_them_out(seed: int) -> None:
 
 
 def test_a_batch_in_which_nothing_counts() -> None:
-    """Cut, it is a loss and gradients of 0; whole, it is what the loss says, and the step is skipped."""
+    """With microbatches, loss and gradients are 0. In one piece, the loss is NaN, and the step is skipped."""
     batch = batch_of(0)
     batch["mask"][:] = 0
     cut, grads = stepped(on({"data": 2}), batch, grad_accum_steps=2)

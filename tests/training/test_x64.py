@@ -1,6 +1,6 @@
-"""Under ``jax_enable_x64`` plain integers are of 64 bits: everything runs, and gives in fp64 what one device gives.
+"""Under ``jax_enable_x64``, where plain integers have 64 bits, everything runs and equals one device in fp64.
 
-Kept small, as every case is a compile; most are behind the marker ``slow``.
+The models are small because every case is a compile. Most cases carry the marker ``slow``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def batch_of(rows: int = 8, seq: int = 16) -> dict[str, Any]:
 
 
 def one(sizes: dict[str, int], loss: Any, config: LlamaConfig = CONFIG, rules: jp.Rules = RULES, **options: Any) -> Any:
-    """Loss and gradients of one step."""
+    """Returns the loss and the gradients of one step."""
     layout = layout_of(rules, sizes)
     state = jp.init(layout, make_llama(config), SGD)
     step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
@@ -109,7 +109,7 @@ ATTENTION = {
 @pytest.mark.parametrize("segments", [False, True], ids=["causal", "segments and dropout"])
 @pytest.mark.parametrize("impl", ATTENTION)
 def test_attention(impl: Any, segments: bool) -> None:
-    """Against dense attention on one device; a window, documents, dropout and ALiBi in one case, a plain causal mask in the other."""
+    """Compares with dense attention on one device: a causal mask, or window, segments, dropout and ALiBi together."""
     sizes, options = ATTENTION[impl]
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=(2, 16, heads, 4)) for heads in (4, 2, 2))

@@ -1,4 +1,5 @@
-"""What processes tell each other before they go on: errors of one that all raise, facts that must be the same, bytes of any length. One process plays both."""
+"""Exchanges between processes: an error of one that all raise, values that must agree, and bytes of any length. One
+process simulates all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from jaxpar.utils.multihost import check_same, gather, settled
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``beside(other, rank=0)``: this is process ``rank`` of two, of which the other one sends ``other`` whatever is asked."""
+    """The function ``beside(other, rank=0)``: makes this process rank ``rank`` of two, where the other process always
+    sends ``other``."""
 
     def play(other: Any, rank: int = 0) -> None:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -41,7 +43,7 @@ def test_an_error_of_one_is_raised_by_both(beside: Callable[..., None], rank: in
     with pytest.raises(CheckpointError, match=f"^process {1 - rank} of 2: a/b: no checkpoint.$"):
         settled(lambda: 3)
     with pytest.raises(CheckpointError, match=r"^a/b: no checkpoint.$"):
-        settled(failing)  # both alike
+        settled(failing)  # both fail in the same way
 
 
 def test_an_error_that_nobody_foresaw_is_raised_by_both_too(beside: Callable[..., None]) -> None:
@@ -70,7 +72,7 @@ def test_what_is_not_the_same_is_named_with_both_values(beside: Callable[..., No
 
 
 def test_bytes_of_any_length_come_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest decides how much goes in a second round."""
+    """The longest message decides the size of the second round."""
     every = [b"", b"x" * 2048, bytes(range(256)) * 20]
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     rows = lambda row: np.stack([multihost._row(one, row.size - 4) for one in every])

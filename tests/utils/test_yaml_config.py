@@ -1,4 +1,4 @@
-"""Strict configuration: what is read, how settings and files are laid over each other, and what is refused."""
+"""Strict configuration: parsing, merging of files and overrides, and rejected input."""
 
 from __future__ import annotations
 

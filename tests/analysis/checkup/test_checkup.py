@@ -1,4 +1,4 @@
-"""A checkup as text, JSON and HTML, a program that does not fit, and the command line around it."""
+"""A checkup as text, JSON and HTML, a program that does not fit, and the ``check`` command."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from jaxpar.errors import CompileError
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 ABOUT = About(tokens=32 * 256, model_flops=1e12, vocab=2048, seq=256, remat="full")
 WARNING = (
-    "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {mesh['data'=4], [{'data'}]} to "
-    "{mesh['data'=4], [{}]} efficiently for HLO operation %x = f32[8]{0} copy(%y), metadata={op_name=\"jit(f)/mul\"}. As"
+    "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {mesh['data'=4], "
+    "[{'data'}]} to {mesh['data'=4], [{}]} efficiently for HLO operation %x = f32[8]{0} copy(%y), "
+    'metadata={op_name="jit(f)/mul"}. As'
 )
 
 
@@ -71,7 +72,7 @@ def test_a_peak_beyond_the_memory_does_not_fit() -> None:
     assert not large.fits and large.findings[0].kind == "does not fit"
     assert large.headline().startswith("DOES NOT FIT v5e:4x4: 17.00 GiB at the peak, 1.00 GiB more than a device has")
     gpus = examine(step("gpu_fsdp", "h100:8", memory={"peak": 75 * 2**30}), facts("gpu_fsdp")["mesh"])
-    assert not gpus.fits  # a compiler for GPUs does not ask, and 80 GB are 74.5 GiB
+    assert not gpus.fits  # the GPU compiler accepts programs of any size, and 80 GB are 74.5 GiB
 
 
 def test_arguments_of_an_exported_program_have_their_paths() -> None:
@@ -88,8 +89,9 @@ def test_arguments_of_an_exported_program_have_their_paths() -> None:
 
 
 OOM = (
-    "the compiler refused the program for v5e:2x4: RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the "
-    "total memory required for HLO temporaries (17.80G) exceeds available HBM (15.75G). HLO module: jit_call."
+    "the compiler refused the program for v5e:2x4: RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory "
+    "on HBM, the total memory required for HLO temporaries (17.80G) exceeds available HBM (15.75G). HLO module: "
+    "jit_call."
 )
 
 
@@ -140,7 +142,8 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The compiler's place, taken by a stored program; what is in the list comes out instead: a step or an error."""
+    """Replaces the compiler by a stored program; an entry appended to the list, a step or an error, is its outcome
+    instead."""
     instead: list[Any] = []
 
     def compile_for(*_: Any, **__: Any) -> Any:
@@ -207,7 +210,8 @@ def test_another_refusal_stays_an_error(compiled: list[Any], capsys: pytest.Capt
 KINDS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"
 UNKNOWN = f"MeshError: unknown accelerator 'v5f' in 'v5f:4x4'. Did you mean 'v5p'? Known are {KINDS}.\n"
 NO_NAME = (
-    "MeshError: 'v5e-16' names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, as "
+    "MeshError: 'v5e-16' names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
+    "KIND:HOSTSxGPUS, as "
     f"{KINDS}.\n"
 )
 

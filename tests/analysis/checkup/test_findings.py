@@ -1,4 +1,4 @@
-"""Each kind of finding: what raises it, what it says, what it advises, and what does not raise it."""
+"""Each kind of finding: its cause, its text, its remedy, and cases that must not raise it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_gather_of_weights_with_nothing_beside_it() -> None:
     # On v5e:4x4 an axis of 4 is a line with one link, 50 GB/s.
     assert found.kind == "exposed" and found.seconds == pytest.approx(2e-3) and found.bytes == 100e6
     assert found.text == (
-        "2 ms of the step (66.7%) wait for transfers over data, mostly with nothing scheduled beside them: 2 × all-gather, "
-        "95.37 MiB on the wire"
+        "2 ms of the step (66.7%) wait for transfers over data, mostly with nothing scheduled beside them: 2 × "
+        "all-gather, 95.37 MiB on the wire"
     )
     assert found.where == "f (m.py:3): params/up" and found.share == pytest.approx(2 / 3)
     assert found.remedy == (
@@ -95,8 +95,8 @@ def test_an_all_reduce_where_a_scatter_would_do() -> None:
     c = collective("reduce-scatter", ("data",), 100e6, form="all-reduce + slice", source="g (m.py:4)")
     found = next(f for f in find(evidence(c)) if f.kind == "all-reduce for a scatter")
     assert found.text == (
-        "1 × all-reduce over data of which each device keeps a slice: twice the bytes of a reduce-scatter, 47.68 MiB for "
-        "nothing (1 ms of the step)"
+        "1 × all-reduce over data of which each device keeps a slice: twice the bytes of a reduce-scatter, 47.68 MiB "
+        "for nothing (1 ms of the step)"
     )
     assert found.where == "g (m.py:4)" and found.remedy.startswith(
         "annotate the value over data right where it is summed"
@@ -121,7 +121,7 @@ def test_a_ring_that_sends_more_than_it_needs() -> None:
 
 def test_a_tensor_that_the_compiler_makes_whole() -> None:
     warning = Rematerialised("f32[64,64]", 16_384, "data, ·", "·, model+data", "jit(step)/constraint", "h (m.py:5)")
-    found = only(evidence(warnings=[warning]))  # however small it is
+    found = only(evidence(warnings=[warning]))  # reported whatever its size
     assert (found.kind, found.where) == ("involuntary rematerialisation", "h (m.py:5)")
     assert found.text == (
         "the compiler makes f32[64,64] whole on every device (16.00 KiB) to bring it from [data, ·] to [·, model+data]"
@@ -159,7 +159,7 @@ def test_attention_scores_among_the_largest() -> None:
     e = evidence(given=(HEAD,), memory=buffers(buffer("f32[8,4,2048,2048]", GIB)), vocab=32_000, seq=2048)
     found = only(e)
     assert found.kind == "attention scores" and found.remedy.startswith("attend blockwise")
-    # Where the sequence is as long as the model is wide, the shape alone says nothing.
+    # Where the sequence is as long as the model is wide, the shape alone does not identify scores.
     wide = held("params/up", (2048, 512), ((), ()), 1)
     square = buffer("f32[4,2048,2048]", GIB)
     assert not [f for f in find(evidence(given=(wide,), memory=buffers(square), seq=2048)) if f.kind != "replicated"]
@@ -186,6 +186,6 @@ def test_what_does_not_fit_comes_first_and_names_the_knob() -> None:
         "20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 18.00 GiB of it is activations"
     )
     assert first.remedy == (
-        "compute activations again (model.remat=full, now none); split the sequence over an axis (residual_seq: model), or "
-        "take a smaller data.batch."
+        "compute activations again (model.remat=full, now none); split the sequence over an axis (residual_seq: "
+        "model), or take a smaller data.batch."
     )

@@ -1,4 +1,4 @@
-"""Memory by category: what is exact, the rules of thumb, and that the books balance."""
+"""Memory by category: exact figures, rules of thumb, and sums that match the totals."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def made(shape: str, op_name: str, **fields: object) -> Buffer:
 @pytest.mark.parametrize(
     ("buffer", "category"),
     [
-        (made("f32[3,16,16]", "jit(step)/transpose(jvp())/while"), "gradients"),  # its shard
-        (made("f32[64,16]", "jit(step)/transpose(jvp())/dot_general", scope="while.1"), "gradients"),  # one layer of it
-        (made("f32[64,16]", "jit(step)/transpose(jvp())/dot", opcode="all-gather-start"), "temporaries"),  # a weight
-        (made("f32[3,16,16]", "jit(step)/mul"), "temporaries"),  # the optimizer's
+        (made("f32[3,16,16]", "jit(step)/transpose(jvp())/while"), "gradients"),  # the shard of a gradient
+        # one layer of a gradient
+        (made("f32[64,16]", "jit(step)/transpose(jvp())/dot_general", scope="while.1"), "gradients"),
+        # a gathered weight
+        (made("f32[64,16]", "jit(step)/transpose(jvp())/dot", opcode="all-gather-start"), "temporaries"),
+        (made("f32[3,16,16]", "jit(step)/mul"), "temporaries"),  # made by the optimizer
         (made("bf16[3,8,64]", "jit(step)/jvp()/while"), "activations"),
         (made("bf16[8,64]", "jit(step)/jvp()/while/body/dot_general", scope="while.1"), "temporaries"),
         (made("bf16[8,64]", "jit(step)/transpose(jvp())/checkpoint/rematted_computation/mul"), "temporaries"),
@@ -59,13 +61,13 @@ def test_the_categories_of_a_program_add_up_to_the_walk(name: str) -> None:
     found = footprint(walk, given, {}, known["mesh"], accelerator("v5e"))
     assert tuple(found.categories) == CATEGORIES and found.fits and found.over < 0
     arguments = sum(b.bytes for b in walk.buffers if b.argument)
-    if name != "tpu_unrolled":  # its parameters are not stacked, so they are other tensors than make_llama's
-        # A key is an argument that the step may not read.
+    if name != "tpu_unrolled":  # its parameters are not stacked, so they differ from make_llama's
+        # The random key is an argument, but the step may not read it.
         assert sum(h.bytes for h in given) == pytest.approx(arguments, abs=16)
         assert found.total == pytest.approx(walk.bytes, abs=16)
     made = sum(found.categories[name] for name in ("kept weights", "activations", "temporaries", "gradients"))
     assert made == sum(b.bytes for b in walk.buffers if not b.argument)
-    # Gathered for the forward pass, in 16 bits, and not again: all of the layers' matrices, and nothing but them.
+    # The forward pass gathers them in 16 bits and keeps them: all of the layers' matrices, and nothing else.
     kept = 2 * (config.matmul_params - config.embed * config.vocab) if name == "tpu_kept" else 0
     assert found.categories["kept weights"] == kept
 

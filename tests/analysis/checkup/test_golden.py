@@ -1,4 +1,4 @@
-"""Golden files: three programs as they are kept, what a difference reads like, and what cannot be compared."""
+"""Golden files: two stored programs, the text of a difference, and files that cannot be compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_programs_cost_is_as_written_down(name: str, pytestconfig: pytest.Conf
     tokens = jax.ShapeDtypeStruct((16, 64), "int32", sharding=layout.sharding(("batch", "seq"), (16, 64)))
     lowered = jp.train_step(layout, next_token_loss).lower(state, {"tokens": tokens, "targets": tokens})
     report = jp.audit(lowered.compile(), mesh=layout.mesh)
-    # What is temporary depends on the machine's vector units.
+    # The size of temporaries depends on the machine's vector units.
     sizes = {use: report.memory[use] for use in ("argument", "output")}
     facts = facts_of(dataclasses.replace(report, memory=sizes), "cpu:8", {"jax": jax.__version__})
     file = GOLDEN / f"program_{name}_cpu.json"
@@ -109,8 +109,8 @@ def test_what_cannot_be_compared_says_so(now: dict[str, Any], said: str, tmp_pat
     with pytest.raises(ConfigError) as caught:
         against(file, changed(**now))
     assert str(caught.value) == (
-        f"golden file {file}: it is of {said}, so their figures cannot be compared. Remedy: remove {file} and run again to "
-        f"write it anew, or name another file."
+        f"golden file {file}: it is of {said}, so their figures cannot be compared. Remedy: remove {file} and run "
+        "again to write it anew, or name another file."
     )
 
 

@@ -1,4 +1,5 @@
-"""Compiling for TPUs and GPUs that are not here, with the real compilers in environments of their own."""
+"""Ahead-of-time compilation for TPUs and GPUs that are not attached, with the real compilers in separate
+environments."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def compiled(topology: str, layout: jp.Layout, model: LlamaConfig = MODEL, **opt
 
 
 def pretend(request: dict[str, object], kept: Path) -> dict[str, object]:
-    """Leave behind what a compile would, and the request."""
+    """Write the files that a compile leaves behind, and return the request."""
     names = ("argument", "output", "temp", "alias", "host_argument", "host_temp")
     memory = {f"{name}_size": 0 for name in names} | {"peak_memory": 0}
     facts = {"memory": memory, "compile_cpu_seconds": 0.0, "device_kind": "", "versions": {}}
@@ -63,11 +64,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tpu_python(folder: Path) -> str:
-    """An interpreter with ``jax[tpu]``: the suite's own stays without it, as a plain import of jax would look for a TPU."""
+    """Install ``jax[tpu]`` in a new environment and return its interpreter. The suite itself runs without it, because
+    with it a plain import of jax looks for a TPU."""
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv is not None, "the suite runs under uv"
     python = str(folder / "bin" / "python")
-    # The golden file's compiler: a patch of libtpu may compile otherwise.
+    # The libtpu of the golden file: even a patch release may compile differently.
     kept = json.loads(GOLDEN.read_text(encoding="utf-8"))["versions"]["libtpu"]
     requirements = (f"jax[tpu]=={jax.__version__}", f"libtpu=={kept}", "flatbuffers")
     for command in (
@@ -93,7 +95,7 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
     total = jp.explain(layout, make_llama(MODEL), optax.adamw(1e-3), batch=batch()).total(
         "params", "opt_state", "variables", "batch", "other"
     )
-    # Arrays are tiled on a TPU, so small ones take a little more there than their elements.
+    # Arrays are tiled on a TPU, so small ones take slightly more memory than their elements.
     assert first.memory["argument"] == pytest.approx(total.device_bytes, rel=0.02)  # type: ignore[attr-defined]
     assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
     _too_large(layout)
@@ -112,7 +114,7 @@ def _too_large(layout: jp.Layout) -> None:
 
 
 def _warned() -> None:
-    """The compiler's warning is kept with what it compiled, and found again with it."""
+    """The compiler's warning is stored with the compiled program, and returned with it from the cache."""
     layout = aim(jp.Layout(jp.MeshSpec(replica=2, data=2, model=2).abstract(), jp.Rules()), Topology.parse("v5e:2x4"))
 
     def at(*spec: object) -> NamedSharding:
@@ -129,7 +131,7 @@ def _warned() -> None:
         found = rematerialised(warning, parse(program.text))
         assert found is not None and (found.tensor, found.bytes) == ("f32[512,512]", 2**20)
         assert (found.before, found.after) == ("replica, ·", "·, data+replica")
-        assert found.source.startswith("_warned.<locals>.moved (test_aot.py:")
+        assert found.source.startswith("_warned.<locals>.moved (test_ahead_of_time.py:")
 
 
 def _from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,8 +179,8 @@ def test_without_libtpu_the_extra_is_named(cache: Path, monkeypatch: pytest.Monk
     with pytest.raises(jp.errors.MissingExtraError) as caught:
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
     assert str(caught.value) == (
-        f"compiling for a TPU needs libtpu, which {sys.executable} does not have. Remedy: pip install 'jaxpar[tpu]', or point "
-        f"{PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
+        f"compiling for a TPU needs libtpu, which {sys.executable} does not have. Remedy: pip install 'jaxpar[tpu]', "
+        f"or point {PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
     )
 
 

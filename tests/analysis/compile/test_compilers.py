@@ -1,4 +1,4 @@
-"""Finding a platform's compiler: the interpreter that holds it, its versions, and how it is asked."""
+"""Finding a platform's compiler: its interpreter, its versions, and the requests to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ FITTING = {"tpu": {"libtpu": "0.0.50.1"}, "gpu": {"jax-cuda13-plugin": "0.12.0.1
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Makes an interpreter that holds the given versions the one for a platform, and returns its path."""
+    """A function that writes an interpreter with the given versions, configures it for a platform, and returns its
+    path."""
 
     def make(platform: str, **versions: str | None) -> str:
         compiler = COMPILERS[platform]
@@ -51,13 +52,16 @@ def test_a_fitting_compiler_tells_its_versions(fake, platform: str) -> None:  # 
     ("platform", "device", "plugin", "extra"),
     [("tpu", "a TPU", "libtpu", "tpu"), ("gpu", "an NVIDIA GPU", "jax-cuda13-plugin", "cuda13")],
 )
-def test_without_a_compiler_the_extra_is_named(fake, platform: str, device: str, plugin: str, extra: str) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_compiler_the_extra_is_named(  # type: ignore[no-untyped-def]
+    fake, platform: str, device: str, plugin: str, extra: str
+) -> None:
     python = fake(platform)
     with pytest.raises(MissingExtraError) as caught:
         versions_of(COMPILERS[platform])
     assert str(caught.value) == (
-        f"compiling for {device} needs {plugin}, which {python} does not have. Remedy: pip install 'jaxpar[{platform}]', or "
-        f"point JAXPAR_{platform.upper()}_PYTHON to an interpreter with 'jax[{extra}]=={JAX}'."
+        f"compiling for {device} needs {plugin}, which {python} does not have. Remedy: pip install "
+        f"'jaxpar[{platform}]', or point JAXPAR_{platform.upper()}_PYTHON to an interpreter with "
+        f"'jax[{extra}]=={JAX}'."
     )
 
 

@@ -1,4 +1,4 @@
-"""The compiler's warnings: real ones, and both of their spellings."""
+"""The compiler's rematerialization warnings: real ones, in both spellings."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def test_a_real_warning_names_tensor_annotations_and_line(tmp_path: Path) -> Non
 
 OLD = (
     "2025-04-14 17:55:24.092274: E external/xla/xla/service/spmd/spmd_partitioner.cc:621] [spmd] Involuntary full "
-    "rematerialization. The compiler was not able to go from sharding {devices=[2,1,4]<=[8] last_tile_dim_replicate} to "
-    "{devices=[1,8]<=[8]} without doing a full rematerialization of the tensor for HLO operation: %pad = f64[96,8]{0} "
-    "pad(%broadcast.690, %constant), padding=8_7. You probably want to enrich the sharding annotations."
+    "rematerialization. The compiler was not able to go from sharding {devices=[2,1,4]<=[8] "
+    "last_tile_dim_replicate} to {devices=[1,8]<=[8]} without doing a full rematerialization of the tensor for HLO "
+    "operation: %pad = f64[96,8]{0} pad(%broadcast.690, %constant), padding=8_7. You probably want to enrich the "
+    "sharding annotations."
 )
 
 
@@ -60,7 +61,10 @@ def test_the_older_spelling_is_read_and_its_layouts_are_quoted() -> None:
 
 
 def test_parts_of_axes_and_tuples() -> None:
-    words = "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {} to {} efficiently for HLO operation {}"
+    words = (
+        "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {} to {} efficiently "
+        "for HLO operation {}"
+    )
     part = words.format(
         "{mesh['a'=4,'b'=2], [{'a':(1)2}, {'b'}]}", "{mesh['a'=4,'b'=2], [{?}, {'a'}]}", "%x = bf16[8,8]{1,0} copy(%y)"
     )

@@ -1,4 +1,4 @@
-"""Programs whose FLOPs and bytes are known by hand, for the auditor's tests and for its fixtures; and the formulas."""
+"""Programs with FLOPs and bytes known by hand, for the auditor's tests and fixtures, and the formulas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def llama_step(
     state = jp.abstract_state(layout, lambda key: model(config, rngs=nnx.Rngs(key)), optax.sgd(1e-3))
     placed = layout.sharding(("batch", "seq"), (batch, seq))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=placed)
-    # In 16 bits all that crosses the mesh is of one size.
+    # In 16 bits all collectives then have the same element size.
     precision = {"reduce": "bf16"} if config.dtype == "bfloat16" else None
     return jp.train_step(layout, next_token_loss, precision=precision).lower(
         state, {"tokens": tokens, "targets": tokens}
@@ -70,11 +70,11 @@ def llama_step(
 
 
 def training_flops(config: LlamaConfig, batch: int, seq: int) -> int:
-    """Matmul FLOPs of one train step over all devices, by hand; scores are counted for all pairs of positions.
+    """Matmul FLOPs of one train step over all devices, by hand; scores count all pairs of positions.
 
-    Forward once, backward twice (for the input and for the weight). Recomputing a whole block leaves out its last matmul:
-    the block's output is not needed for its own backward pass. Keeping the outputs of dots without batch dims leaves the
-    two of attention to recompute.
+    The forward pass counts once, the backward pass twice (for the input and for the weight). Recomputing a full
+    block omits its last matmul, because the backward pass does not need the block's output. Keeping the outputs of
+    dots without batch dims leaves the two matmuls of attention to recompute.
     """
     c, tokens = config, batch * seq
     attention = 2 * tokens * c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
@@ -86,7 +86,8 @@ def training_flops(config: LlamaConfig, batch: int, seq: int) -> int:
 
 
 def _mapped(mesh: Mesh, body: Any, *shapes: tuple[int, ...]) -> jax.stages.Lowered:
-    """``body`` under ``shard_map`` over all axes of ``mesh``, on fp32 arrays whose first dim is split over ``data``."""
+    """``body`` in a ``shard_map`` over all axes of ``mesh``, on fp32 arrays whose first dim is sharded over
+    ``data``."""
     spec = P("data")
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * len(shapes), out_specs=spec, check_vma=False)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape in shapes]
@@ -94,7 +95,7 @@ def _mapped(mesh: Mesh, body: Any, *shapes: tuple[int, ...]) -> jax.stages.Lower
 
 
 def every_collective(mesh: Mesh) -> jax.stages.Lowered:
-    """One of each kind over ``data``, on local arrays [n, 256] of fp32."""
+    """One collective of each kind over ``data``, on local arrays [n, 256] of fp32."""
     n = mesh.shape["data"]
 
     def body(x: jax.Array) -> jax.Array:
@@ -108,7 +109,7 @@ def every_collective(mesh: Mesh) -> jax.stages.Lowered:
 
 
 def permute_beside_a_matmul(mesh: Mesh) -> jax.stages.Lowered:
-    """A user's own ring: the shard that a matmul uses travels on; it is no windowed einsum."""
+    """A user's custom ring: it passes on the shard that a matmul uses, but is no windowed einsum."""
     n = mesh.shape["data"]
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -137,7 +138,7 @@ def nested_loops(mesh: Mesh, outer: int, inner: int) -> jax.stages.Lowered:
 
 
 def unrolled_by_two(mesh: Mesh, length: int) -> jax.stages.Lowered:
-    """``length`` all-reduces of [4, 32] fp32 in a loop of which each run does two."""
+    """``length`` all-reduces of [4, 32] fp32 in a loop that does two per iteration."""
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
         def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -149,7 +150,8 @@ def unrolled_by_two(mesh: Mesh, length: int) -> jax.stages.Lowered:
 
 
 def sliced_after(mesh: Mesh, *, own: bool) -> jax.stages.Lowered:
-    """An all-reduce of [64, 32] fp32, doubled, of which each device keeps 64 / n rows: its own, or some that data choose."""
+    """A doubled all-reduce of [64, 32] fp32 of which each device keeps 64 / n rows: those of its rank, or rows that
+    the data select."""
     n = mesh.shape["data"]
 
     def body(x: jax.Array) -> jax.Array:
@@ -161,7 +163,7 @@ def sliced_after(mesh: Mesh, *, own: bool) -> jax.stages.Lowered:
 
 
 def sliced_over_another_axis(mesh: Mesh) -> jax.stages.Lowered:
-    """A sum over ``data`` (4) of [64, 32] fp32 of which each device keeps what its place on ``model`` (2) says."""
+    """A sum over ``data`` (4) of [64, 32] fp32 of which each device keeps the slice of its index on ``model`` (2)."""
 
     def body(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, "data"), jax.lax.axis_index("model") * 32, 32)
@@ -170,14 +172,14 @@ def sliced_over_another_axis(mesh: Mesh) -> jax.stages.Lowered:
 
 
 def rolled(mesh: Mesh) -> jax.stages.Lowered:
-    """Rows handed on by one device, which the partitioner does in a ring of permutes that belongs to no matmul."""
+    """Rows shifted by one device, which the partitioner compiles to a ring of permutes that belongs to no matmul."""
     place = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=place)
     return jax.jit(lambda x: jnp.roll(x, 64 // mesh.shape["data"], 0), out_shardings=place).lower(x)
 
 
 def counted_loop(mesh: Mesh, start: int, bound: int, holds: Any, step: Any) -> jax.stages.Lowered:
-    """An all-reduce of [4, 32] fp32 while ``holds(counter, bound)``; both travel in the loop's carry."""
+    """An all-reduce of [4, 32] fp32 while ``holds(counter, bound)``; the loop carries both numbers."""
 
     def body(x: jax.Array) -> jax.Array:
         def run(carry: Any) -> Any:
@@ -219,7 +221,8 @@ def until_it_converges(mesh: Mesh) -> jax.stages.Lowered:
 
 
 def branches(mesh: Mesh) -> jax.stages.Lowered:
-    """A conditional: all-reduce of [64, 32] fp32 and a matmul in one arm, permute of [64, 32] and half of it in the other."""
+    """A conditional: one arm has an all-reduce of [64, 32] fp32 and a matmul, the other a permute of [64, 32] and half
+    of the matmul."""
     n = mesh.shape["data"]
 
     def reduce(x: jax.Array) -> jax.Array:
@@ -236,7 +239,7 @@ def branches(mesh: Mesh) -> jax.stages.Lowered:
 
 
 def kernel_in_a_loop(mesh: Mesh, length: int, flops: int | None) -> jax.stages.Lowered:
-    """``length`` runs of a Pallas kernel that states ``flops``, or nothing."""
+    """``length`` runs of a Pallas kernel that states ``flops``, or none."""
     from jax.experimental import pallas as pl
 
     def double(x_ref: Any, out_ref: Any) -> None:
@@ -252,7 +255,7 @@ def kernel_in_a_loop(mesh: Mesh, length: int, flops: int | None) -> jax.stages.L
 
 
 def two_matmuls(mesh: Mesh, size: int, layers: int) -> jax.stages.Lowered:
-    """Gradients of ``layers`` scanned pairs of matmuls, weights split over ``data`` and ``model``, in bf16."""
+    """Gradients of ``layers`` scanned pairs of matmuls in bf16, with weights sharded over ``data`` and ``model``."""
 
     def loss(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -273,7 +276,7 @@ def two_matmuls(mesh: Mesh, size: int, layers: int) -> jax.stages.Lowered:
 
 
 def gathered_by_hand(mesh: Mesh, tokens: int, embed: int, mlp: int, layers: int) -> jax.stages.Lowered:
-    """Gradients of scanned layers whose weights, split over ``data``, are gathered inside a ``shard_map``, in bf16."""
+    """Gradients of scanned layers in bf16, with weights sharded over ``data`` that a ``shard_map`` gathers."""
 
     def loss(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:

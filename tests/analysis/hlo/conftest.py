@@ -1,4 +1,4 @@
-"""The compiled programs that several of the auditor's tests look at: stored ones, and ones compiled here once."""
+"""Compiled programs that several of the auditor's tests share: stored ones, and ones that are compiled once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stored_text() -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def facts() -> Callable[[str], dict[str, Any]]:
-    """``facts(name)``: what is known of a fixture's program."""
+    """``facts(name)``: the known facts of a fixture's program."""
     return _facts
 
 
@@ -69,5 +69,5 @@ def compiled_text(lowered: jax.stages.Lowered) -> str:
 
 @pytest.fixture(scope="session")
 def text_of() -> Callable[[jax.stages.Lowered], str]:
-    """``text_of(lowered)``: the HLO text that the CPU compiler makes of a program."""
+    """``text_of(lowered)``: the HLO text of a program from the CPU compiler."""
     return compiled_text

@@ -1,10 +1,12 @@
-"""Compiles the auditor's fixtures ahead of time, where a compiler for TPU or GPU is installed; no accelerator is needed.
+"""Compiles the auditor's fixtures ahead of time, where a compiler for TPU or GPU is installed; it needs no
+accelerator.
 
     python tests/analysis/hlo/make_fixtures.py tpu     # with jax[tpu]: 16 v5e chips
     python tests/analysis/hlo/make_fixtures.py gpu     # with jax[cuda13]: 8 H100s
 
-With names behind, only those fixtures are made anew. Each writes ``fixtures/NAME.hlo.gz``, the compiled text without the folders of its source files, and notes in
-``fixtures/index.json`` what it is: mesh, versions, and what the program is known to compute and send.
+Names of fixtures after the platform select those to compile. Each fixture writes ``fixtures/NAME.hlo.gz``, the
+compiled text without the folders of its source files, and an entry in ``fixtures/index.json``: its mesh, versions,
+and the known work and communication of the program.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ENVIRONMENT = {
     "gpu": {"JAX_PLATFORMS": "cpu"},
 }
 COMPILERS = {"tpu": ("jax", "libtpu"), "gpu": ("jax", "jax-cuda13-pjrt")}
-# What XLA's compiler for NVIDIA GPUs asks about an H100 SXM, in the units of its own device description.
+# The properties of an H100 SXM that XLA's compiler for NVIDIA GPUs reads, in the units of its device description.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -44,7 +46,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @dataclass
 class Fixture:
-    """A program to compile. ``facts`` is what the tests compare the audit with."""
+    """A program to compile. The tests compare its audit with ``facts``."""
 
     name: str
     lowered: Any
@@ -75,7 +77,7 @@ def tpu() -> Iterator[Fixture]:
 
     devices = topologies.get_topology_desc("v5e:4x4", platform="tpu").devices
     yield llama("tpu_fsdp", programs.layout_on("fsdp", devices, data=16), remat="full")
-    wide = {"embed": 2048, "mlp": 8192}  # else the compiler keeps them in vector memory
+    wide = {"embed": 2048, "mlp": 8192}  # otherwise the compiler keeps them in vector memory
     yield llama(
         "tpu_kept", programs.layout_on("fsdp", devices, data=16), remat="full", reshard_after_forward=False, **wide
     )
@@ -121,7 +123,7 @@ def gpu() -> Iterator[Fixture]:
 
 
 def scrub(text: str) -> str:
-    """The text without the folders of this machine: of each source file only what follows the environment or the project."""
+    """The text without the folders of this machine: each source path starts at site-packages or in the project."""
     root = str(HERE.parents[2])
 
     def short(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""``jaxpar.testing``: a layout's communication frozen in a test."""
+"""``jaxpar.testing`` asserts a layout's communication in a test."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_collectives_in_no_branch(program, line_mesh):
 
 @pytest.mark.parametrize("name", ["here", "tpu_branches", "gpu_branches"])
 def test_collectives_in_either_branch(name, branching, line_mesh, stored):
-    """The permute stands in the arm that sends less, which no total counts; it deadlocks all the same."""
+    """The permute is in the arm that sends less, which no total counts; it deadlocks all the same."""
     report = jp.audit(branching, mesh=line_mesh) if name == "here" else stored(name)
     with pytest.raises(VerificationError) as error:
         assert_no_collective_in_conditional(report, line_mesh)

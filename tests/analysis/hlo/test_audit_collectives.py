@@ -1,4 +1,4 @@
-"""Kinds, bytes on the wire, sources and overlap of collectives, whatever form a compiler gives them."""
+"""Kinds, bytes on the wire, sources and overlap of collectives, in every form that a compiler gives them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def table(report: jp.inspect.audit.Audit) -> dict[str, tuple[tuple[str, ...], int, int, float]]:
-    """kind → (axes, executions, result bytes, bytes on the wire once), for programs with one of each kind."""
+    """Axes, executions, result bytes and bytes on the wire of one execution by kind, for programs with one collective
+    of each kind."""
     assert len({c.kind for c in report.collectives}) == len(report.collectives)
     return {c.kind: (c.axes, c.count, c.result_bytes, c.wire_bytes) for c in report.collectives}
 
 
 def by_hand(n: int) -> dict[str, tuple[tuple[str, ...], int, int, float]]:
-    """What :func:`audit_programs.every_collective` sends: every array is [n, 256] fp32, scattered [1, 256]."""
+    """The traffic of :func:`audit_programs.every_collective`: every array is [n, 256] fp32, scattered [1, 256]."""
     whole, part = n * 256 * 4, (n - 1) / n
     return {
         "reduce-scatter": (("data",), 1, whole // n, part * whole),
@@ -48,7 +49,8 @@ def test_each_kind_compiled_for_gpu(stored):
 
 
 def test_each_kind_compiled_for_tpu(stored):
-    """The TPU compiler makes an all-reduce and a slice of a small scatter: the kind says scatter, the bytes do not lie."""
+    """The TPU compiler turns a small scatter into an all-reduce and a slice: the kind is a scatter, the bytes are the
+    all-reduce's."""
     report, expected = stored("tpu_every_collective"), by_hand(4)
     axes, count, result, wire = expected["reduce-scatter"]
     assert table(report) == {**expected, "reduce-scatter": (axes, count, result, 2 * wire)}
@@ -56,12 +58,14 @@ def test_each_kind_compiled_for_tpu(stored):
 
 
 def test_each_kind_over_slices(stored, stored_text):
-    """Four slices of 2 × 2: ``data`` lies over two of them. Each array is [4, 256] fp32; between slices goes what it must."""
+    """On four slices of 2 × 2 ``data`` crosses two slices. Each array is [4, 256] fp32; only the necessary bytes cross
+    slices."""
     report, whole = stored("tpu_slices_every_collective"), 4 * 256 * 4
     assert {c.axes for c in report.collectives} == {("data",)}
     between = {c.kind: (c.group, c.result_bytes, c.wire_bytes) for c in report.collectives if c.between_slices}
     assert between == {
-        # Half of the array is scattered, and a quarter of it gathered, after and before the other half of the work inside.
+        # Between slices the scatter gets half of the array, after the scatter inside; the gather sends a quarter,
+        # before the gather inside.
         "reduce-scatter": (2, whole // 4, whole / 4),
         "all-gather": (2, whole // 2, whole / 4),
         "all-reduce": (2, whole // 2, whole / 2),
@@ -71,20 +75,21 @@ def test_each_kind_over_slices(stored, stored_text):
     inside = [c for c in report.collectives if not c.between_slices]
     assert {c.group for c in inside} == {2} and {c.between_slices for c in inside} == {False}
     assert sum(c.wire_bytes for c in inside if c.kind == "all-gather") == 2 * whole / 2
-    assert not report.silent_kernels  # that of the slice's number is none
+    assert not report.silent_kernels  # the kernel that returns the slice's number does not count
     # Without a mesh, all four slices are one axis.
     assert jp.audit(stored_text("tpu_slices_every_collective")).mesh == {"devices": 16}
 
 
 def test_a_gather_over_slices_sends_what_any_gather_must(stored, facts):
-    """FSDP over two slices of four: one piece of a weight between them, then three of two each inside of a slice."""
+    """FSDP over two slices of four sends one piece of a weight between slices, then three pieces of two inside a
+    slice."""
     report, config = stored("tpu_slices_fsdp"), facts("tpu_slices_fsdp")["config"]
     size = 2 * config["embed"] * config["heads"] * config["head_dim"]
     for name in ("q", "k", "v"):
         same = [c for c in report.select("all-gather") if c.tensor.endswith(f"['{name}']")]
         assert sum(c.total_wire_bytes for c in same if c.between_slices) == 2 * config["layers"] * size / 8
         assert sum(c.total_wire_bytes for c in same if not c.between_slices) == 2 * config["layers"] * size * 6 / 8
-        # Between slices compute runs beside all of it, up to where its ``recv`` is done.
+        # All of the transfer between slices overlaps compute, up to its ``recv-done``.
         assert all(c.overlapped for c in same if c.between_slices)
     assert report.certain and not report.silent_kernels
 
@@ -119,7 +124,7 @@ def test_the_module_and_the_tensor_of_a_gather(stored):
 
 
 def test_a_users_ring_is_no_windowed_einsum(line_mesh, stored):
-    """A permute beside a matmul that its value goes into, written by hand, stays a permute."""
+    """A custom permute next to a matmul that consumes its value stays a permute."""
     shard = 64 * 128
     here = jp.audit(programs.permute_beside_a_matmul(line_mesh).compile(), mesh=line_mesh)
     for report, item in ((here, 4), (stored("tpu_permute"), 2)):  # the TPU compiler sends the weight in bf16
@@ -137,7 +142,8 @@ def test_a_roll_of_rows_is_no_windowed_einsum(line_mesh, text_of):
 
 
 def test_an_all_reduce_of_which_each_device_keeps_its_slice(line_mesh):
-    """Through a fusion and arithmetic; the bytes are those of the all-reduce that the program runs."""
+    """The slice is found through a fusion and arithmetic; the bytes are those of the all-reduce that the program
+    runs."""
     (scatter,) = jp.audit(programs.sliced_after(line_mesh, own=True).compile(), mesh=line_mesh).collectives
     whole = 64 * 32 * 4
     assert (scatter.kind, scatter.form) == ("reduce-scatter", "all-reduce + slice")
@@ -145,7 +151,7 @@ def test_an_all_reduce_of_which_each_device_keeps_its_slice(line_mesh):
 
 
 def test_slices_that_make_no_scatter(line_mesh, grid_mesh):
-    """A slice that data choose, and one along another axis than the sum's."""
+    """The cases are a slice that the data select, and a slice along another axis than the sum's."""
     for lowered, mesh in (
         (programs.sliced_after(line_mesh, own=False), line_mesh),
         (programs.sliced_over_another_axis(grid_mesh), grid_mesh),
@@ -160,7 +166,7 @@ def test_slices_that_make_no_scatter(line_mesh, grid_mesh):
 
 
 def rings(report: jp.inspect.audit.Audit) -> collections.Counter[str]:
-    """How often each kind runs as a ring of permutes."""
+    """The number of executions of each kind as a ring of permutes."""
     found: collections.Counter[str] = collections.Counter()
     for c in report.collectives:
         found[c.kind] += c.count if c.form.startswith("ring of") else 0
@@ -168,11 +174,12 @@ def rings(report: jp.inspect.audit.Audit) -> collections.Counter[str]:
 
 
 def test_windowed_einsums_in_loops(stored, facts):
-    """Forward, the partitioner gathers seven weights of each layer in rings; backward it scatters their gradients."""
+    """In the forward pass the partitioner gathers seven weights of each layer in rings; in the backward pass it
+    scatters their gradients."""
     report, layers = stored("tpu_fsdp"), facts("tpu_fsdp")["config"]["layers"]
     assert rings(report) == {"all-gather": 8 * layers, "reduce-scatter": 7 * layers + 1, "all-reduce": 0}
     assert {c.form for c in report.collectives if "ring" in c.form} == {"ring of 17 permutes"}
-    # Each weight is gathered twice a layer, in whatever form; a ring of 17 sends 17/16 of it, a gather 15/16.
+    # Each weight is gathered twice per layer, in any form; a ring of 17 sends 17/16 of it, a gather 15/16.
     config = facts("tpu_fsdp")["config"]
     for name in WEIGHTS:
         same = [c for c in report.select("all-gather") if c.tensor.endswith(f"['{name}']")]
@@ -187,14 +194,15 @@ def test_windowed_einsums_in_loops(stored, facts):
 
 
 def test_windowed_einsums_without_loops(stored, facts):
-    """Over four devices the compiler unrolls the rings whole: n − 1 permutes to gather, and some of zeros to scatter."""
+    """Over four devices the compiler unrolls the rings fully: n − 1 permutes to gather, and some more of zeros to
+    scatter."""
     report, layers = stored("tpu_fsdp_tp"), facts("tpu_fsdp_tp")["config"]["layers"]
     gathers = [c for c in report.select("all-gather", "data") if c.form]
     assert {c.form for c in gathers} == {"ring of 3 permutes"}
     assert all(c.wire_bytes == 3 / 4 * c.result_bytes and c.group == 4 for c in gathers)
     scatters = [c for c in report.select("reduce-scatter", "data") if "ring" in c.form]
     assert sum(c.count for c in scatters) == 7 * layers + 1
-    # Seven weights and the head, one with the next share the permutes of zeros that a ring begins with.
+    # Seven weights and the head. A scatter can share with the next one the permutes of zeros that a ring starts with.
     assert {c.form for c in scatters} == {"ring of 3 permutes", "ring of 5 permutes"}
     for name in WEIGHTS:
         same = [c for c in report.select("all-gather", "data") if c.tensor.endswith(f"['{name}']")]
@@ -202,7 +210,8 @@ def test_windowed_einsums_without_loops(stored, facts):
 
 
 def test_scatter_fusions(stored, stored_text):
-    """Sequence parallelism: two scatters a layer forward, one recomputed, two backward; one each for lookup and head."""
+    """Sequence parallelism scatters twice per layer in the forward pass, once recomputed, twice in the backward pass,
+    and once each for lookup and head."""
     report = stored("tpu_tp_sp")
     fused = [c for c in report.select("reduce-scatter", "model") if c.form == "all-reduce in a scatter fusion"]
     assert " reduce-scatter(" not in stored_text("tpu_tp_sp")
@@ -214,7 +223,8 @@ def test_scatter_fusions(stored, stored_text):
 
 
 def test_an_async_collective_counts_once_where_it_starts(stored, stored_text):
-    """Sequence parallelism gathers twice a layer forward, recomputed and backward, and once at the head and the lookup."""
+    """Sequence parallelism gathers twice per layer in the forward, recomputed and backward pass, and once each at the
+    head and the lookup."""
     report = stored("tpu_tp_sp")
     assert len(re.findall(r" all-gather\(", stored_text("tpu_tp_sp"))) > len(report.select("all-gather"))
     assert report.count("all-gather", "model") == (2 + 2 + 2) * 3 + 2
@@ -224,7 +234,7 @@ def test_an_async_collective_counts_once_where_it_starts(stored, stored_text):
 
 
 def test_unrelated_collectives_that_share_a_channel_all_count(stored, stored_text, facts):
-    """In a shard_map collectives get equal channels: one that overlaps compute must not swallow another."""
+    """Collectives in a shard_map get equal channels: one that overlaps compute must not hide another."""
     known, text = facts("tpu_gathered_by_hand"), stored_text("tpu_gathered_by_hand")
     channels = re.findall(r" all-gather\(.*?channel_id=(\d+).*?(chain_id)?", text)
     assert len({c for c, _ in channels}) < len(channels)
@@ -235,12 +245,12 @@ def test_unrelated_collectives_that_share_a_channel_all_count(stored, stored_tex
     weight = 2 * known["embed"] * known["mlp"]
     assert report.wire_bytes("all-gather") == 2 * 2 * known["layers"] * 15 / 16 * weight
     assert collections.Counter({c.tensor: c.count for c in report.select("all-gather")}).keys() == {"up", "down"}
-    # The transposed gather is a scatter; this compiler reduces whole gradients and slices them.
+    # The transposed gather is a scatter; this compiler all-reduces full gradients and slices them.
     assert report.wire_bytes("reduce-scatter") == 2 * known["layers"] * 2 * 15 / 16 * weight
 
 
 def test_overlap_of_async_fusions(stored):
-    """What its fusions reprint beside matmuls is overlapped; a plain all-gather or scatter fusion is not."""
+    """A collective that fusions repeat next to matmuls is overlapped; a plain all-gather or scatter fusion is not."""
     report = stored("tpu_tp_sp")
     assert 0 < report.exposed("all-gather") < report.wire_bytes("all-gather")
     assert report.exposed("reduce-scatter") == report.wire_bytes("reduce-scatter")
@@ -249,7 +259,7 @@ def test_overlap_of_async_fusions(stored):
 
 
 def test_overlap_of_async_starts(stored, stored_text):
-    """Between a start and its end stands a matmul, exactly where the audit says that it overlaps one."""
+    """A matmul stands between a start and its end exactly where the audit reports overlap."""
     text = stored_text("gpu_tp_sp")
     found: collections.Counter[tuple[str, bool]] = collections.Counter()
     for name, kind, start in re.findall(r"%(\S+) = .* (all-gather|all-reduce|reduce-scatter)(-start)?\(", text):
@@ -258,12 +268,12 @@ def test_overlap_of_async_starts(stored, stored_text):
     report = stored("gpu_tp_sp")
     assert collections.Counter((c.kind, c.beside_flops > 0) for c in report.collectives) == found
     (beside,) = (c for c in report.collectives if c.beside_flops)
-    # The gradient of the residual stream is gathered beside the weight gradient of the head: tokens × embed × vocab.
+    # The gradient of the residual stream is gathered during the weight gradient of the head: tokens × embed × vocab.
     assert beside.kind == "all-gather" and beside.beside_flops == 2 * (32 * 256 // 4) * 512 * 2048 // 2
 
 
 def test_overlap_in_loops(stored):
-    """A windowed einsum's loop multiplies one shard while the next one travels."""
+    """The loop of a windowed einsum multiplies one shard during the transfer of the next."""
     rings_in_loops = [c for c in stored("tpu_fsdp").collectives if c.form == "ring of 17 permutes"]
     assert all(c.exposed_bytes < c.wire_bytes / 2 and c.beside_flops > 0 for c in rings_in_loops)
 
@@ -291,7 +301,8 @@ SPARSECORE = """HloModule offloaded, is_scheduled=true, num_partitions=8
 
 %called (p: f32[4]) -> f32[32] {
   %p = f32[4]{0} parameter(0)
-  ROOT %gathered = f32[32]{0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
+  ROOT %gathered = f32[32]{0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, \
+use_global_device_ids=true
 }
 
 ENTRY %main (x: f32[4]) -> f32[32] {
@@ -314,7 +325,8 @@ BOTH_WAYS = f"""HloModule ring, is_scheduled=true, num_partitions=8
 ENTRY %main (x: f32[4]) -> f32[4] {{
   %x = f32[4]{{0}} parameter(0)
   %up = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%x), {SHIFT}
-  %down = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%x), channel_id=2, source_target_pairs={{{{1,0}},{{5,4}}}}
+  %down = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%x), channel_id=2, \
+source_target_pairs={{{{1,0}},{{5,4}}}}
   %a = f32[4]{{0}} collective-permute-done(%up)
   %b = f32[4]{{0}} collective-permute-done(%down)
   %on = (f32[4]{{0}}, f32[4]{{0}}, u32[], u32[]) collective-permute-start(%a), {SHIFT}

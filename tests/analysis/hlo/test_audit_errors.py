@@ -1,4 +1,4 @@
-"""Input that is no compiled program, or not all of one, or goes with another mesh: exact texts."""
+"""Exact error texts for input that is no compiled program, is incomplete, or belongs to another mesh."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_value_that_is_no_program():
 
 
 class WithoutText:
-    """An executable as a runtime hands it out that keeps no HLO."""
+    """An executable of a runtime that keeps no HLO."""
 
     def __init__(self, error: Exception | None = None):
         self.error = error
@@ -67,7 +67,8 @@ def test_an_executable_without_text():
 def test_text_that_is_cut_short_in_a_computation(text):
     entry = re.search(r"^ENTRY %(\S+) ", text, re.MULTILINE)
     assert message(text[: text.rindex("\n", 0, text.rindex("}"))]) == (
-        f"the HLO text is cut short: the computation {entry[1]!r} has no end. Remedy: pass the whole of compiled.as_text()."
+        f"the HLO text is cut short: the computation {entry[1]!r} has no end. Remedy: pass the whole of "
+        "compiled.as_text()."
     )
 
 
@@ -95,7 +96,7 @@ def test_text_that_lost_a_computation(text):
 
 
 def test_text_that_lost_an_instruction(text):
-    """Whatever is lost, the auditor says that text is missing; it does not give a number."""
+    """The auditor reports that text is missing instead of a number."""
     line = re.search(r"\n  (%\S+) = [^\n]* all-reduce\([^\n]*", text)
     broken = message(text.replace(line[0], ""), {"data": 8})
     assert re.fullmatch(r"the HLO text is broken: the computation '\S+' uses '\S+', but does not have it\.", broken)
@@ -143,34 +144,43 @@ def test_matmuls_that_do_not_say_what_they_multiply(stored_text, facts):
 
 def test_a_mesh_of_another_size(text, grid_mesh):
     assert message(text, {"data": 4, "model": 4}) == (
-        "the program runs on 8 devices, but the mesh has 16 (data=4, model=4). Remedy: pass the mesh that the program was "
-        "compiled for."
+        "the program runs on 8 devices, but the mesh has 16 (data=4, model=4). Remedy: pass the mesh that the "
+        "program was compiled for."
     )
     assert message(text, jp.MeshSpec().build(jax.devices()[:1])).startswith(
         "the program runs on 8 devices, but the mesh has 1 (one device)."
     )
-    # The same number of devices in another arrangement is a question of names only.
+    # The same number of devices in another arrangement only changes names.
     assert jp.audit(text, mesh=grid_mesh).count(axis="model") == 15
 
 
 def test_a_program_of_several_slices(stored_text):
     text, mesh = stored_text("tpu_slices_every_collective"), {"replica": 2, "data": 4, "model": 2}
     assert message(text, {"data": 4}) == (
-        "the program runs on 4 devices of each of 4 slices, but the mesh has 4 (data=4). Remedy: pass the mesh that the "
-        "program was compiled for."
+        "the program runs on 4 devices of each of 4 slices, but the mesh has 4 (data=4). Remedy: pass the mesh that "
+        "the program was compiled for."
     )
     for wrong in ({"data": 32}, {"data": 18}):
         assert message(text, wrong).startswith("the program runs on 4 devices of each of 4 slices, but the mesh has ")
     assert re.fullmatch(
-        r"send\S*: a transfer between slices of type SHOUT is nothing the auditor knows\. Remedy: audit the program for one slice\.",
+        (
+            r"send\S*: a transfer between slices of type SHOUT is nothing the auditor knows\. Remedy: audit the "
+            r"program for one slice\."
+        ),
         message(text.replace("ALL_TO_ALL", "SHOUT"), mesh),
     )
     assert re.fullmatch(
-        r"send\S*: a transfer between slices of type unknown is nothing the auditor knows\. Remedy: audit the program for one slice\.",
+        (
+            r"send\S*: a transfer between slices of type unknown is nothing the auditor knows\. Remedy: audit the "
+            r"program for one slice\."
+        ),
         message(text.replace("_xla_megascale_transfer_type", "_type"), mesh),
     )
     assert re.fullmatch(
-        r"send\S*: _xla_megascale_target=\{\{1,2\S* is a spelling the auditor does not know\. Remedy: audit the program for one slice\.",
+        (
+            r"send\S*: _xla_megascale_target=\{\{1,2\S* is a spelling the auditor does not know\. Remedy: audit the "
+            r"program for one slice\."
+        ),
         message(text.replace("{{100000,", "{{1,2},{100000,"), mesh),
     )
 

@@ -1,4 +1,4 @@
-"""The stored programs themselves: noted, small, and free of the folders of the machine that compiled them."""
+"""The stored programs are listed in the index, small, and free of folders of the machine that compiled them."""
 
 from __future__ import annotations
 

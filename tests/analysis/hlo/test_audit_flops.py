@@ -1,4 +1,4 @@
-"""FLOPs and bytes of main memory, trip-weighted, against formulas by hand: on programs compiled for CPU, TPU and GPU."""
+"""FLOPs and bytes of main memory, weighted by trip counts, against formulas by hand, for CPU, TPU and GPU programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_llama_compiled_for_an_accelerator_has_the_flops_of_the_formula(name, 
 
 
 def test_a_llama_on_two_slices_has_the_flops_of_the_formula(stored, facts):
-    """Its attention is the splash kernel, which counts apart."""
+    """The splash kernel computes attention and counts separately."""
     known, report = facts("tpu_slices_fsdp"), stored("tpu_slices_fsdp")
     config, batch, seq = LlamaConfig(**known["config"]), known["batch"], known["seq"]
     scores = 4 * 2 * 2 * batch * seq * seq * config.heads * config.head_dim * config.layers
@@ -68,7 +68,7 @@ def test_the_remat_policies_differ_by_more_than_the_tolerance():
 def test_weights_gathered_in_a_shard_map(stored, facts):
     known = facts("tpu_gathered_by_hand")
     one = 2 * known["tokens"] // 16 * known["embed"] * known["mlp"]
-    # Forward two matmuls, backward four, and of the recomputed layer only the first.
+    # The forward pass has two matmuls, the backward pass four, and the recomputed layer only the first.
     assert stored("tpu_gathered_by_hand").matmul_flops == 7 * one * known["layers"]
 
 
@@ -77,7 +77,8 @@ def test_matmuls_of_a_gpu_library_count(stored, stored_text, facts):
     text = stored_text("gpu_library_matmuls")
     assert "__cublas$lt$matmul" in text and " dot(" not in text
     one = 2 * known["size"] * known["size"] * 2 * known["size"] // 8
-    # No gradient by the input: the first layer's is computed all the same, a scan's layers are all alike.
+    # The input of the first layer needs no gradient, but is computed nevertheless: all layers of a scan run the same
+    # program.
     assert stored("gpu_library_matmuls").matmul_flops == 6 * one * known["layers"]
 
 
@@ -133,7 +134,7 @@ def test_a_scan_reads_one_layer_of_the_stack_at_a_time():
 
     lowered = jax.jit(run).lower(jnp.ones((8, size)), jnp.ones((layers, size, size)))
     stack = 4 * layers * size * size
-    # The stack itself, and once more for a compiler that copies a layer out before it multiplies.
+    # The stack itself, and once more for a compiler that copies a layer before it multiplies.
     assert stack <= jp.audit(lowered.compile()).hbm_bytes <= 3.3 * stack
 
 
@@ -167,7 +168,7 @@ ENTRY %main (x: f32[64,128], n: s32[], y: f32[64,128]) -> f32[64,128] {
 
 
 def test_a_tile_added_in_place_costs_a_tile():
-    """Read out of a large array in the same fusion that puts it back, or cut out by a fusion within the fusion."""
+    """The tile is read from a large array in the fusion that writes it back, or sliced by a nested fusion."""
     row, offset = 128 * 4, 4
     assert jp.audit(_TILE).hbm_bytes == 3 * row + offset
 

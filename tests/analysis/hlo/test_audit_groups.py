@@ -1,4 +1,4 @@
-"""Device groups: every spelling of ``replica_groups``, and the mesh axes they run over."""
+"""Device groups: every spelling of ``replica_groups``, and the mesh axes that they cover."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Groups = list[list[int]]
 
 
 def spelt(groups: str, devices: int) -> Groups:
-    """What the auditor reads from a spelling."""
+    """The groups that the auditor reads from a spelling."""
     return groups_of(
         Instruction("c", "all-reduce", (), (), f"channel_id=1, replica_groups={groups}", "", False), devices
     ).tolist()

@@ -1,4 +1,4 @@
-"""One tiny Llama in the layouts of ``configs/layouts``: what each must compute and send, by hand."""
+"""The compute and communication of one tiny Llama in each layout of ``configs/layouts``, by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MESHES = {
 NORMS = (2 * CONFIG.layers + 1) * CONFIG.embed
 HEAD = CONFIG.vocab * CONFIG.embed
 BLOCKS = CONFIG.params - NORMS - 2 * HEAD
-# A device has fewer tokens than the table has words, so tokens are gathered and rows exchanged instead of the table.
+# A device has fewer tokens than the table has words, so the program gathers tokens and exchanges rows instead of the
+# table.
 TOKENS = BATCH * SEQ
 
 
@@ -42,7 +43,7 @@ def test_the_devices_of_a_layout_share_the_flops_of_one_device(name):
     devices = math.prod(MESHES[name].values())
     assert audited(name).matmul_flops * devices == pytest.approx(audited("one device").matmul_flops, rel=5e-5)
     assert audited(name).certain
-    # The mesh also has jaxpar's axes of size 1: nothing runs over them.
+    # The mesh also has jaxpar's axes of size 1; no collective runs over them.
     assert {axis for c in audited(name).collectives for axis in c.axes} <= set(MESHES[name])
 
 
@@ -57,7 +58,7 @@ def test_fully_sharded_gathers_each_layer_twice_and_scatters_it_once():
     report = audited("fsdp")
     assert report.wire_bytes("all-gather", "data") == 7 / 8 * 4 * (2 * BLOCKS + HEAD + TOKENS)
     assert report.wire_bytes("all-to-all", "data") == 7 / 8 * 4 * 2 * TOKENS / 8 * CONFIG.embed
-    # The CPU compiler has no reduce-scatter: it reduces all of a gradient and keeps a slice.
+    # The CPU compiler has no reduce-scatter: it all-reduces a gradient and keeps a slice.
     scatters = report.select("reduce-scatter", "data")
     assert {c.form for c in scatters} == {"all-reduce + slice"}
     assert sum(c.result_bytes * c.count for c in scatters) == 4 * (BLOCKS + HEAD) / 8
@@ -71,7 +72,7 @@ def test_hybrid_sharding_gathers_within_a_group_only():
     assert {c.axes for c in report.select("all-gather")} == {("data",)}
     assert report.wire_bytes("all-gather", "data") == 3 / 4 * 4 * (2 * BLOCKS + HEAD + TOKENS / 2)
     assert {c.kind for c in report.collectives if c.axes == ("replica", "data")} == {"all-reduce"}
-    # Between the groups travels what is left of a gradient after the scatter within them.
+    # Only the shards that the scatter within a group leaves cross groups.
     between = [c for c in report.select("all-reduce", "replica") if c.axes == ("replica",)]
     assert sum(c.result_bytes * c.count for c in between) == 4 * (BLOCKS + 2 * HEAD) / 4
 

@@ -1,4 +1,4 @@
-"""How often loops run: noted by the compiler, traced through the program, nested, unrolled by two, or unknown."""
+"""Trip counts of loops: annotated by the compiler, traced through the program, nested, unrolled by two, or unknown."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ONCE = 2 * 7 / 8 * 4 * 32 * 4  # an all-reduce of [4, 32] fp32 over eight device
 
 
 def without_notes(text: str) -> str:
-    """The program as a compiler prints it that does not note trip counts, as those for TPU."""
+    """The program without annotated trip counts, as the TPU compilers print it."""
     assert "known_trip_count" in text
     return re.sub(r',?"known_trip_count":\{"n":"\d+"\}', "", text)
 
 
 def mirrored(text: str) -> str:
-    """The program with the two sides of every comparison exchanged, and no notes."""
+    """The program with the two sides of every comparison exchanged, and without annotated trip counts."""
     other = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
     swap = r"compare\((%\S+), (%\S+)\), direction=(\w\w)"
     assert re.search(swap, text)
@@ -75,7 +75,7 @@ def test_a_loop_unrolled_by_two(read, length, line_mesh, text_of):
 
 
 def test_the_compiler_unrolls_windowed_einsums_by_two(stored_text):
-    """A ring over 16 devices in both directions takes eight steps; the loop does two of them in each run."""
+    """A ring over 16 devices in both directions takes eight steps; each iteration of the loop does two."""
     module = parse(stored_text("tpu_fsdp"))
     flow = Flow(module)
     loops = [(i, where) for where in module.computations.values() for i in where if i.opcode == "while"]
@@ -104,13 +104,13 @@ def test_an_unknown_loop_compiled_for_tpu(stored):
 
 def test_a_counter_that_is_multiplied_is_not_guessed_at(line_mesh, text_of):
     text = text_of(programs.counted_loop(line_mesh, 1, 64, operator.lt, lambda i: i * 2))
-    assert jp.audit(text, mesh=line_mesh).count("all-reduce") == 6  # the compiler noted it
+    assert jp.audit(text, mesh=line_mesh).count("all-reduce") == 6  # the compiler annotated it
     report = jp.audit(without_notes(text), mesh=line_mesh)
     assert not report.certain
 
 
 def test_what_stands_outside_an_unknown_loop_stays_certain(grid_mesh):
-    """A known loop beside an unknown one keeps its own count."""
+    """A known loop next to an unknown one keeps its own count."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What an audit shows: the table, JSON, HTML."""
+"""The output of an audit as a table, JSON and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fills the memory at the peak: programs written by hand, and the stored ones."""
+"""The buffers alive at the peak, for programs written by hand and stored ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ENTRY %main (a: f32[256]) -> f32[256] {
 
 def test_a_buffer_lives_until_its_last_reader() -> None:
     found = peak(parse(CHAIN))
-    # While c is made of b, both lie beside the argument; d and e come when they are gone.
+    # While b is expanded to c, both are alive next to the argument; b is freed before d and e are made.
     assert found.bytes == 4 * (256 + 512 + 1024)
     assert [b.dims for b in found.buffers] == [(1024,), (512,), (256,)]
     assert [b.argument for b in found.buffers] == [False, False, True]
     assert found.buffers[2].number == 0 and found.buffers[2].op_name == "params['w']"
-    # What has no name of its own is named after what it is made of.
+    # A buffer without a name takes the name of its operand.
     assert found.buffers[0].op_name == "jit(step)/jvp()/mul" and found.buffers[0].opcode == "broadcast"
 
 
@@ -80,7 +80,7 @@ def test_what_a_loop_makes_counts_once_and_says_where() -> None:
     found = peak(parse(LOOP))
     (large,) = [b for b in found.buffers if b.bytes == 4 * 4096]
     assert large.scope == "w"
-    assert found.bytes == 4 * (256 + 4096 + 256)  # the argument, and in the body both neighbours
+    assert found.bytes == 4 * (256 + 4096 + 256)  # the argument, and both neighbours in the body
 
 
 STACK = """HloModule stack, is_scheduled=true

@@ -1,4 +1,4 @@
-"""``shards`` agrees with JAX's own index map; ``draw`` renders every kind of tensor and keeps no figure behind."""
+"""``shards`` agrees with JAX's index map; ``draw`` renders every kind of tensor and leaves no figure open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build(name: str) -> jp.Layout:
 
 
 def expected(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> dict[tuple[int, ...], set[int]]:
-    """Block → device ids, from the slices that JAX gives each device."""
+    """The device ids of each block, from the slices that JAX gives each device."""
     blocks: dict[tuple[int, ...], set[int]] = {}
     shard = sharding.shard_shape(shape)
     for device, index in sharding.devices_indices_map(shape).items():

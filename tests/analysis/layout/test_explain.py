@@ -1,4 +1,4 @@
-"""``explain`` and ``check``: what they print, that the sums are right, that nothing wrong goes unsaid."""
+"""``explain`` and ``check``: their output, correct sums, and a report of every problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxpar.models.losses import next_token_loss
 GOLDEN = Path(__file__).parents[2] / "golden"
 LAYOUTS = ("dp", "fsdp", "hsdp", "tp", "tp_sp", "fsdp_tp")
 DEVICES = 64
-TX = optax.sgd(0.1, momentum=0.9)  # one moment a parameter keeps the dumps short
+TX = optax.sgd(0.1, momentum=0.9)  # one moment per parameter keeps the dumps short
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_activations_are_listed_with_the_line_that_constrains_them(layout_of: An
     assert (("batch", "residual_seq", "embed"), (64, 32, 128), (data, model, whole)) in rows
     assert (("batch", "seq", "mlp"), (64, 32, 384), (data, whole, model)) in rows
     assert (("batch", "seq", "kv_heads", "head_dim"), (64, 32, 2, 32), (data, whole, model, whole)) in rows
-    # The logits come in eight pieces of the sequence.
+    # The loss computes the logits in eight pieces of the sequence.
     assert (("batch", "seq", None, "vocab"), (64, 1, 4, 256), (data, whole, whole, model)) in rows
     places = {row.path for row in report.rows if row.part == "activations"}
     assert {
@@ -135,7 +135,10 @@ def test_activations_are_listed_with_the_line_that_constrains_them(layout_of: An
 def test_an_activation_that_does_not_fit_is_a_problem_not_an_exception(mlp: Any) -> None:
     batch = jp.tag(jax.ShapeDtypeStruct((6, 16), np.float32), None, None)
     first, second = explained(mlp, mlp.rules, batch=batch).problems
-    text = r"hint\(\) in Mlp\.loss \(conftest\.py:\d+\) \[6, (\d+)\] \(batch, (\w+)\): the dim 'batch' has size 6, .*data=8.*"
+    text = (
+        r"hint\(\) in Mlp\.loss \(conftest\.py:\d+\) \[6, (\d+)\] \(batch, (\w+)\): the dim 'batch' has size 6, "
+        r".*data=8.*"
+    )
     assert [re.fullmatch(text, problem)[2] for problem in (first, second)] == ["mlp", "embed"]
 
 
@@ -155,7 +158,8 @@ def test_an_untagged_batch_is_refused(mlp: Any) -> None:
     with pytest.raises(LayoutError) as error:
         explained(mlp, mlp.rules, batch={"x": jax.ShapeDtypeStruct((8, 16), np.float32)})
     assert str(error.value) == (
-        "batch/x carries no logical dims. Remedy: wrap it, as jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', 'seq')."
+        "batch/x carries no logical dims. Remedy: wrap it, as jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', "
+        "'seq')."
     )
 
 
@@ -229,7 +233,7 @@ except RuntimeError:
 
 def test_70b_on_4096_devices_takes_no_device_no_compiler_and_two_seconds() -> None:
     file = Path(__file__).parents[3] / "configs" / "layouts" / "fsdp.yaml"
-    # A platform that does not exist: whoever asks for a device, or compiles for one, fails.
+    # A platform that does not exist: any code that requests a device, or compiles for one, fails.
     run = subprocess.run(
         [sys.executable, "-c", NOWHERE.format(file=str(file))],
         env=os.environ | {"JAX_PLATFORMS": "nowhere"},

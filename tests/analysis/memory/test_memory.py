@@ -1,4 +1,5 @@
-"""The memory estimate: against what the compiler said of many steps, by hand on small ones, and what it refuses to guess."""
+"""The memory estimate against the compiler's figures for many steps, against small steps by hand, and where it refuses
+to guess."""
 
 from __future__ import annotations
 
@@ -37,10 +38,12 @@ MISSED = {
     "d_full_fsdp_tp_sp_v5e:2x2": 0.15,
     "b_save_outputs_fsdp_tp_sp_v5e:2x4": 0.15,
 }
-"""Points that the estimate misses by more than a tenth, with a bound on the miss: docs/memory.md says what is known of them."""
+"""Points that the estimate misses by more than a tenth, each with a bound on the error; docs/memory.md explains
+them."""
 
 PADDED = "vit_base_fsdp_tp_sp_v5e:2x4"
-"""Here the compiler gives the images, three channels wide, almost twice their size: padding to tiles is not estimated."""
+"""Here the compiler gives the images, three channels wide, almost twice their size: padding to tiles is not
+estimated."""
 
 
 def test_at_least_thirty_points_are_within_a_tenth() -> None:
@@ -88,11 +91,11 @@ def test_two_matmuls_by_hand() -> None:
         return jnp.mean(jnp.tanh(jnp.tanh(batch @ model["w"]) @ model["w"]) ** 2)
 
     memory = explained(square, loss, rows(2048, 512))
-    # Each device has 512 rows, so every activation is 1 MiB, as the weight, its moment, its gradient and the batch are.
+    # Each device has 512 rows, so every activation is 1 MiB, like the weight, its moment, its gradient and the batch.
     assert {part: memory.parts[part] / MIB for part in PARTS[:3]} == pytest.approx(
         {"parameters": 1, "optimizer": 1, "batch and rest": 1}, abs=1e-3
     )
-    # Two activations of the forward pass, the gradient of one, and what the first of two weight gradients takes.
+    # Two activations of the forward pass, the gradient of one, and the memory of the first of two weight gradients.
     assert memory.total is not None and 6 * MIB <= memory.total <= 7.1 * MIB
 
 
@@ -115,7 +118,8 @@ def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -
 
 @pytest.mark.parametrize(("reshard_after_forward", "share"), [(True, 0), (4, 4), (False, 1)])
 def test_gathered_weights_that_are_kept_are_a_part_of_their_own(reshard_after_forward: Any, share: int) -> None:
-    """All of the layers' matrices in 16 bits, or a part of them within groups; else the estimate has no such line."""
+    """The kept weights are all of the layers' matrices in 16 bits, or a part of them within groups; otherwise the
+    estimate has no such line."""
     sizes = {"embed": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "mlp": 4096, "vocab": 2048, "layers": 3}
     config = LlamaConfig(**sizes, dtype="bfloat16", remat="full", reshard_after_forward=reshard_after_forward)
     layout = jp.Layout(
@@ -134,7 +138,8 @@ def test_gathered_weights_that_are_kept_are_a_part_of_their_own(reshard_after_fo
 
 @pytest.mark.parametrize(("rows_of_all", "fits"), [(4 * 4096, True), (4 * 65536, False)])
 def test_what_fits_into_vector_memory_takes_no_main_memory_inside_a_loop(rows_of_all: int, fits: bool) -> None:
-    """A v5e has 128 MiB of it: a layer of 4,096 rows works on 8 MiB arrays, of 65,536 on 128 MiB."""
+    """A v5e has 128 MiB of vector memory: a layer of 4,096 rows works on 8 MiB arrays, one of 65,536 rows on 128
+    MiB."""
 
     def loss(model: Any, batch: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -169,7 +174,7 @@ def test_what_cannot_be_followed_is_named_and_taken_as_replicated() -> None:
     assert explained(square, along, rows(4096, 512)).assumed == ("cumsum",)
     memory = explained(square, odd, rows(4096, 512))
     assert memory.assumed == ("reduce_window_sum",) and memory.unknown == ()
-    # The window's sums are [4096, 256], and every device is taken to hold all of them.
+    # The window's sums are [4096, 256], and the estimate assumes that every device holds all of them.
     assert memory.total is not None and memory.total >= sum(memory.parts[part] for part in PARTS[:3]) + 4 * MIB
     assert memory.cells(str)[-1] == ("total, at most", str(memory.total))
 
@@ -249,7 +254,7 @@ def test_sums_that_begin_with_zeros_lie_as_their_loop_leaves_them() -> None:
 
 
 def test_a_stages_own_weights_without_their_leading_dims_are_no_copy() -> None:
-    """Inside of a loop a shard's leading dims of 1 go, which moves nothing."""
+    """A shard in a loop loses its leading dims of 1, which moves no data."""
 
     def loop(w: jax.Array, x: jax.Array) -> Any:
         def tick(x: jax.Array, _: None) -> tuple[jax.Array, None]:

@@ -1,4 +1,4 @@
-"""The memory estimate: operations that it cannot follow, and the bytes of gradients by hand."""
+"""The memory estimate for operations that it cannot follow, and the bytes of gradients by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ mystery.def_abstract_eval(lambda x: [x.update(shape=(2 * x.shape[0], 3)), x.upda
 
 
 def mysterious(hint: bool) -> Any:
-    """A loss that multiplies the batch by what an operation that nobody knows has made of it, with its dims named or not."""
+    """A loss that multiplies the batch by the result of an operation without a rule, with or without named dims."""
 
     def loss(model: Any, batch: jax.Array) -> jax.Array:
         made, scalar = mystery.bind(jnp.tanh(batch))
@@ -60,8 +60,8 @@ def test_an_unknown_operation_does_not_stop_the_estimate_and_its_remedy_helps() 
     report = jp.explain(LAYOUT, square, optax.sgd(0.1), batch=batch, loss_fn=mysterious(False))
     assert report.memory is not None and report.memory.assumed == ("mystery",) and report.memory.total is not None
     text = (
-        "memory estimate: an upper bound. It takes large results of 'mystery' as replicated, because it has no rule for how they are "
-        "sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
+        "memory estimate: an upper bound. It takes large results of 'mystery' as replicated, because it has no rule "
+        "for how they are sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
     )
     assert report.notes == (text,)
     named = explained(square, mysterious(True), batch)
@@ -80,7 +80,7 @@ class Wide(nnx.Module):
 
 
 class Deep(nn.Module):
-    """A Linen model whose kernels are trained, but for a frozen one in another collection."""
+    """A Linen model with trained kernels and one frozen kernel in another collection."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -118,7 +118,7 @@ MODELS = {
         (256 * 512 + 256 * 256) * 4,
     ),
     "tree": (tree, unpacking, optax.adam(1e-3), 2 * 256 * 512 * 4 + 256 * 512 * 2),
-    # optax gives no update to a frozen part; its gradient is computed, for the norm of all.
+    # optax does not update a frozen part, but its gradient is computed for the global norm.
     "frozen": (tree, unpacking, FROZEN, 2 * 256 * 512 * 4 + 256 * 512 * 2),
 }
 
@@ -135,7 +135,7 @@ def test_gradients_by_hand(name: str, sharded: bool, accumulate: int, batch: int
     memory = jp.explain(layout, make, tx, batch=rows(batch, 256), loss_fn=loss, step=step).memory
     assert memory is not None and memory.unknown == memory.assumed == ()
     assert memory.gradients == expected // (4 if sharded else 1)
-    # A microbatch's own gradient may be alive beside the sum of all.
+    # A microbatch's gradient may be alive at the same time as the sum of all.
     assert memory.parts["gradients"] <= memory.gradients * (1 if accumulate == 1 else 2)
     shown = dict(memory.cells(str))
     if memory.parts["gradients"] < memory.gradients:
@@ -149,12 +149,13 @@ def test_sums_of_gradients_that_a_loop_over_microbatches_carries_are_gradients()
         return jnp.mean(jnp.tanh(batch @ model["w"]))
 
     batch = rows(16384, 512)
-    memory = jp.explain(LAYOUT, square, optax.sgd(0.1), batch=batch, loss_fn=loss, step={"accumulate": 4}).memory
+    memory = jp.explain(LAYOUT, square, optax.sgd(0.1), batch=batch, loss_fn=loss, step={"grad_accum_steps": 4}).memory
     assert memory is not None and memory.parts["gradients"] == memory.gradients == MIB
 
 
 def traced() -> Iterator[tuple[str, Any]]:
-    """A program for each primitive that a public function of jax.numpy, jax.lax, jax.nn and the like makes of one or two matrices."""
+    """Programs of the public functions of jax.numpy, jax.lax, jax.nn and similar modules on one or two matrices, one
+    for each new primitive."""
     x, seen = jax.ShapeDtypeStruct((1024, 1024), np.float32), set[str]()
     whole = jax.ShapeDtypeStruct((1024, 1024), np.int32)
     names = [(module, name) for module in (jnp, jax.lax, jax.nn, jnp.linalg, jnp.fft) for name in sorted(dir(module))]

@@ -1,4 +1,4 @@
-"""``jaxpar doctor``: every check in machines that are made up, by its exact words."""
+"""Tests every check of ``jaxpar doctor`` on simulated machines, by its exact text."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "warn",
-                "JAX_COORDINATOR_ADDRESS says 10.0.0.1:1234; it would listen on [::]:1234, every interface, without any "
-                "check of who connects",
+                "JAX_COORDINATOR_ADDRESS says 10.0.0.1:1234; it would listen on [::]:1234, every interface, without "
+                "any check of who connects",
                 REMEDY.format("10.0.0.1:1234"),
             ),
         ),
@@ -176,8 +176,8 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "bad",
-                "JAX_COORDINATOR_ADDRESS says localhost:1234; yet it would listen on [::]:1234, every interface, without "
-                "any check of who connects",
+                "JAX_COORDINATOR_ADDRESS says localhost:1234; yet it would listen on [::]:1234, every interface, "
+                "without any check of who connects",
                 REMEDY.format("localhost:1234"),
             ),
         ),
@@ -202,8 +202,8 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "warn",
-                "TPU_WORKER_HOSTNAMES says t0:8482; it would listen on 0.0.0.0:8482, every interface, without any check of "
-                "who connects",
+                "TPU_WORKER_HOSTNAMES says t0:8482; it would listen on 0.0.0.0:8482, every interface, without any "
+                "check of who connects",
                 REMEDY.format("t0:8482"),
             ),
         ),

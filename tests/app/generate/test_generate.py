@@ -1,4 +1,4 @@
-"""``jaxpar generate``: text from the newest good checkpoint of a run, on another mesh than the run's."""
+"""``jaxpar generate`` makes text from the newest good checkpoint of a run, on another mesh than the run's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def job_of(config: Path, *settings: str) -> Job:
 
 
 def saying(shapes: Any, after: int) -> Any:
-    """Parameters that say the byte that comes so many after the last: layers add nothing, and the head looks for an earlier byte's embedding."""
+    """Returns parameters that predict the last byte plus ``after``: zero layers, and a rolled embedding as the head."""
     words = np.random.default_rng(0).normal(size=shapes["embedding"].shape).astype(np.float32)
     blocks = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes["blocks"])
     whole = {
@@ -97,7 +97,7 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
 def test_two_processes_restore_their_own_bytes_and_one_streams(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real ones, of a device each, fully sharded; of the newest step a piece is damaged that the second alone reads. Prompts from standard input."""
+    """Of two real processes with one device each, only the second reads the damaged piece of the newest step."""
     job, folder, answers = job_of(config), tmp_path / "checkpoints", tmp_path / "answers.jsonl"
     layout = job.layout()
     shapes = jp.abstract_state(layout, job.make_model, optax.identity()).params
@@ -108,7 +108,7 @@ def test_two_processes_restore_their_own_bytes_and_one_streams(
     piece = next(folder / "2" / name for name, at, _ in tensor.pieces() if at[1][0] >= 32)
     whole = piece.read_bytes()
     piece.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    # What is tested is not the compiler.
+    # The test does not depend on compiler optimizations.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"uv\nlmnopqrst\n")))
@@ -190,7 +190,7 @@ def test_a_character_comes_when_it_is_whole() -> None:
 
 
 class Model:
-    """Steps of tokens, with a signal before one of them."""
+    """Yields tokens step by step, with a signal before one of the steps."""
 
     def __init__(self, made: list[list[int]], signal_at: int):
         self.made, self.signal_at, self.closed = made, signal_at, False
@@ -318,20 +318,23 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         return capsys.readouterr().err
 
     assert said("--prompt", "abc", "--checkpoint", str(tmp_path)) == (
-        f"CheckpointError: {tmp_path}: no checkpoint. Remedy: the folder of a run's checkpoints, as runs/one/checkpoints, or of one of its steps.\n"
+        f"CheckpointError: {tmp_path}: no checkpoint. Remedy: the folder of a run's checkpoints, as "
+        f"runs/one/checkpoints, or of one of its steps.\n"
     )
     assert said("--prompt", "abcd", "--cache", "16", "--max-new-tokens", "20") == (
-        "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. Remedy: --cache 24 or more, a "
-        "shorter prompt, or --max-new-tokens 12.\n"
+        "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. "
+        "Remedy: --cache 24 or more, a shorter prompt, or --max-new-tokens 12.\n"
     )
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
-        "ConfigError: model: vocab is 208, but text is bytes, 256 different tokens. Remedy: the model.vocab of the training, 256 or more.\n"
+        "ConfigError: model: vocab is 208, but text is bytes, 256 different tokens. Remedy: the model.vocab of "
+        "the training, 256 or more.\n"
     )
     assert said("--prompt", "abc", "--temperature", "-1") == (
         "ConfigError: sampling: temperature is -1.0, but a finite number is wanted: 0 (the likeliest) or more.\n"
     )
     assert said("--prompt", "abc", "--temperature", "1", "--top-p", "1.5") == (
-        "ConfigError: sampling: top_p is 1.5, but a share above 0, up to 1, is wanted. Remedy: leave it out to draw from all tokens.\n"
+        "ConfigError: sampling: top_p is 1.5, but a share above 0, up to 1, is wanted. Remedy: leave it out to "
+        "draw from all tokens.\n"
     )
     assert said("--prompt", "abc", "--stop", "") == (
         "ConfigError: generate: a stop text is empty, so that nothing could be made. Remedy: leave it out.\n"
@@ -346,7 +349,8 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "ConfigError: generate: prompt 0 holds '\\udcff' at character 2, which is no text. Remedy: UTF-8.\n"
     )
     assert said("--prompt", "abc", "--prompt", "d", "--seed", "-1") == (
-        "ConfigError: generate: seed is -1, but 0 to 4294967294 is wanted, as each of 2 prompt(s) has its own, one after another.\n"
+        "ConfigError: generate: seed is -1, but 0 to 4294967294 is wanted, as each of 2 prompt(s) has its own, "
+        "one after another.\n"
     )
     assert said() == "ConfigError: generate: there is no prompt. Remedy: one or more.\n"
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
@@ -361,7 +365,7 @@ def test_stages_of_a_pipeline_need_no_schedule_to_generate(
     said = ["--prompt", "a", "--prompt", "b", "--max-new-tokens", "15", "--int8", "cache", "--explain"]
     assert main(["generate", str(config), *said, *mesh]) == 0
     out = capsys.readouterr().out
-    # Two prompts; groups of rows for two stages, each of a row for each of two devices.
+    # Two prompts are padded to four rows: a group for each of two stages, with one row for each of two devices.
     assert re.search(r"cache/keys/values +2 × 4 × 2 × 16 × 8 +int8 .* pipeline, data, model, ·, ·", out), out
     assert re.search(r"params/blocks/mlp/up +2 × 64 × 24 +float32 ", out), out
 

@@ -1,4 +1,4 @@
-"""Launchers by their variables, whole and half set; places by hand; devices shared out and layouts refitted."""
+"""Tests launcher detection from environment variables, ranks by hand, device assignment, and elastic refits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_launcher_that_asks_a_server_is_found() -> None:
 
 def test_alone_is_alone() -> None:
     one = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"}  # an interactive shell of one task
-    pod = {"KUBERNETES_SERVICE_HOST": "k"}  # any pod at all
+    pod = {"KUBERNETES_SERVICE_HOST": "k"}  # any pod
     for variables in ({}, one, pod, {"OMPI_COMM_WORLD_SIZE": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
         assert look(variables) is None
     assert found(None, alone=True, variables=SLURM) is None
@@ -76,43 +76,44 @@ def test_alone_is_alone() -> None:
         (
             {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
             (
-                "Slurm: SLURM_NTASKS is 4, but SLURM_STEP_NODELIST, SLURM_LOCALID are not set, so this process cannot tell which one it is. Remedy: start it "
-                f"with srun, {BY_HAND}"
+                "Slurm: SLURM_NTASKS is 4, but SLURM_STEP_NODELIST, SLURM_LOCALID are not set, so this process "
+                f"cannot tell which one it is. Remedy: start it with srun, {BY_HAND}"
             ),
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
             (
-                "Open MPI: OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_LOCAL_RANK is not set, so this process cannot tell which one it is. Remedy: start "
-                f"it with mpirun, {BY_HAND}"
+                "Open MPI: OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_LOCAL_RANK is not set, so this process "
+                f"cannot tell which one it is. Remedy: start it with mpirun, {BY_HAND}"
             ),
         ),
         (
             OMPI,
             (
-                "Open MPI: this is process 2 of 4, but from Open MPI 5 on jax asks mpi4py where process 0 is, which is not installed. Remedy: pip install "
-                f"mpi4py, {BY_HAND}"
+                "Open MPI: this is process 2 of 4, but from Open MPI 5 on jax asks mpi4py where process 0 is, which "
+                f"is not installed. Remedy: pip install mpi4py, {BY_HAND}"
             ),
         ),
         (
             {"TPU_WORKER_HOSTNAMES": "a,b"},
             (
-                "Cloud TPU: TPU_WORKER_HOSTNAMES is a,b, but TPU_WORKER_ID is not set, so this process cannot tell which one it is. Remedy: start it where "
-                f"the TPU's own launcher does, {BY_HAND}"
+                "Cloud TPU: TPU_WORKER_HOSTNAMES is a,b, but TPU_WORKER_ID is not set, so this process cannot tell "
+                f"which one it is. Remedy: start it where the TPU's own launcher does, {BY_HAND}"
             ),
         ),
         (
             TPU | {"MEGASCALE_NUM_SLICES": "2"},
             (
-                "Cloud TPU: MEGASCALE_NUM_SLICES is 2, but MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS are not set, so this process cannot tell which "
-                f"one it is. Remedy: start it where the TPU's own launcher does, {BY_HAND}"
+                "Cloud TPU: MEGASCALE_NUM_SLICES is 2, but MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS are not "
+                "set, so this process cannot tell which one it is. Remedy: start it where the TPU's own launcher "
+                f"does, {BY_HAND}"
             ),
         ),
         (
             POD,
             (
-                "Kubernetes: this is pod 5 of an Indexed Job, but the package kubernetes, with which jax asks for the others, is not installed. Remedy: pip "
-                f"install 'jax[k8s]', {BY_HAND}"
+                "Kubernetes: this is pod 5 of an Indexed Job, but the package kubernetes, with which jax asks for "
+                f"the others, is not installed. Remedy: pip install 'jax[k8s]', {BY_HAND}"
             ),
         ),
         (
@@ -130,8 +131,14 @@ def test_what_is_half_set_is_said(variables: dict[str, str], text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (("h:1", None, None), "--coordinator h:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes N, which starts"),
-        ((None, 4, 1), "--process-count 4, --process-id 1 are given, but --coordinator is not. Remedy: all three, or --processes N, which starts them here."),
+        (("h:1", None, None), (
+            "--coordinator h:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes "
+            "N, which starts"
+        )),
+        ((None, 4, 1), (
+            "--process-count 4, --process-id 1 are given, but --coordinator is not. Remedy: all three, or --processes "
+            "N, which starts them here."
+        )),
         (("h:1", 0, 0), "--process-count is 0, but at least 1 is wanted."),
         (("h:1", 2, 2), "--process-id is 2, but --process-count 2 has processes 0 to 1."),
         (("h", 2, 1), "--coordinator is 'h', but HOST:PORT is wanted, as 127.0.0.1:1234."),
@@ -147,7 +154,8 @@ def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     assert bind_of(Cluster("x", None, 2, 0, "192.0.2.7:12")) == "192.0.2.7:12"
     monkeypatch.setattr("socket.getaddrinfo", lambda host, port, type: [(2, 1, 6, "", ("127.0.1.1", port))])
-    assert bind_of(Cluster("x", None, 2, 0, "node7:12")) is None  # this host's table hides its address from itself
+    # The hosts file of this host maps its name to a loopback address.
+    assert bind_of(Cluster("x", None, 2, 0, "node7:12")) is None
     assert bind_of(Cluster("x", None, 2, 0, "localhost:12")) == "127.0.1.1:12"
     assert bind_of(Cluster("x", None)) is None
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:5")
@@ -159,7 +167,10 @@ def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyP
     [
         (8, 0, "--processes is 0, but at least 1 is wanted."),
         (2, 3, "3 processes are asked for, but there are 2 GPUs. Remedy: --processes of 1, 2."),
-        (8, 3, "8 GPUs cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, 4, 8, or a multiple of 3 devices."),
+        (8, 3, (
+            "8 GPUs cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, 4, 8, or a multiple of 3 "
+            "devices."
+        )),
     ],
 )  # fmt: skip
 def test_devices_are_shared_out_evenly(devices: int, count: int, text: str) -> None:
@@ -189,9 +200,11 @@ def test_the_devices_of_this_host(tmp_path: Path) -> None:
         (3, 2, {"data": 2, "model": 2}, {}, Zero(0), "6 devices are not the 4 of data=2, model=2, and no axis is -1"),
         (3, 2, {"data": -1, "model": 4}, {}, Zero(0), "6 devices are no multiple of model=4"),
         (5, 2, {"data": -1}, {"batch": "data"}, Zero(0), "a batch of 24 rows cannot be divided by 5 processes"),
-        (4, 4, {"data": -1}, {"batch": "data"}, Zero(0), "a batch of 24 rows cannot be divided by the 16 devices of its axes"),
+        (4, 4, {"data": -1}, {"batch": "data"}, Zero(0),
+         "a batch of 24 rows cannot be divided by the 16 devices of its axes"),
         (4, 4, {"data": -1}, {"batch": [["data"], None]}, Zero(0), None),
-        (2, 6, {"data": -1, "model": 4}, {}, Zero(0), "the 4 devices from model inwards would lie across processes of 6"),
+        (2, 6, {"data": -1, "model": 4}, {}, Zero(0),
+         "the 4 devices from model inwards would lie across processes of 6"),
         (3, 2, {"data": -1}, {}, Zero(1, fsdp_group_size=4),
          "optimizer: fsdp_group_size=4 does not divide the axis data of size 6 (on 6 devices)"),
     ],

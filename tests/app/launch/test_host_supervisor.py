@@ -1,4 +1,4 @@
-"""Hosts of an elastic run, each a supervisor that is really killed, with small scripts for processes: the next one leads, and never two do."""
+"""Tests the hosts of an elastic run with killed supervisors: the next host leads, and never two at a time."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ heir.Heir.hear = noting
 command = lambda again: lambda *place: [sys.executable, "-S", "-c", child, *map(str, place), str(again), folder]
 local = Local(Path(folder) / str(first), coordinator=address, console=False, append=True, grace=0.2)
 tell = lambda line: print(line, flush=True)
-sys.exit(member.Member(local, command, first, 1, total, address, Policy(restart_delay=0.0, elastic=True), lambda: 7, folder=Path(folder) / "leader", tell=tell,
+sys.exit(member.Member(local, command, first, 1, total, address, Policy(restart_delay=0.0, elastic=True), \
+lambda: 7, folder=Path(folder) / "leader", tell=tell,
                        patience=30.0, allowance=1.5, fence=1.0).run())
 """
 
 
 class Hosts:
-    """Supervisors of one process each, as programs of their own."""
+    """Supervisors of one process each, each a separate program."""
 
     def __init__(self, folder: Path, total: int):
         self.folder, self._total, self._child = folder, total, CHILD % total
@@ -81,13 +82,13 @@ class Hosts:
                 self.running[first] = subprocess.Popen(words, stdout=out, stderr=out, env=env, text=True)
 
     def said(self, first: int) -> list[str]:
-        """Its lines, with addresses of standbys as ``HEIR``, and one wording for the end of a connection, of which the kernel has several."""
+        """Returns the printed lines, with standby addresses as ``HEIR`` and one text for all connection errors."""
         text = (self.folder / "said" / str(first)).read_text().replace(self.address, "FIRST")
         text = re.sub(r"\((Connection reset by peer|Broken pipe)\)", "(the connection was closed)", text)
         return re.sub(r"127\.0\.0\.1:\d+", "HEIR", text).splitlines()
 
     def log(self, first: int) -> list[str]:
-        """What its processes printed."""
+        """Returns what the supervisor's processes printed."""
         files = sorted((self.folder / str(first)).glob("*.log"), key=lambda file: file.stat().st_mtime_ns)
         return [line for file in files for line in file.read_text().splitlines()]
 
@@ -104,7 +105,7 @@ class Hosts:
             time.sleep(0.02)
 
     def ready(self, *heirs: int) -> None:
-        """All run, and each knows who would lead."""
+        """Waits until all processes run and each host knows the order of succession."""
         self.until(lambda: all(self.log(first) for first in self.running if len(self.running) == self._total))
         known, wanted = [self.folder / "said" / f"heirs-{first}" for first in heirs], " ".join(map(str, heirs))
         self.until(lambda: all(file.exists() and file.read_text() == wanted for file in known))
@@ -140,7 +141,10 @@ def test_the_next_host_leads_and_the_first_one_follows_when_it_returns(hosts: Ca
     assert three.end() == {0: 0, 1: 0, 2: 0}, [three.said(n) for n in range(3)]
     led = "the supervisor of the host of process 1 leads now, at HEIR (term 2)"
     happened = [
-        f"process 0 of 3 was lost with its host 127.0.0.1 (the connection was closed) after step 31; {led}, and 2 of 3 processes go on",
+        (
+            f"process 0 of 3 was lost with its host 127.0.0.1 (the connection was closed) after step 31; {led}, and 2 "
+            f"of 3 processes go on"
+        ),
         "restart 1 of 3 in 0 s: 2 processes from step 7",
     ]
     for host, who in ((1, "this host"), (2, "the host that was told to have process 1")):
@@ -154,7 +158,7 @@ def test_the_next_host_leads_and_the_first_one_follows_when_it_returns(hosts: Ca
         "the supervisor at HEIR (term 2) did not end in order; whether it still leads is seen in 1.5 s at most",
         "the supervisor at HEIR (term 2) leads this run since process 0's host was lost, so this host follows it",
     ]
-    # The coordinator's address has moved, and processes have new numbers.
+    # The coordinator's address has moved, and the processes have new ranks.
     one, two = three.log(1)[-1].split(), three.log(2)[-1].split()
     assert (
         one[:2] == ["0", "2"]
@@ -162,7 +166,10 @@ def test_the_next_host_leads_and_the_first_one_follows_when_it_returns(hosts: Ca
         and one[2] == two[2] != three.address
         and one[3] == two[3] == "True"
     )
-    assert [len(list((three.folder / "leader").glob("[0-9]"))), newest(three.folder / "leader").over] == [2, 0]  # type: ignore[union-attr]
+    assert [
+        len(list((three.folder / "leader").glob("[0-9]"))),
+        newest(three.folder / "leader").over,  # type: ignore[union-attr]
+    ] == [2, 0]
 
 
 def test_two_hosts_lost_at_once_leave_one(hosts: Callable[[int], Hosts]) -> None:
@@ -194,9 +201,9 @@ def test_a_leader_that_was_stopped_ends_what_it_ran_and_follows(hosts: Callable[
     (two.folder / "end").touch()
     assert two.end() == {0: 0, 1: 0}, two.said(0)
     assert (
-        "the supervisor at HEIR (term 2) has taken the lead of this run, so what ran here was ended, and this host follows"
-        in two.said(0)
-    )
+        "the supervisor at HEIR (term 2) has taken the lead of this run, so what ran here was ended, and this "
+        "host follows"
+    ) in two.said(0)
 
 
 def test_a_leader_lost_before_all_have_come(hosts: Callable[[int], Hosts]) -> None:
@@ -214,7 +221,7 @@ def test_a_leader_lost_before_all_have_come(hosts: Callable[[int], Hosts]) -> No
 
 
 def _runs(folder: Path, place: list[str]) -> bool:
-    """Whether a process of that number and total runs below the folder."""
+    """Returns whether a process with this rank and total runs below the folder."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = file.read_bytes().decode(errors="replace").split("\0")
@@ -232,7 +239,7 @@ def test_only_one_can_take_a_term_and_who_has_an_older_one_learns_of_it(tmp_path
     assert two is not None and two.record.term == 2
     with pytest.raises(Deposed, match=r"^the supervisor at b:1 \(term 2\) has taken the lead of this run$"):
         one.check(now=True)
-    one.end(0)  # which says nothing about the newer one
+    one.end(0)  # This says nothing about the newer term.
     found = newest(tmp_path)
     assert found is not None and (found.term, found.over) == (2, None)
     two.end(1)
@@ -246,8 +253,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "leader"
     text = (
-        f"{folder}, where the host that leads keeps its term, cannot be written: Not a directory. Remedy: an output folder that every host can write, or "
-        f"supervise.elastic: false."
+        f"{folder}, where the host that leads keeps its term, cannot be written: Not a directory. Remedy: an output "
+        f"folder that every host can write, or supervise.elastic: false."
     )
     with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
         Lead.claim(folder, None, "a:1", 0)
@@ -264,8 +271,8 @@ def test_nobody_takes_over_from_who_lives_and_each_heir_waits_its_turn(
     wire = Wire(_connected())
     heirs = [Heir(tmp_path, n, clock=lambda: now[0]) for n in (2, 4)]
     for heir in heirs:
-        assert heir.reserve(wire, first).startswith("127.0.0.1:") and heir.claim() is None  # which has no news yet
-        heir.hear({"term": 1})  # no news of a leader
+        assert heir.reserve(wire, first).startswith("127.0.0.1:") and heir.claim() is None  # It has no news yet.
+        heir.hear({"term": 1})  # This is no news of a leader.
         assert heir.news is None
         order = [[one.first, one.at] for one in heirs]
         told = {
@@ -281,7 +288,10 @@ def test_nobody_takes_over_from_who_lives_and_each_heir_waits_its_turn(
         now[0] += 1
         assert not heir.sees() and not heir.blind()
         now[0] += 30
-        blind = "this host could not go on without process 0's: it does not see process 0's file in {}. Remedy: an output folder that all hosts share"
+        blind = (
+            "this host could not go on without process 0's: it does not see process 0's file in {}. Remedy: an output "
+            "folder that all hosts share"
+        )
         assert [heir.blind(), heir.blind()] == [blind.format(tmp_path), ""]
         heir.hear({"term": 1, "mark": lead.record.mark, **told})
         now[0] += 1
@@ -293,8 +303,8 @@ def test_nobody_takes_over_from_who_lives_and_each_heir_waits_its_turn(
         assert [heir.claim() for heir in heirs] == [None, None] and time.monotonic() < end
     now[0] += 100
     time.sleep(0.1)
-    assert [heir.claim() for heir in heirs] == [None, None]  # it lives, as its file says
-    lead.end()  # without a word
+    assert [heir.claim() for heir in heirs] == [None, None]  # The leader lives, as its file shows.
+    lead.end()  # without a message
     for heir in heirs:
         heir.lose()
     now[0] += 5.1
@@ -305,7 +315,7 @@ def test_nobody_takes_over_from_who_lives_and_each_heir_waits_its_turn(
     assert heirs[1].claim() is None and heirs[1].others(first).at == heirs[0].at  # type: ignore[union-attr]
     assert heirs[1].over is None
     taken.end(3)
-    assert Heir(tmp_path, 6).over is None  # which knows of no run that could have ended
+    assert Heir(tmp_path, 6).over is None  # It knows no run that could have ended.
     assert heirs[1].over == 3 and heirs[1].others(first) is None
     with heirs[0].take() as held:
         assert held.getsockname() == ("127.0.0.1", int(heirs[0].at.rpartition(":")[2]) + 1)
@@ -320,7 +330,7 @@ def test_storage_that_is_out_of_reach_makes_nobody_gone(tmp_path: Path) -> None:
     now[0] = 7.0
     assert watch.look() is None and watch.still == 7
     tmp_path.rmdir()
-    tmp_path.touch()  # a folder no more
+    tmp_path.touch()  # no longer a folder
     assert watch.look() is None and watch.still == 0 and not watch.live
     tmp_path.unlink()
 

@@ -1,4 +1,4 @@
-"""Two hosts' supervisors, both here, with small scripts for processes: who died is named at both, all start again together, a lost host is done without."""
+"""Tests two supervisors of one run: both report the cause, all processes restart, and a lost host is left out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stay(): time.sleep(60)
 
 
 class Two:
-    """The supervisor of process 0 with two processes in a thread, and the one of processes 2 and 3 in another."""
+    """Supervisors in two threads: one with processes 0 and 1, one with processes 2 and 3."""
 
     def __init__(self, folder: Path, script: str, patience: float = 20.0, **policy: float | bool):
         self.lines: tuple[list[str], list[str]] = ([], [])
@@ -61,7 +61,7 @@ class Two:
             self.hosts.close(self.status[0] if isinstance(self.status[0], int) else 1)
 
     def follow(self) -> Follower:
-        """Start the second host's supervisor."""
+        """Starts the second host's supervisor."""
         local = Local(self.folder / "1", coordinator=self.address, grace=0.5)
         made = Follower(local, self._command, 2, 2, 4, self.address, tell=self.lines[1].append, patience=self.patience)
 
@@ -90,7 +90,10 @@ class Two:
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_who_died_on_either_host_is_named_at_both_and_all_start_again(tmp_path: Path, rank: int) -> None:
-    script = f"say(step=31)\nif not again:\n  print('last words', flush=True)\n  os.kill(os.getpid(), signal.SIGKILL) if rank == {rank} else stay()\nprint(rank, total, sys.argv[3])"
+    script = (
+        f"say(step=31)\nif not again:\n  print('last words', flush=True)\n  os.kill(os.getpid(), signal.SIGKILL) if "
+        f"rank == {rank} else stay()\nprint(rank, total, sys.argv[3])"
+    )
     two = Two(tmp_path, script)
     two.follow()
     assert two.join() == [0, 0], two.lines
@@ -113,7 +116,8 @@ def test_a_host_that_is_lost_is_done_without_if_asked_to(tmp_path: Path) -> None
     two = Two(tmp_path, "say(step=31)\nstay() if total == 4 else print('alone', total)", elastic=True)
     follower = two.follow()
     wait_for(lambda: len(two.hosts.peers) == 4 and all(peer.step == 31 for peer in two.hosts.peers))
-    follower._signals += [signal.SIGTERM, signal.SIGTERM]  # ends at once, without a word to the other
+    # It ends immediately, without a message to the other supervisor.
+    follower._signals += [signal.SIGTERM, signal.SIGTERM]
     assert two.join() == [0, 1]
     assert two.lines[0][:2] == [
         "process 2 of 4 was lost with its host 127.0.0.1 (the connection was closed) after step 31",
@@ -130,7 +134,10 @@ def test_a_host_that_is_lost_is_waited_for_and_it_says_what_would_fit(
     follower = two.follow()
     wait_for(lambda: len(two.hosts.peers) == 4 and all(peer.step == 31 for peer in two.hosts.peers))
     follower._signals += [signal.SIGTERM, signal.SIGTERM]
-    waits = "waits 20 s at most for the host of processes 2, 3 of 4; supervise.elastic: true would go on with 2 of the 2 that have one"
+    waits = (
+        "waits 20 s at most for the host of processes 2, 3 of 4; supervise.elastic: true would go on with 2 of the 2 "
+        "that have one"
+    )
     two.until(0, re.escape(waits))
     two.follow()
     assert two.join() == [0, 0]
@@ -140,12 +147,16 @@ def test_a_host_that_is_lost_is_waited_for_and_it_says_what_would_fit(
 def test_hosts_that_never_come_are_named(tmp_path: Path) -> None:
     two = Two(tmp_path, "", patience=0.3)
     (status, _) = two.join()
-    text = "processes 2, 3 of 4 did not come within 0.3 s. Remedy: start their supervisors too, with the same --coordinator and --process-count."
+    text = (
+        "processes 2, 3 of 4 did not come within 0.3 s. Remedy: start their supervisors too, with the same "
+        "--coordinator and --process-count."
+    )
     assert isinstance(status, LaunchError) and str(status) == text
     two.follow()
     assert str(two.join()[1]) == (
-        f"the supervisor of process 0 was not there within 0.3 s: nobody answers at 127.0.0.1:{meeting_place(two.address)[1]}. Remedy: start it on the "
-        f"coordinator's host, with --process-id 0 and the same --process-count; a run that has lost process 0's host is started anew."
+        f"the supervisor of process 0 was not there within 0.3 s: nobody answers at "
+        f"127.0.0.1:{meeting_place(two.address)[1]}. Remedy: start it on the coordinator's host, with --process-id 0 "
+        f"and the same --process-count; a run that has lost process 0's host is started anew."
     )
 
 
@@ -166,7 +177,7 @@ def test_whoever_is_none_of_the_run_is_sent_away(tmp_path: Path) -> None:
         wire.send(**hello)
         assert wait_for(wire.read) == [{"refused": why}]
         wire.close()
-    # What is no message ends the connection of whoever sent it, and nothing else.
+    # A malformed message ends only the connection of its sender.
     wire = Wire(socket.create_connection(meeting_place(two.address)))
     wire.send(first=2, count=2, total=4)
     assert wait_for(wire.read) == [{"start": 2, "count": 2, "total": 4, "again": False}]
@@ -176,7 +187,8 @@ def test_whoever_is_none_of_the_run_is_sent_away(tmp_path: Path) -> None:
     two.until(
         0,
         re.escape(
-            "process 2 of 4 was lost with its host 127.0.0.1 (it sends what is no message: a process's began cannot be None)"
+            "process 2 of 4 was lost with its host 127.0.0.1 (it sends what is no message: a process's began "
+            "cannot be None)"
         ),
     )
     two.follow()
@@ -186,15 +198,19 @@ def test_whoever_is_none_of_the_run_is_sent_away(tmp_path: Path) -> None:
 def test_the_meeting_place_is_one_of_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         LaunchError,
-        match=r"^--coordinator is 'a:65535', but supervisors meet at the port after it, and there is none\. Remedy: a lower port\.",
+        match=(
+            r"^--coordinator is 'a:65535', but supervisors meet at the port after it, and there is none\. Remedy: a "
+            r"lower port\."
+        ),
     ):
         meeting_place("a:65535")
     port = free_port()
     with listen(f"127.0.0.1:{port}") as held:
         assert held.getsockname() == ("127.0.0.1", port + 1)
         text = (
-            f"127.0.0.1:{port + 1}, where supervisors meet (the port after the coordinator's), cannot be had: Address already in use. Remedy: end the "
-            f"process that holds it, or another --coordinator on this host (process 0 runs here)."
+            f"127.0.0.1:{port + 1}, where supervisors meet (the port after the coordinator's), cannot be had: Address "
+            f"already in use. Remedy: end the process that holds it, or another --coordinator on this host (process 0 "
+            f"runs here)."
         )
         with pytest.raises(LaunchError, match=f"^{re.escape(text)}"):
             listen(f"127.0.0.1:{port}")

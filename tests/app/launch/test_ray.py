@@ -1,4 +1,4 @@
-"""The supervisor's processes on a Ray of this host: as anywhere else, and what is different when an actor is lost. Runs where ray is installed."""
+"""Tests the supervisor with processes on a local Ray cluster, also where an actor is lost; needs Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.errors import LaunchError
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what ray warns of is its own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 
 CHILD = """
 import json, os, signal, sys, time
@@ -58,6 +58,9 @@ def test_processes_and_actors_that_are_lost_are_named(group: Any) -> None:
 
 def test_a_cluster_without_a_place_is_said(group: Any) -> None:
     group._resources, group._patience = {"CPU": 1, "moon": 1}, 2.0
-    text = r"^Ray has no place for 2 processes of \{'CPU': 1, 'moon': 1\} within 2 s; the cluster has \{'CPU': [\d.]+\}\. Remedy: fewer processes, "
+    text = (
+        r"^Ray has no place for 2 processes of \{'CPU': 1, 'moon': 1\} within 2 s; the cluster has \{'CPU': "
+        r"[\d.]+\}\. Remedy: fewer processes, "
+    )
     with pytest.raises(LaunchError, match=text):
         group.start(lambda rank, total, address: [sys.executable, "-c", ""], 2)

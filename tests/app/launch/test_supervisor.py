@@ -1,4 +1,4 @@
-"""The supervisor against processes that crash, hang, stop and are killed: what it says, whom it names, what it starts again. No jax in them."""
+"""Tests the supervisor with processes that crash, hang, stop and are killed; the processes run without JAX."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hang():
 
 
 class Run:
-    """A supervised group of small scripts, and what was told of it."""
+    """A supervised group of small scripts, and the lines that the supervisor prints."""
 
     def __init__(self, folder: Path, script: str, count: int = 2, **policy: float | bool | None):
         self.lines: list[str] = []
@@ -55,13 +55,16 @@ class Run:
 def test_a_group_that_ends_well_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, "say(step=3); print('rank', rank); print('trouble', file=sys.stderr)")
     assert run() == 0 and run.lines == [] and run.attempts == [2]
-    assert capfd.readouterr() == ("rank 0\n", "")  # of the first process, what it prints alone
+    assert capfd.readouterr() == ("rank 0\n", "")  # only the output of the first process
     logs = {file.name: file.read_text() for file in (tmp_path / "logs").iterdir()}
     assert logs == {"process-0.log": "trouble\n", "process-1.log": "rank 1\ntrouble\n"}
 
 
 def test_who_was_killed_is_named_and_the_group_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    script = "say(step=30); say(step=31)\nif attempt == 1:\n  print('last words', flush=True)\n  die() if rank == 2 else time.sleep(60)"
+    script = (
+        "say(step=30); say(step=31)\nif attempt == 1:\n  print('last words', flush=True)\n"
+        "  die() if rank == 2 else time.sleep(60)"
+    )
     run = Run(tmp_path, script, 4)
     run.supervisor.latest = lambda: 30
     assert run() == 0 and run.attempts == [4, 4]
@@ -85,7 +88,7 @@ def test_who_hangs_is_named_rather_than_who_waits_for_it(tmp_path: Path) -> None
 
 
 def test_what_is_never_started_again_ends_with_the_cause_alone(tmp_path: Path) -> None:
-    """As ``jaxpar generate`` does; what a process has for the user is told before it."""
+    """``jaxpar generate`` runs this way; messages of a process to the user come before the cause."""
     script = "time.sleep(0 if rank else 60)\nsay(say='parameters of x')\nsay(step=4)\ndie()"
     run = Run(tmp_path, script, restarts=None)
     assert run() == 1 and run.attempts == [2]
@@ -158,7 +161,10 @@ def test_an_error_that_would_come_again_is_not_tried_again(tmp_path: Path) -> No
 def test_elastic_goes_on_with_those_that_remain_and_fit(tmp_path: Path) -> None:
     run = Run(tmp_path, "if attempt == 1:\n  die() if rank == 3 else time.sleep(60)", 4, elastic=True)
     asked: list[int] = []
-    run.supervisor.refit = lambda count: (asked.append(count), (2, "3 do not fit; 2 processes would"))[1]  # type: ignore[func-returns-value]
+    run.supervisor.refit = lambda count: (
+        asked.append(count),  # type: ignore[func-returns-value]
+        (2, "3 do not fit; 2 processes would"),
+    )[1]
     assert run() == 0 and run.attempts == [4, 2] and asked == [3]
     assert run.lines[1:3] == [
         "3 do not fit; 2 processes would",
@@ -223,7 +229,10 @@ def test_after_a_signal_nothing_is_started_again_and_a_second_one_ends_all(tmp_p
 
 
 def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
-    script = "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, file=sys.stderr, flush=True)\nsay(step=1)\nsys.exit(2)"
+    script = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, file=sys.stderr, flush=True)\n"
+        "say(step=1)\nsys.exit(2)"
+    )
     run = Run(tmp_path, script, 1, restarts=0)
     assert run() == 1
     pid = int((tmp_path / "logs/process-0.log").read_text())
@@ -239,14 +248,15 @@ def test_whose_supervisor_is_gone_ends(tmp_path: Path) -> None:
     read, write = os.pipe()
     script = (
         "import signal, sys, time\nfrom jaxpar.app.launch import heartbeat\nheartbeat.TICK = 0.05\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nassert heartbeat.connect()\nheartbeat.doing('x')\nheartbeat.beat(3)\ntime.sleep(60)"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nassert heartbeat.connect()\nheartbeat.doing('x')\n"
+        "heartbeat.beat(3)\ntime.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], pass_fds=(write,), env={**os.environ, BEATS: str(write)})
     os.close(write)
     said = b""
     while b'{"where": "<string>:8", "waits": false}' not in said:  # where its main thread sleeps
         more = os.read(read, 4096)
-        assert more, said  # the child has ended
+        assert more, said  # The child has ended.
         said += more
     os.close(read)
     assert child.wait(120) == 7
@@ -310,18 +320,27 @@ def made(*changes: dict[str, object]) -> list[Peer]:
 @pytest.mark.parametrize(
     ("states", "now", "text", "gone"),
     [
-        ([{"code": -6, "step": 3}, {"code": -9, "step": 3}], 1, "process 1 of 2 was killed by SIGKILL after step 3", (1,)),
-        ([{"code": 0}, {"lost": "was lost with its node"}], 1, "process 1 of 2 was lost with its node before its first step", (1,)),
-        ([{"code": -6, "step": 3}, {"step": 3}], 1, "process 0 of 2 was ended by SIGABRT after step 3, as jax ends one that has lost a peer", ()),
-        # A stopped one among those that jax has ended because of it.
+        ([{"code": -6, "step": 3}, {"code": -9, "step": 3}], 1,
+         "process 1 of 2 was killed by SIGKILL after step 3", (1,)),
+        ([{"code": 0}, {"lost": "was lost with its node"}], 1,
+         "process 1 of 2 was lost with its node before its first step", (1,)),
+        ([{"code": -6, "step": 3}, {"step": 3}], 1,
+         "process 0 of 2 was ended by SIGABRT after step 3, as jax ends one that has lost a peer", ()),
+        # One process is stopped; JAX ends the others because of it.
         ([{"code": -6, "step": 3}, {"step": 3, "doing": "step", "tick": 1.0}], 12,
-         "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for 11 s, as of a process that is stopped", (1,)),
+         (
+             "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for "
+             "11 s, as of a process that is stopped"
+         ), (1,)),
         ([{"tick": 601.0}, {"doing": "compile", "tick": 601.0, "sign": 300.0}], 601,
          "process 0 of 2 has not ended its start for 601 s (compile_timeout 600 s)", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0}, {"step": 3, "doing": "step", "tick": 70.0}], 70,
          "process 1 of 2 has not finished a step for 70 s (step_timeout 60 s), last step 3", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0, "waits": True, "where": "loop.py:1"}] * 2, 70,
-         "processes 0, 1 of 2 have not finished a step for 70 s (step_timeout 60 s), last step 4; waits for its peers at loop.py:1", ()),
+         (
+             "processes 0, 1 of 2 have not finished a step for 70 s (step_timeout 60 s), last step 4; waits for its "
+             "peers at loop.py:1"
+         ), ()),
         ([{"step": 4, "doing": "step", "tick": 50.0, "sign": 50.0}, {"code": 0}], 60, None, ()),
     ],
 )  # fmt: skip
@@ -354,8 +373,8 @@ def test_addresses_and_ports(tmp_path: Path) -> None:
         held.listen()
         address = f"127.0.0.1:{held.getsockname()[1]}"
         text = (
-            f"the coordinator's address {address} cannot be had: Address already in use. Remedy: end the process that holds the port, or another "
-            f"port of this host (process 0 runs here)."
+            f"the coordinator's address {address} cannot be had: Address already in use. Remedy: end the process that "
+            f"holds the port, or another port of this host (process 0 runs here)."
         )
         with pytest.raises(LaunchError, match=f"^{re.escape(text)}"):
             check_free(address)

@@ -1,4 +1,4 @@
-"""``jaxpar train --processes``: what is refused before anything starts, and one real run of two processes, of which one is killed."""
+"""Tests ``jaxpar train --processes``: what it refuses, and a run of two processes that loses one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """``refused(*words, **changes)``: what the command says where it starts nothing."""
+    """``refused(*words, **changes)`` returns the error of a command that starts nothing."""
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
@@ -51,11 +51,12 @@ def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
         "LaunchError: 16 processes are asked for, but there are 8 simulated devices. Remedy: --processes of 1, 2, 4, 8."
     )
     assert refused("--processes", "3") == (
-        "LaunchError: 8 simulated devices cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, 4, 8, or a multiple of 3 devices."
+        "LaunchError: 8 simulated devices cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, "
+        "4, 8, or a multiple of 3 devices."
     )
     assert refused("--processes", "2", data={**RUN["data"], "batch": 12}) == (
-        "LaunchError: 2 processes of 4 devices: a batch of 12 rows cannot be divided by the 8 devices of its axes. Remedy: another number of processes, "
-        "mesh or batch."
+        "LaunchError: 2 processes of 4 devices: a batch of 12 rows cannot be divided by the 8 devices of its axes. "
+        "Remedy: another number of processes, mesh or batch."
     )
     allowance = refused("--processes", "2", supervise={"step_timeout": 0})
     assert allowance == "ConfigError: supervise.step_timeout is 0, but seconds above 0 are wanted."
@@ -65,32 +66,35 @@ def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
 
 def test_hosts_and_launchers_that_contradict_it_are_refused(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("--processes", "2", "--process-count", "4") == (
-        "LaunchError: --processes 2 with --process-count 4 and --process-id 0 are some of several hosts' processes. Remedy: --coordinator HOST:PORT, an "
-        "address of process 0's host."
+        "LaunchError: --processes 2 with --process-count 4 and --process-id 0 are some of several hosts' processes. "
+        "Remedy: --coordinator HOST:PORT, an address of process 0's host."
     )
     two = ("--coordinator", "127.0.0.1:1", "--process-count", "4", "--process-id", "3", "--processes", "2")
     assert refused(*two) == "LaunchError: --processes 2 from --process-id 3 on are more than --process-count 4."
     assert refused("--coordinator", "127.0.0.1:1") == (
-        "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes N, which starts "
-        "them here."
+        "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: all "
+        "three, or --processes N, which starts them here."
     )
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "n1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert refused("--processes", "2") == (
-        "LaunchError: --processes 2 starts a run of its own, but this is process 1 of 2 of Slurm, each of which would. Remedy: leave --processes out, as "
-        "Slurm starts all processes; or say with --coordinator, --process-count and --process-id which of the run's processes these are."
+        "LaunchError: --processes 2 starts a run of its own, but this is process 1 of 2 of Slurm, each of which "
+        "would. Remedy: leave --processes out, as Slurm starts all processes; or say with --coordinator, "
+        "--process-count and --process-id which of the run's processes these are."
     )
     monkeypatch.delenv("SLURM_PROCID")
     assert refused().startswith(
-        "LaunchError: Slurm: SLURM_NTASKS is 2, but SLURM_PROCID is not set, so this process cannot tell which one it is."
+        "LaunchError: Slurm: SLURM_NTASKS is 2, but SLURM_PROCID is not set, so this process cannot tell which "
+        "one it is."
     )
 
 
 def test_ray_that_is_not_installed_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert refused("--processes", "2", "--ray", data={**RUN["data"], "batch": 8}) == (
-        "MissingExtraError: starting processes on a Ray cluster needs the package 'ray', which is not installed. Remedy: pip install 'jaxpar[ray]'."
+        "MissingExtraError: starting processes on a Ray cluster needs the package 'ray', which is not installed. "
+        "Remedy: pip install 'jaxpar[ray]'."
     )
 
 
@@ -102,9 +106,9 @@ def test_the_supervisor_itself_needs_no_jax() -> None:
 def test_one_of_two_is_killed_and_the_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two processes of one device each, each with a supervisor of its own, as on two hosts; the second is lost, and elastic training resumes as one."""
+    """Two processes with a supervisor each, as on two hosts; one is lost, and elastic training resumes as one."""
     assert detect(os.environ) is None
-    # What is tested is not the compiler.
+    # The test does not depend on compiler optimizations.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     output, file = tmp_path / "run", tmp_path / "run.yaml"
     changes = {
@@ -126,7 +130,7 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
                 continue
             if str(file).encode() in words and words[-3:-1] == [b"--process-id", b"1"]:
                 os.kill(pid, signal.SIGKILL)
-        # The run that goes on is asked to end as soon as it has taken a step.
+        # After more than 20 further steps, the remaining run receives SIGINT.
         at = steps_in(output / "checkpoints")[-1]
         while (steps_in(output / "checkpoints") or [0])[-1] <= at + 20:
             if ended.wait(0.05):
@@ -151,7 +155,7 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     assert status == 0, (screen, logs)
     found = re.search(r"^process 1 of 2 was killed by SIGKILL after step (\d+)$", screen, re.MULTILINE)
     assert found is not None, (screen, logs)
-    assert other.returncode == 0 and found[0] in there.splitlines(), there  # named on both hosts
+    assert other.returncode == 0 and found[0] in there.splitlines(), there  # reported on both hosts
     again = re.search(r"^restart 1 of 1 in 0 s: 1 process from step (\d+)$", screen, re.MULTILINE)
     assert again is not None and 10 <= int(again[1]) <= int(found[1])
     assert "data 2 = 2 devices (cpu)" in screen and f"resumed from step {again[1]} of {output}/checkpoints" in screen
@@ -159,6 +163,6 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     assert re.search(r"^done after 1 restart in \d+ s, 2 processes became 1:$", screen, re.MULTILINE)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = [record["step"] for record in records if "loss" in record]
-    assert losses == list(range(1, losses[-1] + 1)) and losses[-1] > int(found[1])  # no step twice, none left out
+    assert losses == list(range(1, losses[-1] + 1)) and losses[-1] > int(found[1])  # no step twice, none missing
     assert check(output / "checkpoints" / str(losses[-1])).step == losses[-1]
     assert "process 1 of 2, coordinator 127.0.0.1:" in logs["process-1.log"]

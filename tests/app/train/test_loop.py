@@ -1,4 +1,4 @@
-"""``jaxpar train`` end to end, on a model small enough for a test: files, numbers, Ctrl-C, errors."""
+"""Tests ``jaxpar train`` end to end on a small model: files, numbers, Ctrl-C, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """The configuration of a quick run that writes below ``tmp_path / "out"``."""
+    """The configuration of a short run that writes below ``tmp_path / "out"``."""
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / "out")}))
     return file
@@ -84,8 +84,8 @@ def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: py
     skipped = [line for line in captured.out.splitlines() if "skipped" in line]
     assert len(skipped) == 2
     assert skipped[0] == (
-        "step 2 skipped: not finite, first in the gradient of blocks/attention/k and of 9 more; every activation and the loss "
-        "are finite"
+        "step 2 skipped: not finite, first in the gradient of blocks/attention/k and of 9 more; every activation and "
+        "the loss are finite"
     )
     assert "2 steps in a row, up to step 3, were not finite, first in" in captured.err
     assert (
@@ -108,7 +108,7 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
     moments = config.parent / "moments"
     setting = f"parallel.offload={{optimizer: disk, path: {moments}, min_bytes: 0}}"
     job = make_job(load_run(config, [setting]))
-    # The run's own model would take half a minute to compile.
+    # The model of the configuration would take half a minute to compile.
     small = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
     job = replace(job, make_model=small, loss_fn=lambda model, x: ((x @ model["w"]) ** 2).mean())
     layout, x = job.layout(), jp.shard_array(job.layout(), np.ones((8, 16), np.float32), "batch", "embed")
@@ -123,8 +123,9 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
     }
     assert main(["verify", str(config), "--set", setting]) == 1
     assert capsys.readouterr().err == (
-        "ConfigError: verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: --set "
-        "parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same.\n"
+        "ConfigError: verify: the optimizer's state is on disk, but verify runs two steps of the same run side by "
+        "side. Remedy: --set parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the "
+        "same.\n"
     )
 
 
@@ -141,7 +142,10 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
         ),
         (
             "optimizer.options.weight_decy=0.1",
-            "ConfigError: optimizer: adamw has no option 'weight_decy'. Did you mean 'weight_decay'? Its options are: b1, b2, eps, ",
+            (
+                "ConfigError: optimizer: adamw has no option 'weight_decy'. Did you mean 'weight_decay'? Its options "
+                "are: b1, b2, eps, "
+            ),
         ),
         ("model.family=lama", "ConfigError: model: family is 'lama'. Did you mean 'llama'? The families are: llama."),
         ("model.preset=8b", "ConfigError: llama: unknown preset '8b'. Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."),

@@ -1,4 +1,4 @@
-"""A run that stops and goes on ends byte for byte as one that never stopped; and what keeps it from going on is said."""
+"""A run that stops and resumes ends byte for byte as an uninterrupted one; errors name what prevents a resume."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ RUN: dict[str, Any] = {
 
 
 def write(folder: Path, name: str, **changes: Any) -> Path:
-    """The configuration of a run that keeps its checkpoints below ``folder / name``."""
+    """Writes the configuration of a run that keeps its checkpoints below ``folder / name``."""
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump({**RUN, "output": str(folder / name), **changes}))
     return file
 
 
 def sums(folder: Path, step: int) -> dict[str, Any]:
-    """The checksums of all values of a step, each byte of which is looked at."""
+    """Returns the checksums of all values of a step, after a check of every byte."""
     return {
         path: (tensor.dtype, tensor.shape, tensor.sums) for path, tensor in check(folder / str(step)).tensors.items()
     }
@@ -60,7 +60,7 @@ def sums(folder: Path, step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a run that was never stopped."""
+    """The checkpoints of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert main(["train", str(write(folder, "whole"))]) == 0
     assert steps_in(folder / "whole/checkpoints") == [2, 4, 6]
@@ -72,7 +72,7 @@ def job_of(file: Path, *changes: str) -> Job:
 
 
 def saver(file: Path, *changes: str) -> Saver:
-    """What a run has for its checkpoints."""
+    """Returns the object through which a run saves and restores."""
     job = job_of(file, *changes)
     return Saver(job, job.layout(), Console(file=io.StringIO()))
 
@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
 def test_a_signal_in_the_compile_ends_the_run_at_once(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes: tests/app/test_preemption.py."""
+    """For two processes, see tests/app/test_preemption.py."""
     config, folder, over, screen = write(tmp_path, "run"), tmp_path / "run", threading.Event(), io.StringIO()
     shutil.copytree(whole, folder / "checkpoints")
     shutil.copy(whole.parent / "metrics.jsonl", folder)
@@ -129,14 +129,14 @@ def test_a_signal_in_the_compile_ends_the_run_at_once(
 
 
 def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:
-    """And the folder keeps the best, also after a restart: test_retention_the_best_steps in tests/checkpoint/test_checkpoint.py."""
+    """test_retention_the_best_steps in tests/checkpoint/test_checkpoint.py tests which steps the folder keeps."""
     lines = [json.loads(line) for line in (whole.parent / "metrics.jsonl").read_text().splitlines()]
     known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
     assert [check(whole / str(step)).metadata.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
     config = write(tmp_path, "run")
     never = (
-        "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before step 6 has none. "
-        "Remedy: every: 4, or metric: loss."
+        "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before "
+        "step 6 has none. Remedy: save_interval_steps: 4, or metric: loss."
     )
     none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
     for change, text in (("checkpoint.save_interval_steps=5", never), ("checkpoint.best.keep=0", none)):
@@ -180,14 +180,16 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
         return str(error.value)
 
     assert refused(CheckpointError, "checkpoint.resume=required") == (
-        f"checkpoint: resume is required, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the run to go on with, or resume: auto."
+        f"checkpoint: resume is required, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the "
+        f"run to go on with, or resume: auto."
     )
     assert refused(ConfigError, at, "checkpoint.resume=never") == (
-        f"checkpoint: resume is never, but {copy} holds steps [2, 4, 6] of another run. Remedy: another directory, or resume: auto."
+        f"checkpoint: resume is never, but {copy} holds steps [2, 4, 6] of another run. Remedy: another "
+        f"directory, or resume: auto."
     )
     assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
     assert refused(ConfigError, "checkpoint.save_interval_minutes=1").startswith(
-        "checkpoint: every and minutes both say when to save."
+        "checkpoint: save_interval_steps and save_interval_minutes both say when to save."
     )
     assert refused(ConfigError, "checkpoint.keep=0") == "checkpoint: keep is 0, but a number above 0 is wanted."
     other = refused(CheckpointError, at, "model.mlp=40")
@@ -229,7 +231,7 @@ def test_every_step_and_checkpoint_can_be_looked_at(
 
 
 def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:
-    """Fifty steps after a checkpoint; a Llama's, in processes with so many devices, in benchmarks/elastic.py."""
+    """Fifty steps after a checkpoint; benchmarks/elastic.py tests a Llama in processes with that many devices."""
 
     def go(layout: jp.Layout, state: Any, stream: Any, steps: int) -> tuple[Any, list[float], list[bytes]]:
         step, losses, seen = jp.train_step(layout, mlp.loss), list[Any](), list[bytes]()

@@ -1,4 +1,4 @@
-"""A run that goes back to a checkpoint equals one that never saw the batches since; SIGTERM ends it in order."""
+"""A run that rolls back equals a run that never saw the skipped batches; SIGTERM ends a run after its step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RUN: dict[str, Any] = {
 
 
 class Kept(StepPrograms):
-    """An engine that compiles once, whoever asks: the same job runs twice in most of these tests."""
+    """Programs that compile only once, because most tests run the same job twice."""
 
     def compile(self, *arguments: Any) -> None:
         if not hasattr(self, "step"):
@@ -49,7 +49,7 @@ class Kept(StepPrograms):
 
 
 class Stream:
-    """A run's batches, numbered from 1 wherever it begins: those in ``bad`` are marked, those in ``dropped`` never come."""
+    """A run's batches, numbered from 1: batches in ``bad`` are marked, and batches in ``dropped`` never come."""
 
     def __init__(self, bad: Collection[int], dropped: Collection[int], *arguments: Any, **options: Any):
         fresh = batches(*arguments, **options)
@@ -73,7 +73,7 @@ class Stream:
 
 
 def marked(batch: Any, bad: float) -> jax.Array:
-    """What the loss is multiplied by."""
+    """Returns the factor of the loss."""
     return jnp.where(jnp.any(batch["tokens"] < 0), bad, 1.0)
 
 
@@ -82,7 +82,7 @@ def inputs(batch: Any) -> jax.Array:
 
 
 def plain(job: Job, bad: float) -> Job:
-    """The job with a model of one matrix."""
+    """Returns the job with a model of one matrix."""
     make = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
     loss = lambda model, batch: jnp.mean((inputs(batch) @ model["w"] - 1) ** 2) * marked(batch, bad)
     return replace(job, make_model=make, loss_fn=loss)
@@ -97,7 +97,7 @@ def spiky(job: Job) -> Job:
 
 
 def staged(name: Any, job: Job) -> Job:
-    """The job with a model of two matrices, for a pipeline of two stages that is not emptied between steps."""
+    """Returns the job with a model of two matrices and an asynchronous pipeline of two stages."""
     make = lambda key: {"blocks": jp.tag(jax.random.normal(key, (2, 16, 16)) / 4, "layers", "embed", "embed_out")}
     loss = jp.PipelineLoss(
         "blocks",
@@ -121,7 +121,7 @@ STAGED = {name: functools.partial(staged, name) for name in ("pipedream_2bw", "p
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a job by a name, with some bad batches and some that never come; returns the folder, what it printed, and its summary."""
+    """Runs a job with some bad and some dropped batches; returns the folder, the printed text and the summary."""
     jobs: dict[Any, Job] = {}
     engines: dict[Any, StepPrograms] = {}
 
@@ -135,7 +135,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         job = replace(jobs[key], config=replace(jobs[key].config, output=str(tmp_path / name)))
         monkeypatch.setattr(loop, "batches", lambda *a, **o: Stream(bad, dropped, *a, **o))
         if not any("disk" in setting for setting in settings):
-            monkeypatch.setattr(loop, "Engine", lambda job, layout: engines.setdefault(key, Kept(job, layout)))
+            monkeypatch.setattr(loop, "StepPrograms", lambda job, layout: engines.setdefault(key, Kept(job, layout)))
         summary = loop.train(job, Console(file=screen, width=300, highlight=False))
         return tmp_path / name, screen.getvalue(), summary
 
@@ -147,7 +147,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def state(folder: Path, step: int) -> Any:
-    """The checksums of all values of a step, and its position in the data."""
+    """Returns the checksums of all values of a step, and its position in the data."""
     found = check(folder / "checkpoints" / str(step))
     return {path: (t.dtype, t.shape, t.sums) for path, t in found.tensors.items()}, found.about["position"]
 
@@ -177,12 +177,12 @@ def test_a_spike_under_a_loss_scale_is_undone_and_a_resume_is_the_same(ran: Any,
     )
     folder, screen, summary = ran("spike", spiky, *settings, bad={6, 11})
     never, _, expected = ran("never", spiky, *settings, dropped={5, 6, 11})
-    # Step 6 is to be saved, but not while it is bad; batch 11 comes in step 9, right after step 8 was saved.
+    # Step 6 is due for a checkpoint, but it is bad. Batch 11 comes in step 9, right after the checkpoint of step 8.
     assert "step 6 is a spike: its loss is " in screen and "Batches 5 to 6 are passed over." in screen
     assert "step 9 is a spike: its loss is " in screen and "Batches 11 to 11 are passed over." in screen
     assert summary.rollbacks == 2 and summary.passed == [[5, 6], [11, 11]] and summary.losses == expected.losses
     assert state(folder, 10) == state(never, 10) and "scale/scale" in state(folder, 10)[0]
-    # The checkpoint that it went back to knows, and so does a run that goes on from one before.
+    # The checkpoint after the rollback stores what was skipped, so a run that resumes from an older one skips it too.
     assert check(folder / "checkpoints/8").about["passed"] == [[5, 6], [11, 11]]
     for step in (8, 10):
         shutil.move(folder / f"checkpoints/{step}", tmp_path / f"{step}")
@@ -208,8 +208,8 @@ def test_the_optimizer_on_disk_goes_back_too(ran: Any, tmp_path: Path) -> None:
     assert found == expected and len(found[2]) == 2
 
 
-# Under 2BW the gradients of batch 6 come to the optimizer in step 7, so what was saved after step 6 has them on their way; under PipeDream the last
-# stage updates with the first of its microbatches in step 6.
+# Under 2BW, the optimizer applies the gradients of batch 6 in step 7, so a checkpoint of step 6 has them in flight.
+# Under PipeDream, the last stage updates with the first of its microbatches in step 6.
 @pytest.mark.parametrize(("name", "seen"), [("pipedream_2bw", 7), ("pipedream", 6)])
 def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ran: Any, name: str, seen: int) -> None:
     settings = ("optimizer.clip_norm=null", "train.max_consecutive_nonfinite=1", "cpu_devices=8")
@@ -225,7 +225,10 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
 
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
     what = "step 5 was not finite, first in the loss; every activation is finite. Nothing of them was kept, and"
-    text = f"{what} the run was rolled back 1 time, as often as train.max_rollbacks=1 allows. Remedy: a smaller optimizer.learning_rate"
+    text = (
+        f"{what} the run was rolled back 1 time, as often as train.max_rollbacks=1 allows. Remedy: a smaller "
+        f"optimizer.learning_rate"
+    )
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
         ran("often", nan, "train.max_consecutive_nonfinite=1", "train.max_rollbacks=1", bad={6, 7})
     text = f"{what.replace('5', '1')} there is no good checkpoint of a step before 1 to roll back to. Remedy: "
@@ -249,7 +252,8 @@ def test_sigterm_ends_a_run_after_its_step_and_says_that_nothing_is_saved(
     folder, screen, summary = ran("stopped", nan, "checkpoint=null")
     assert summary.steps == 3 and summary.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
     assert "stopped by SIGTERM\nnothing was saved, as the run has no checkpoint: key\nsteps             3 in" in screen
-    assert [step for step, _ in summary.evals] == [0] and not (folder / "loss.png").exists()  # in a hurry
+    # SIGTERM skips the final evaluation and the curve.
+    assert [step for step, _ in summary.evals] == [0] and not (folder / "loss.png").exists()
     assert not (folder / "checkpoints").exists()
 
 

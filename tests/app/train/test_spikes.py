@@ -1,4 +1,4 @@
-"""What a run makes of its losses and of its time, without any device: the watch, the account, the exchange's arithmetic, signals."""
+"""Tests a run's handling of losses, time and signals without devices: spikes, goodput, rollbacks and stragglers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxpar.errors import ConfigError
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self, epoch: float = 1000.0):
         self.seconds, self.epoch = 0.0, epoch
@@ -41,7 +41,7 @@ class Clock:
 def test_all_causes_add_up_to_the_wall_time_and_what_is_inside_is_not_counted_twice() -> None:
     clock = Clock()
     account = clock.account()
-    clock.seconds += 1  # other
+    clock.seconds += 1  # counts as "other"
     with account.spend("compile"):
         clock.seconds += 5
     for number, seconds in enumerate((2.0, 3.0, 4.0), 1):
@@ -51,7 +51,7 @@ def test_all_causes_add_up_to_the_wall_time_and_what_is_inside_is_not_counted_tw
                 clock.seconds += 0.25
             clock.seconds += 0.5
         account.count_step(number, seconds, 1.0 if number == 3 else 0.0)
-    assert account.lose(after=2) == 3.0  # its second of waiting for data was data's already
+    assert account.lose(after=2) == 3.0  # The step's data wait of 1 s is already counted under "data".
     with pytest.raises(ZeroDivisionError), account.spend("evaluation"):
         clock.seconds += 7
         raise ZeroDivisionError
@@ -60,9 +60,8 @@ def test_all_causes_add_up_to_the_wall_time_and_what_is_inside_is_not_counted_tw
         "steps": 5.0, "lost": 3.0, "data": 1.0, "compile": 5.0, "checkpoint": 0.75, "evaluation": 7.0, "other": 1.0,
     }  # fmt: skip
     assert account.wall() == clock.seconds == sum(account.spent.values()) == record["wall_seconds"]
-    assert (
-        told(record)
-        == "22.0% of 23 s in steps; evaluation 7.0 s, compile 5.0 s, lost 3.0 s, data 1.0 s, other 1.0 s, checkpoint 0.8 s"
+    assert told(record) == (
+        "22.0% of 23 s in steps; evaluation 7.0 s, compile 5.0 s, lost 3.0 s, data 1.0 s, other 1.0 s, checkpoint 0.8 s"
     )
 
 
@@ -91,18 +90,18 @@ def test_the_account_goes_on_over_a_kill_and_a_rollback() -> None:
     account.lose(3)
     records.append({"step": 4, "rollback_to": 3})
     step(4)
-    clock.seconds += 0.5  # something else; then it is killed, and nothing is told of this
+    clock.seconds += 0.5  # This time is spent elsewhere; then the run is killed before it records it.
     killed = clock.now()
     again = Clock(killed + 20)
     other = again.account()
     again.seconds += 3
     other.take_up(json.loads(json.dumps(records)), 3)
     assert other.began == 1000 and other.wall() == again.now() - 1000
-    # Step 4 lasted 2 s twice: rolled back once, killed once. The pause of 1 s is known by the age of the steps alone.
+    # Step 4 ran for 2 s twice: once rolled back, once killed. Only the ages of the steps reveal the pause of 1 s.
     assert other.spent == dict.fromkeys(CAUSES, 0.0) | {
         "compile": 10.0, "steps": 5.5, "lost": 6.0, "data": 0.5, "restart": 20.5, "other": 4.0,
     }  # fmt: skip
-    assert other.lose(1) == 3.5  # what it did before the kill can still be rolled back
+    assert other.lose(1) == 3.5  # A rollback can still discard steps from before the kill.
 
 
 def test_an_account_of_a_run_without_one_begins_anew() -> None:
@@ -116,7 +115,8 @@ def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
     for loss, skipped, bad in ((1, False, 0), (math.nan, True, 1), (9.0, False, 0), (math.nan, True, 1)):
         watch.see(loss, skipped=skipped)
         assert (watch.bad, watch.trouble) == (bad, None)
-    watch.see(math.nan, skipped=True, searching=True)  # finds the loss scale: neither good nor bad
+    # A step that searches for the loss scale is neither good nor bad.
+    watch.see(math.nan, skipped=True, searching=True)
     assert (watch.skipped, watch.bad) == (0, 0)
     again = LossWatch(2)
     watch.see(math.nan, skipped=True)
@@ -129,15 +129,15 @@ def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
 def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> None:
     watch = LossWatch(3, SpikeConfig(sigmas=6.0, window=4, patience=2))
     for loss in (5.0, 30.0, 2.0, 2.1):
-        watch.see(loss)  # nothing to judge by yet
+        watch.see(loss)  # too few losses to judge by
     assert watch.bad == 0
     for loss in (1.9, 2.0, 2.1, 2.0):
         watch.see(loss)
-    # Median 2.0, deviations 0.1, 0, 0.1, 0 of median 0.05: sigma is 0.0741.
+    # The median is 2.0. The deviations 0.1, 0, 0.1, 0 have the median 0.05, so sigma is 0.0741.
     watch.see(2.4)
     assert watch.bad == 0 and math.isclose(watch.bound, 2.0 + 6 * 1.4826 * 0.05)
     watch.see(2.5)
-    watch.see(math.nan, skipped=True)  # no spike, but it does not end a row of them
+    watch.see(math.nan, skipped=True)  # This is no spike, but it does not end a row of spikes.
     assert (watch.bad, watch.high, watch.trouble) == (2, 1, None)
     watch.see(math.inf)
     assert (watch.bad, watch.trouble) == (3, "spike")
@@ -150,7 +150,7 @@ def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> 
 
 def test_a_loss_that_does_not_move_and_one_that_is_nan_are_judged_too() -> None:
     watch = LossWatch(3, SpikeConfig(window=3, patience=1))
-    watch.see(math.nan)  # where skip_nonfinite is false
+    watch.see(math.nan)  # as with skip_nonfinite=False
     assert watch.trouble == "spike"
     for _ in range(3):
         watch.see(1.0)
@@ -165,10 +165,10 @@ def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
     passed = Passed()
     assert passed.roll_back(12, 10, {}) == (11, 12)
     saved = json.loads(json.dumps(passed.state()))
-    # Steps 11 to 20 had batches 13 to 22; a checkpoint of step 15 (batch 17) was made in between.
+    # Steps 11 to 20 used batches 13 to 22. The checkpoint of step 15 (batch 17) was saved in between.
     assert passed.roll_back(20, 15, saved) == (18, 22)
     assert passed.state() == {"passed": [[11, 12], [18, 22]], "rollbacks": 2} and passed.count == 7
-    # Step 16 had batch 23; that of step 15 is damaged, and 5 is the newest good one: all since is passed over.
+    # Step 16 used batch 23. Checkpoint 15 is damaged, so the run returns to 5 and skips every batch since then.
     assert passed.roll_back(16, 5, {}) == (6, 23)
     assert passed.state() == {"passed": [[6, 23]], "rollbacks": 3}
 
@@ -178,18 +178,21 @@ def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
     [
         (
             "skipped", 0, False,
-            ("X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a smaller optimizer.learning_rate or a "
-            "clip_norm; train.max_consecutive_nonfinite=1 allows more of them; checkpoint: {save_interval_steps: 100}, to go back and pass over these batches."),
+            ("X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a "
+             "smaller optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=1 allows more of them; "
+             "checkpoint: {save_interval_steps: 100}, to go back and pass over these batches."),
         ),
         (
             "skipped", 3, True,
-            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.max_rollbacks=3 allows. Remedy: a smaller "
-            "optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=1 allows more of them."),
+            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.max_rollbacks=3 "
+             "allows. Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=1 "
+             "allows more of them."),
         ),
         (
             "spike", 1, True,
-            ("X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: a smaller "
-            "optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a smaller checkpoint.save_interval_steps."),
+            ("X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: "
+             "a smaller optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a "
+             "smaller checkpoint.save_interval_steps."),
         ),
     ],
 )  # fmt: skip
@@ -205,7 +208,7 @@ def test_why_a_run_cannot_go_back_is_said(trouble: str, rollbacks: int, checkpoi
 
 def test_a_process_is_slow_where_its_own_time_counts() -> None:
     assert slow([0.01, 0.012, 0.5, 0.011], 0.6, 2.0) == [2]
-    assert slow([0.0, 0.003], 0.1, 2.0) == []  # much more than nothing is still not much
+    assert slow([0.0, 0.003], 0.1, 2.0) == []  # Far more than nothing can still be little.
     watch = Stragglers(StragglerConfig(factor=2.0, every=4))
     two = [
         ProcessStatus(steps=2, own=0.02, waited=1.0, seconds=1.2),
@@ -213,7 +216,7 @@ def test_a_process_is_slow_where_its_own_time_counts() -> None:
     ]
     assert watch.add(two) is None and watch.add(two) == [1]
     assert (watch.own, watch.waited) == ([0.01, 0.5], [0.5, 0.05])
-    assert watch.add(two) is None  # counted anew
+    assert watch.add(two) is None  # The counts start again.
     assert Stragglers(StragglerConfig(every=1)).add(two[:1]) is None
 
 
@@ -227,7 +230,7 @@ def test_the_second_signal_is_as_if_nobody_listened() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, by way of a launcher
+        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, forwarded by a launcher
         assert stop.asked == signal.SIGINT and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         stop._when -= 1
         with pytest.raises(KeyboardInterrupt):
@@ -240,7 +243,7 @@ def test_a_signal_that_comes_after_the_end_that_others_asked_for_spoils_nothing(
     try:
         with Stop() as stop:
             stop.late = True
-        os.kill(os.getpid(), signal.SIGTERM)  # which would end this process
+        os.kill(os.getpid(), signal.SIGTERM)  # Without the handler, this would end the process.
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -263,7 +266,8 @@ def test_outside_of_the_main_thread_no_handler_is_set() -> None:
     ("setting", "text"),
     [
         ("train.max_rollbacks=-1", "train.max_rollbacks is -1, but 0 or more is wanted."),
-        ("train.spike={sigmas: 3, factor: 2}", "train.spike.sigmas=3 and train.spike.factor=2 both say what a spike is. Remedy: leave one out."),
+        ("train.spike={sigmas: 3, factor: 2}",
+         "train.spike.sigmas=3 and train.spike.factor=2 both say what a spike is. Remedy: leave one out."),
         ("train.spike={factor: 1}", "train.spike.factor is 1, but a number above 1 is wanted."),
         ("train.spike={sigmas: 0}", "train.spike.sigmas is 0, but a number above 0 is wanted."),
         ("train.spike={window: 1}", "train.spike.window is 1, but a number above 1 is wanted."),

@@ -1,4 +1,4 @@
-"""Attention under layouts: dense against a plain reference, the TPU kernel in its interpreter, and who takes which."""
+"""Attention under layouts: dense against a reference, the TPU kernel's interpreter, and which implementation runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int) -> tu
 
 
 def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, head by head."""
+    """Plain causal attention."""
     group, seq = q.shape[2] // k.shape[2], q.shape[1]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[3])
@@ -36,7 +36,7 @@ def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def largest_gap(f: Any, *x: np.ndarray) -> float:
-    """Of values and gradients of ``f`` to the reference, relative to each array's largest entry; NaN is infinitely far."""
+    """The largest relative difference of ``f`` to the reference, in values and gradients; NaN counts as infinite."""
     weight = np.random.default_rng(1).normal(size=x[0].shape).astype(np.float32)
     with jax.default_matmul_precision("highest"):
         got, want = (
@@ -81,7 +81,7 @@ def test_dense_equals_the_reference_in_every_layout(sizes: dict[str, int], kv_he
 
 
 def program(topology: str, spec: jp.MeshSpec, kv_heads: int = 4, **options: Any) -> str:
-    """What is traced for a topology."""
+    """The jaxpr of attention for a topology."""
     layout = jp.Layout(spec.on(topology), RULES)
     shapes = [jax.ShapeDtypeStruct((8, 256, n, 128), jnp.bfloat16) for n in (4, kv_heads, kv_heads)]
     with layout:
@@ -101,7 +101,7 @@ def test_on_a_gpu_each_device_runs_the_kernel_on_its_heads() -> None:
 
 
 def test_ulysses_exchanges_its_result_once() -> None:
-    """Forward queries, keys, values and the result; for the gradient the first three again, its gradient, and theirs, but not the result."""
+    """The backward pass exchanges queries, keys and values again and all gradients, but not the result."""
     rule = jp.RematPolicy("save_attention").rule(["attention"])
     with jp.Layout(jp.MeshSpec(context=4, data=2).on("v5e:2x4"), RULES):
         block = jax.checkpoint(lambda *x: attention(*x, impl="ulysses"), policy=rule)
@@ -113,7 +113,7 @@ def test_ulysses_exchanges_its_result_once() -> None:
 
 
 def test_fewer_key_heads_than_shards_are_repeated() -> None:
-    """Two key heads over four devices: each device needs the one that its query head belongs to."""
+    """With two key heads over four devices, each device needs the key head of its query head."""
     text = program("v5e:2x4", jp.MeshSpec(data=2, model=4), kv_heads=2)
     assert "splash_mha_fwd" in text and "bf16[8,256,2,2,128]" in text
 
@@ -124,8 +124,8 @@ def test_fewer_key_heads_than_shards_are_repeated() -> None:
         (
             jp.MeshSpec(context=4, data=2),
             (
-                "it wants the sequence whole, but the layout splits it over 'context'. Remedy: impl='auto', or one for a split sequence: "
-                "'ring', 'ulysses', 'gather'."
+                "it wants the sequence whole, but the layout splits it over 'context'. Remedy: impl='auto', or one "
+                "for a split sequence: 'ring', 'ulysses', 'gather'."
             ),
         ),
         (
@@ -136,7 +136,7 @@ def test_fewer_key_heads_than_shards_are_repeated() -> None:
     ids=["sequence", "head dim"],
 )
 def test_what_flash_cannot_do_something_else_does(spec: jp.MeshSpec, text: str) -> None:
-    # Heads are exchanged for the sequence, and the kernel has it whole; nothing is exchanged for the head dim.
+    # Ulysses exchanges heads for the sequence, so the kernel gets the full sequence. The head dim has no such exchange.
     assert ("splash" in program("v5e:2x4", spec, kv_heads=2)) is (spec.context > 1)
     with pytest.raises(LayoutError, match=f"^{re.escape(f"attention(impl='flash'): {text}")}"):
         program("v5e:2x4", spec, impl="flash")
@@ -162,7 +162,7 @@ def test_double_precision_stays_it() -> None:
     [
         # 1,024 positions are 2 × 2 blocks of 512, of which 3 are visited: 2 · B · H · 3 · 512² · D.
         ("v5e:2x4", [3 * 512 * 512]),
-        # Forward 8 × 8 blocks of 128, of which 36 are; in the gradient 32 × 32 of 32, of which 528 are.
+        # Forward: 36 of 8 × 8 blocks of 128. Gradient: 528 of 32 × 32 blocks of 32.
         ("h100:8", [36 * 128 * 128, 528 * 32 * 32]),
     ],
 )
@@ -176,7 +176,7 @@ def test_the_kernels_state_the_flops_of_the_blocks_they_visit(topology: str, sta
 
 
 def test_a_devices_tokens_need_not_be_whole_blocks() -> None:
-    """Seven tokens each in blocks of four: what fills up the first device's must not be taken for the second's."""
+    """With seven tokens per device in blocks of four, the first device's padding is not taken for the second's."""
     q, k, v = inputs(1, 14, 2, 1, 4)
     bias = np.random.default_rng(2).normal(size=(1, 2, 14, 14)).astype(np.float32)
     ids = np.array([[0] * 5 + [1] * 7 + [-1] * 2])

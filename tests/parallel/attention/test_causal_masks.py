@@ -1,4 +1,4 @@
-"""A mask is causal unless it says ``causal=False``: a later token never changes an earlier result."""
+"""A mask is causal unless it sets ``causal=False``: a later token never changes an earlier result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSAID: dict[str, Any] = {
     "function": {"mask": WHERE},
     "window, chunk, where": {"mask": jp.Mask(window=9, chunk=16, where=WHERE)},
 }
-"""All that can be given without ``causal=False`` and without a prefix."""
+"""Arguments of attention that neither set ``causal=False`` nor give a prefix."""
 
 
 @given(masks(st.integers(1, 9), st.none() | st.just(WHERE)))
@@ -44,7 +44,10 @@ def test_only_an_explicitly_bidirectional_mask_or_a_prefix_shows_later_keys(mask
 @given(st.integers(1, 9), st.none() | st.integers(0, 9))
 def test_what_is_left_out_is_causal(size: int, prefix: int | None) -> None:
     for words in ({}, {"window": size}, {"window": (size, 0)}, {"chunk": size}, {"where": WHERE}):
-        mask, said = jp.Mask(**words, prefix=prefix), jp.Mask(causal=True, **words, prefix=prefix)  # type: ignore[arg-type]
+        mask, said = (
+            jp.Mask(**words, prefix=prefix),  # type: ignore[arg-type]
+            jp.Mask(causal=True, **words, prefix=prefix),  # type: ignore[arg-type]
+        )
         assert mask == said and hash(mask) == hash(said) and mask.causal is True
         assert replace(mask, prefix=3) == replace(said, prefix=3)
         assert replace(mask, causal=False).causal is False
@@ -54,7 +57,7 @@ def test_what_is_left_out_is_causal(size: int, prefix: int | None) -> None:
 
 
 def changed_later(x: list[np.ndarray], token: int) -> list[np.ndarray]:
-    """The same arrays with other queries, keys and values from ``token`` on."""
+    """The arrays with other queries, keys and values from ``token`` on."""
     return [np.concatenate([a[:, :token], 5 - 3 * a[:, token:]], 1) for a in x]
 
 
@@ -103,8 +106,8 @@ def test_a_prefix_shows_its_own_tokens_to_each_other_and_no_others(impl: str) ->
 )
 def test_a_causal_mask_drops_no_tokens_behind(words: dict[str, Any], remedy: tuple[Any, Any]) -> None:
     text = (
-        f"mask: window is {remedy!r}, which shows tokens behind the query, but the mask is causal. Remedy: causal=False for a mask of two sides, "
-        f"or window=({remedy[0]}, 0) for a causal one."
+        f"mask: window is {remedy!r}, which shows tokens behind the query, but the mask is causal. Remedy: "
+        f"causal=False for a mask of two sides, or window=({remedy[0]}, 0) for a causal one."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         jp.Mask(**words)

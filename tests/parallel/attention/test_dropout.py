@@ -1,4 +1,4 @@
-"""Attention dropout: one key drops the same weights in every layout, however rows, heads, tokens and layers are split or cut."""
+"""Attention dropout: one key drops the same weights however rows, heads, tokens and layers are split."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def stepped(layout: jp.Layout, loss: Any = LOSS, tx: Any = None, **options: Any)
 @pytest.fixture(scope="module")
 def one_device() -> tuple[float, Any]:
     found, (bare, _) = stepped(on({"data": 1})), stepped(on({"data": 1}), using(impl="dense", key=jax.random.key(8)))
-    assert abs(found[0] - bare) > 1e-2 * abs(bare)  # another key is another loss
+    assert abs(found[0] - bare) > 1e-2 * abs(bare)  # another key gives another loss
     return found
 
 
@@ -144,16 +144,23 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
     "ulysses, microbatches 2": plain({"ulysses": 2, "data": 2}, loss=using(impl="ulysses"), grad_accum_steps=2),
     "ZeRO 1, gather": zero(1, {"context": 2, "data": 2}, loss=using(impl="gather")),
     "1f1b": piped("1f1b", {"pipeline": 2, "data": 2}),
-    "1f1b, flash, before each": piped("1f1b", {"pipeline": 2, "data": 2}, embedding="per_microbatch") ,
+    "1f1b, flash, before each": piped("1f1b", {"pipeline": 2, "data": 2}, embedding="per_microbatch"),
     "gpipe, residuals, model 2": piped("gpipe", {"pipeline": 2, "model": 2}, 4, activation_checkpointing="none"),
-    "zb_h1, divergent": piped("zb_h1", {"pipeline": 2, "data": 2}, activation_checkpointing="none", executor="independent"),
+    "zb_h1, divergent": piped(
+        "zb_h1", {"pipeline": 2, "data": 2}, activation_checkpointing="none", executor="independent"
+    ),
     "chunks of sequences": piped("seq1f1b", {"pipeline": 2, "data": 2}, sequence_chunks=2),
     "1f1b, ring": piped("1f1b", {"pipeline": 2, "context": 2, "data": 2}, loss=using(impl="local")),
-    "two copies": plain({"data": 2, "context": 2}, loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer))),
-    "two copies, ZeRO 1": zero(
-        1, {"data": 2, "context": 2}, loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer))
+    "two copies": plain(
+        {"data": 2, "context": 2},
+        loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer)),
     ),
-}  # fmt: skip
+    "two copies, ZeRO 1": zero(
+        1,
+        {"data": 2, "context": 2},
+        loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,7 +176,7 @@ def of_rows(block: Any, x: jax.Array, side: Any, keys: jax.Array) -> jax.Array:
 
 
 KEYED = dataclasses.replace(LOSS, layer=of_rows, keys=True, chunked_layer=None)
-"""A key for each row, step and layer."""
+"""Uses a key for each row, step and layer."""
 
 
 @pytest.mark.parametrize("name", ["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, divergent"])
@@ -186,7 +193,7 @@ def norm_of(grads: Any) -> float:
 
 @pytest.mark.parametrize("name", ["pipedream_2bw", "pipedream"])
 def test_an_asynchronous_pipeline_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
-    """At a rate of 0 every call has the same loss, whatever version of the weights it is of."""
+    """At a learning rate of 0, every call has the same loss, whatever the version of the weights."""
     layout = on({"pipeline": 2, "data": 2})
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make_model, optax.sgd(0.0))
@@ -221,16 +228,26 @@ def arrays(seed: int) -> tuple[jax.Array, ...]:
 # mesh, spec of queries, keys and values, whether a layout is ambient, options
 LOCAL: dict[str, tuple[dict[str, int], P, bool, dict[str, Any]]] = {
     "data": ({"data": 4}, P("data"), False, {"impl": "flash", "axis": ()}),
-    "data and model, with a layout": ({"data": 2, "model": 2}, P("data", None, "model"), True, {"impl": "flash", "axis": ()}),
+    "data and model, with a layout": (
+        {"data": 2, "model": 2},
+        P("data", None, "model"),
+        True,
+        {"impl": "flash", "axis": ()},
+    ),
     "ring beside data": ({"data": 2, "context": 2}, P("data", "context"), False, {"impl": "ring"}),
-    "ulysses beside replica": ({"replica": 2, "ulysses": 2}, P("replica", "ulysses"), True, {"impl": "ulysses", "axis": "ulysses"}),
+    "ulysses beside replica": (
+        {"replica": 2, "ulysses": 2},
+        P("replica", "ulysses"),
+        True,
+        {"impl": "ulysses", "axis": "ulysses"},
+    ),
     "named": (
         {"expert": 2, "context": 2, "model": 2},
         P("context", "expert", "model"),
         True,
         {"impl": "ring_self_attention", "axis": "expert", "batch_axis": "context", "q_heads_axis": "model"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["kept count of", "unchecked"])
@@ -248,7 +265,7 @@ def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> 
 
 
 class Attention(nnx.Module):
-    """One whose heads are those of one device where branches are woven."""
+    """Attention split into two functions, as a branch of ``jp.interleave_batches`` needs it."""
 
     def __init__(self, rngs: nnx.Rngs):
         draw = lambda shape, *dims: nnx.Param(rngs.normal(shape) / 3, logical_dims=dims)
@@ -277,7 +294,7 @@ def test_woven_branches_drop_the_same_weights(sizes: dict[str, int]) -> None:
 
 
 def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
-    """Along an axis that splits nothing; jax keeps count of it, and so the result is the same on all devices."""
+    """Along an axis that shards nothing, where JAX checks that the result is replicated."""
     layout = on({"data": 2, "model": 2})
     local = lambda *x: jp.attention_local(*x, impl="flash", axis=(), dropout=0.3, key=KEY)
     with jax.set_mesh(layout.mesh):
@@ -288,7 +305,7 @@ def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
 
 
 def test_several_sequences_of_a_row_are_counted_with_it() -> None:
-    """Windows of tokens as sequences of their own, those of a row one behind the other."""
+    """Windows of tokens are separate sequences; those of one row follow one another."""
 
     def windows(block: Any, x: jax.Array, side: Any) -> jax.Array:
         cut = x.reshape(-1, SEQ // 2, EMBED)
@@ -311,8 +328,9 @@ def test_an_axis_of_which_nothing_is_known_is_named() -> None:
         with pytest.raises(ConfigError) as error:
             jax.eval_shape(jax.shard_map(local, in_specs=spec, out_specs=spec), *arrays(0))
         assert str(error.value) == (
-            "attention: dropout counts the sequences and heads of all devices, but nothing says what the manual axes 'ulysses' split, so devices along "
-            "them would drop the same weights. Remedy: batch_axis=... and q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
+            "attention: dropout counts the sequences and heads of all devices, but nothing says what the manual axes "
+            "'ulysses' split, so devices along them would drop the same weights. Remedy: batch_axis=... and "
+            "q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
         )
         named = functools.partial(local, batch_axis=("data", "ulysses"), q_heads_axis=())
         jax.eval_shape(jax.shard_map(named, in_specs=spec, out_specs=spec), *arrays(0))
@@ -327,9 +345,10 @@ def test_sequences_that_are_not_the_rows_are_named() -> None:
     with pytest.raises(ConfigError) as error:
         stepped(on({"data": 2}), loss, grad_accum_steps=2)
     assert str(error.value) == (
-        "attention: dropout draws for each row of the batch, and 2 rows of it are here (a microbatch's, or a device's), but queries [1, 8, 4, 2] are 1 "
-        "sequences, so nothing says which is whose. Remedy: as many sequences as rows, or a multiple, those of a row one behind the other; or a key for each "
-        "sequence, as key=jax.random.split(key, 1)."
+        "attention: dropout draws for each row of the batch, and 2 rows of it are here (a microbatch's, or a "
+        "device's), but queries [1, 8, 4, 2] are 1 sequences, so nothing says which is whose. Remedy: as many "
+        "sequences as rows, or a multiple, those of a row one behind the other; or a key for each sequence, as "
+        "key=jax.random.split(key, 1)."
     )
 
 
@@ -347,9 +366,10 @@ def test_a_shard_map_within_one_that_cuts_microbatches_is_named() -> None:
     with pytest.raises(ConfigError) as error:
         stepped(on(sizes), loss, grad_accum_steps=2)
     assert str(error.value) == (
-        "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that makes axes manual and cuts the batch "
-        "into microbatches, nothing says which rows are here. Remedy: a key for each sequence, [batch], handed into the shard_map; or grad_reduction='per_microbatch' (ZeRO "
-        "stage 2 or 3), or grad_accum_steps=1."
+        "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that "
+        "makes axes manual and cuts the batch into microbatches, nothing says which rows are here. Remedy: a key for "
+        "each sequence, [batch], handed into the shard_map; or grad_reduction='per_microbatch' (ZeRO stage 2 or 3), "
+        "or grad_accum_steps=1."
     )
 
 
@@ -357,8 +377,8 @@ def test_a_key_of_another_shape_is_named() -> None:
     with on({"data": 1}), pytest.raises(LayoutError) as error:
         jp.attention(*arrays(0), dropout=0.1, key=jax.random.split(KEY, 3))
     assert str(error.value) == (
-        "attention: key has shape [3], but one key, or one for each of 8 sequences, is wanted. Remedy: key=jax.random.key(...), or "
-        "jax.random.split(key, 8)."
+        "attention: key has shape [3], but one key, or one for each of 8 sequences, is wanted. Remedy: "
+        "key=jax.random.key(...), or jax.random.split(key, 8)."
     )
 
 

@@ -1,4 +1,4 @@
-"""The kernels of accelerators, in their interpreter against plain jax; which of them is taken, and what it is told."""
+"""Accelerator kernels: their interpreter against plain JAX, which kernel is selected, and what it receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxpar.parallel.attention.tiled.tpu_pallas import EMPTY, FIRST, LAST, MASKE
 
 RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads="model", kv_heads="model", head_dim=None)
 QUICK = {"xla_backend_optimization_level": 0}
-"""These programs run once."""
+"""These programs run once, so optimizing them does not pay."""
 
 
 def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
@@ -30,13 +30,13 @@ def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
 
 
 def arrays(seq: int, keys: int, dims: tuple[int, int], dtype: Any = np.float32) -> tuple[jax.Array, ...]:
-    """Two sequences, two query heads and one key head."""
+    """Arrays of two sequences, two query heads and one key head."""
     shapes = ((2, seq, 2, dims[0]), (2, keys, 1, dims[0]), (2, keys, 1, dims[1]))
     return tuple(random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
 
 
 def documents(seq: int) -> np.ndarray:
-    """Packed documents; the second sequence is padding from its middle on."""
+    """Packed documents; the second half of the second sequence is padding."""
     ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(2, seq)), axis=1).astype(np.int32)
     ids[1, seq // 2 :] = -1
     return ids
@@ -54,13 +54,13 @@ def both(f: Any, *x: jax.Array) -> list[np.ndarray]:
 
 
 def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """The largest difference, relative to each array's largest entry; NaN is infinitely far."""
+    """The largest difference, relative to each array's largest entry; NaN counts as infinite."""
     gaps = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, want, strict=True)]
     return max(g if np.isfinite(g) else np.inf for g in gaps)
 
 
 def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options: dict[str, Any]) -> list[np.ndarray]:
-    """As :func:`jaxpar.attention_local`, on one device or in a ring of two."""
+    """Compute like :func:`jaxpar.attention_local`, on one device or in a ring of two."""
     rules, beside, offset = read(*x, options)
     ring = ("context",) if keys == "ring" else ()
 
@@ -74,7 +74,7 @@ def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options
         return both(lambda *x: local(*x, ids), *x)
     spec = P(None, "context")
     mesh = jp.MeshSpec(context=2).build(jax.devices()[:2])
-    # The kernel's interpreter keeps no count of the axes over which its own loops differ.
+    # The kernel's interpreter does not track the axes over which its loops vary.
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     return both(lambda *x: mapped(*x, ids), *x)
 
@@ -105,7 +105,7 @@ def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options
 def test_the_kernel_of_tiles_equals_plain_jax(keys: KeySource, x: Any, options: Any, bound: float) -> None:
     got, want = by_tiles("interpret", keys, x, options | {"block": 128}), by_tiles("jax", "here", x, options)
     assert gap(got, want) <= bound
-    if "segment_ids" in options:  # padding gives zeros and takes no gradients
+    if "segment_ids" in options:  # padding gives zeros and receives no gradients
         assert all((leaf[1, 128:] == 0).all() for leaf in got)
 
 
@@ -150,13 +150,13 @@ def test_a_lazy_mask_says_of_blocks_what_all_of_their_scores_say(mask: jp.Mask) 
     for i, j in np.ndindex(8, 8):
         rows, columns = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
         told, seen = lazy[rows, columns], every[rows, columns]
-        # A block said to be whole or empty is; a block that is one of both may be said to be in part.
+        # A block reported as full or empty is so. A block that is full or empty may also be reported as partial.
         assert (told.any() or not seen.any()) and (seen.all() or not told.all())
     assert lazy.visited(4) >= every.sum() and lazy == Lazy(mask, 30, 32) != Lazy(mask, 29, 32)
 
 
 def test_a_long_sequences_mask_is_looked_at_by_blocks() -> None:
-    """All of 131,072² scores would take minutes."""
+    """Evaluating all 131,072² scores would take minutes."""
     lazy = Lazy(jp.Mask(causal=True), 2**17, 2**17)
     assert lazy.visited(512) == 256 * 257 // 2 * 512**2
     assert lazy[0:512, 512:1024].tolist() == [[False, False]] and lazy[512:1024, 0:512].tolist() == [[True, True]]
@@ -175,7 +175,7 @@ def test_tiles_are_listed_by_row_and_by_column(xp: Any) -> None:
 
     assert listed(by_row=True) == [(0, FIRST), (1, LAST | MASKED), (4, FIRST | LAST | MASKED)]
     alone = FIRST | LAST | MASKED
-    # The second row is there, and not computed.
+    # The second row is listed but not computed.
     assert listed(by_row=True, all_of_them=True) == [(0, FIRST), (1, LAST | MASKED), (2, alone | EMPTY), (4, alone)]
     assert listed(by_row=False) == [(0, FIRST), (2, LAST | MASKED), (3, FIRST | LAST | MASKED)]
 
@@ -241,12 +241,12 @@ def traced(spec: jp.MeshSpec, impl: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("impl", ["ring", "gather"])
 def test_on_tpus_a_ring_computes_by_the_kernel(impl: str) -> None:
-    # Zigzag: a device has two halves of 256 queries, and meets 512 keys of each device.
+    # Zigzag: each device has two chunks of 256 queries, and meets 512 keys of each device.
     text = traced(jp.MeshSpec(context=8), impl, order="zigzag").lower(lowering_platforms=("tpu",)).as_text()
     assert "attend_forward" in text and "splash" not in text
     flops = [int(n) for n in re.findall(r"flops\\22:(\d+)", text)]
     tile = 2 * 8 * 256 * 256 * 2 * 64
-    # At home the two halves see themselves in part, and one sees the other; from afar each device computes two tiles.
+    # With its own keys, a device computes two partial tiles and a full one; with another device's keys, two tiles.
     assert flops == ([3 * tile, 2 * tile, 2 * tile] if impl == "ring" else [17 * tile])
 
 

@@ -1,4 +1,4 @@
-"""Who computes how much: counts against every score looked at, tiles against those that attention visits, orders that even it out."""
+"""Load balance of attention: counts of visible scores, counts of visited tiles, and orders that even them out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS = masks(st.integers(1, 9), st.sampled_from([None, lambda q, k: (q + k) % 3
 
 @st.composite
 def packings(draw: st.DrawFn, seq: int, kinds: tuple[str, ...] = ("packed", "mixed")) -> np.ndarray:
-    """Documents of any lengths with padding behind; or tokens of four documents and padding in any order."""
+    """Documents of any lengths followed by padding; or tokens of four documents and padding in any order."""
     if draw(st.sampled_from(kinds)) == "mixed":
         return np.random.default_rng(draw(st.integers(0, 99))).integers(-1, 4, seq)
     ends = sorted(draw(st.lists(st.integers(1, seq), max_size=8)))
@@ -42,7 +42,7 @@ def packings(draw: st.DrawFn, seq: int, kinds: tuple[str, ...] = ("packed", "mix
 
 
 def seen(mask: jp.Mask, at: np.ndarray, segments: np.ndarray | None) -> np.ndarray:
-    """Of every score, whether it is seen; as the tokens lie."""
+    """Whether each score is visible when tokens are in the order ``at``."""
     visible = np.broadcast_to(mask.visible(at[:, None], at[None]), (len(at),) * 2)
     if segments is None:
         return visible
@@ -104,7 +104,7 @@ def test_zigzag_is_even_under_a_causal_mask(seq: int, ways: int) -> None:
 
 def test_contiguous_is_not_and_striped_nearly() -> None:
     ratio = {order: jp.balance(CAUSAL, 4096, 8, order).ratio for order in ORDERS}
-    # In every hop but the first some device has a whole square, and the first has half of one.
+    # In every hop but the first, some device computes a full square. In the first, it computes half of one.
     assert ratio["contiguous"] == pytest.approx(2 - 1 / 8, abs=1e-3)
     assert 1 < ratio["striped"] <= 1.02
     assert jp.balance(CAUSAL, 4096, 8, "contiguous", impl="gather").ratio == pytest.approx(2 - 1 / 8, abs=1e-3)
@@ -116,7 +116,7 @@ def test_rows_of_scores_are_computed_whole_and_groups_share_a_ring() -> None:
     np.testing.assert_array_equal(whole.visible, ring.visible)
     assert (whole.visited == 16 * 16).all() and whole.tile_ratio == 1
     near = jp.balance(jp.Mask(causal=True, window=8), 64, 4, "contiguous", impl="ring_self_attention")
-    assert near.visited.sum(0).tolist() == [4 * 256, 4 * 256, 0, 0]  # nobody sees further than the neighbour
+    assert near.visited.sum(0).tolist() == [4 * 256, 4 * 256, 0, 0]  # the window reaches no further than the neighbour
     pair = jp.balance(CAUSAL, 64, 2, "contiguous", block=8)
     groups = jp.balance(CAUSAL, 64, 8, "contiguous", block=8, impl="hybrid", ulysses=4)
     np.testing.assert_array_equal(groups.visible, np.repeat(pair.visible / 4, 4, 0))
@@ -148,15 +148,16 @@ def test_the_report() -> None:
             ConfigError,
             lambda: jp.balance(CAUSAL, 16, 2, impl="rings"),
             (
-                "balance: unknown impl 'rings'. Did you mean 'ring'? The implementations are: ring, ring_self_attention, gather, ulysses, hybrid."
+                "balance: unknown impl 'rings'. Did you mean 'ring'? The implementations are: ring, "
+                "ring_self_attention, gather, ulysses, hybrid."
             ),
         ),
         (
             LayoutError,
             lambda: jp.balance(CAUSAL, 16, 2, np.arange(8)),
             (
-                "balance: order is int64[8], but a permutation of 16 positions is wanted. Remedy: jp.balanced_packing(...), or a name: "
-                "'zigzag', 'striped', 'contiguous'."
+                "balance: order is int64[8], but a permutation of 16 positions is wanted. Remedy: "
+                "jp.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
             ),
         ),
         (
@@ -173,14 +174,17 @@ def test_the_report() -> None:
             LayoutError,
             lambda: jp.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3),
             (
-                "balance: impl 'hybrid' on 4 devices, of which 3 exchange heads. Remedy: with impl='hybrid' a number of them, 2 or more, that divides "
-                "4; without it ulysses=1."
+                "balance: impl 'hybrid' on 4 devices, of which 3 exchange heads. Remedy: with impl='hybrid' a number "
+                "of them, 2 or more, that divides 4; without it ulysses=1."
             ),
         ),
         (
             LayoutError,
             lambda: jp.balanced_packing(np.zeros(32, int), 8),
-            "balanced_packing: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of 64 or chunks=4.",
+            (
+                "balanced_packing: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of "
+                "64 or chunks=4."
+            ),
         ),
         (
             ConfigError,
@@ -224,7 +228,7 @@ def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
 
 
 def test_attention_in_a_given_order_is_attention() -> None:
-    """Under a traced order, as every row of a batch may bring another one."""
+    """Under a traced order, because every row of a batch may bring another one."""
     segments = np.repeat([0, 1, 2, -1], [15, 4, 10, 3])
     order = jp.balanced_packing(segments, 2, chunks=4)
     x = np.random.default_rng(0).normal(size=(3, 1, 32, 2, 4)).astype(np.float32)
@@ -251,8 +255,8 @@ def test_attention_in_a_given_order_is_attention() -> None:
         (
             np.arange(8),
             (
-                "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: one for each token of all devices, as of "
-                "jp.balanced_packing(...); and as many keys as queries."
+                "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: one for each "
+                "token of all devices, as of jp.balanced_packing(...); and as many keys as queries."
             ),
         ),
         (

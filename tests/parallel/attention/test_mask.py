@@ -24,7 +24,7 @@ from jaxpar.parallel.attention.tiled.tile import TileArrays, TileSpec, Tokens
 def test_tiles_that_are_left_out_have_nothing_and_unmasked_ones_everything(
     mask: jp.Mask, block: int, order: Any, packed: bool
 ) -> None:
-    """Of all tiles: no visible score outside of the listed ones, no hidden one inside of those that are not masked."""
+    """The tiles left out contain no visible score, and the unmasked tiles contain no hidden one."""
     seq = 24
     at = permutation(order, seq, 3)
     ids = (at // 7).astype(np.int32)[None] if packed else None

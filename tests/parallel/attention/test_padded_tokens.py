@@ -1,4 +1,4 @@
-"""Padding never influences anything; a row without keys is 0, and so are its gradients. In every implementation alike."""
+"""In every implementation, padding influences nothing, and a row without keys is 0 with gradients of 0."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ POISONS = (np.nan, np.inf, -np.inf)
 
 
 def documents(rng: np.random.Generator, seq: int = SEQ) -> np.ndarray:
-    """Documents with padding behind, before and between them; one row is padding alone."""
+    """Documents with padding after, before and between them; one row is only padding."""
     ids = np.sort(rng.integers(0, 3, (3, seq)), axis=1).astype(np.int32)
     ids[0, seq - 3 :], ids[1, rng.integers(0, seq, 4)], ids[2] = -1, -7, -1
     return ids
 
 
 def poisoned(x: Arrays, ids: np.ndarray, poison: float) -> Arrays:
-    """``x`` with a number in all padded places."""
+    """``x`` with ``poison`` in all padded places."""
     return [np.where((ids < 0)[:, :, None, None], np.float32(poison), a) for a in x]
 
 
@@ -38,7 +38,7 @@ def poisoned(x: Arrays, ids: np.ndarray, poison: float) -> Arrays:
     "words", [{}, {"causal": False, "softcap": 0.8, "sinks": np.ones(4, np.float32)}], ids=["causal", "sinks"]
 )
 def test_what_stands_in_padding_changes_no_bit(impl: str, words: dict[str, Any]) -> None:
-    """NaN and inf in queries, keys, values and the result's gradient: bitwise what zeros there give; and padding's own gradients are 0."""
+    """NaN and inf in padding give bitwise the same results as zeros there; the gradients of padding are 0."""
     rng = np.random.default_rng(1)
     run = compiled(impl, **words, **({"q_offset": 0} if impl == "split_kv" else {}), block=5)
     ids = documents(rng)
@@ -92,7 +92,7 @@ def test_what_stands_in_padding_changes_no_bit_in_the_local_form(impl: Any) -> N
 
 @pytest.mark.parametrize("impl", MESHES)
 def test_a_row_without_keys_is_zero(impl: str) -> None:
-    """Of a bias that hides all keys of some rows, some keys of others, by each of the numbers that are used for that: values and gradients."""
+    """Values and gradients with a bias that hides all keys of some rows, for each number in common use for that."""
     rng = np.random.default_rng(4)
     run = compiled(impl, block=5, causal=False)
     x, gradient = arrays(rng, SEQ, SEQ)
@@ -106,7 +106,7 @@ def test_a_row_without_keys_is_zero(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
 def test_a_row_without_keys_is_zero_beside_sinks_and_masks(impl: str) -> None:
-    """A mask hides what the bias leaves; a sink alone takes all of the weight, and one of -inf is none."""
+    """The mask hides the keys that the bias leaves. A sink then takes all the weight, and a sink of -inf is no sink."""
     rng = np.random.default_rng(5)
     x, gradient = arrays(rng, SEQ, SEQ)
     bias = np.zeros((2, 1, SEQ, SEQ), np.float32)
@@ -119,7 +119,7 @@ def test_a_row_without_keys_is_zero_beside_sinks_and_masks(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["dense", "flash", "ring", "ring_self_attention"])
 def test_a_nan_in_a_token_is_seen(impl: str) -> None:
-    """Only padding is replaced, and only a number hides a key: a NaN elsewhere must reach the loss."""
+    """Only padding is replaced, so a NaN in any other token must reach the result."""
     x, gradient = arrays(np.random.default_rng(6), SEQ, SEQ)
     bias = np.zeros((1, 1, SEQ, SEQ), np.float32)
     run = compiled(impl, causal=False)
@@ -130,7 +130,7 @@ def test_a_nan_in_a_token_is_seen(impl: str) -> None:
 
 
 def test_cached_attention_does_not_look_at_slots_that_are_not_seen() -> None:
-    """Nor at those of another device; a row that sees no slot is 0."""
+    """Slots that are not seen, also those of another device, change nothing; a row that sees no slot is 0."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.normal(size=(2, 1, heads, 4)).astype(np.float32) for heads in (4, 2, 2))
     at = np.array([5, 2], np.int32)
@@ -159,8 +159,8 @@ def test_an_id_beyond_int32_is_an_error(kind: Any) -> None:
     ids[0] = 0
     x, _ = arrays(np.random.default_rng(0), SEQ, SEQ)
     text = (
-        "attention: segment_ids: token 4 of sequence 1 has the id 2147483648, which is beyond int32. Remedy: number the documents of each sequence "
-        "from 0, with -1 for padding."
+        "attention: segment_ids: token 4 of sequence 1 has the id 2147483648, which is beyond int32. Remedy: number "
+        "the documents of each sequence from 0, with -1 for padding."
     )
     with jax.enable_x64(True), layout("dense"), pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jp.attention(*x, segment_ids=ids.tolist() if kind is list else kind(ids))
@@ -189,8 +189,8 @@ def test_traced_ids_that_no_integer_holds_are_an_error() -> None:
     x, _ = arrays(np.random.default_rng(0), 4, 4)
     ids = np.zeros((2, 4))
     text = (
-        "attention: segment_ids: they are traced {}, which may be beyond int32. Remedy: number the documents of each sequence from 0, with -1 for "
-        "padding, and cast them: segment_ids.astype(jnp.int32)."
+        "attention: segment_ids: they are traced {}, which may be beyond int32. Remedy: number the documents of each "
+        "sequence from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
     )
     attend = jax.jit(lambda ids: jp.attention(*x, segment_ids=ids))
     with layout("dense"):

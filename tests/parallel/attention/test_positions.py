@@ -1,4 +1,4 @@
-"""Positions of any sign and masks of any size: what a query sees is what the mask's words say, in integers that do not overflow."""
+"""Positions of any sign and masks of any size: visibility follows the mask's definition without integer overflow."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from jaxpar.parallel.attention.tiled.tile import TileArrays, TileSpec, Tokens
 
 HUGE = (1, 2**30, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**70)
 LEAST, GREATEST = -(2**31) + 1, 2**31 - 1
-"""Of positions."""
+"""The range of positions."""
 sizes = st.integers(1, 9) | st.sampled_from(HUGE)
 WHERE = lambda q, k: q % 3 != k % 3
 
 
 def starts(length: int) -> st.SearchStrategy[int]:
-    """The first of so many positions: near the keys' or far from them."""
+    """The first of ``length`` positions: near the keys or far from them."""
     return st.integers(-20, 20) | st.integers(LEAST, GREATEST - length) | st.sampled_from((LEAST, GREATEST - length))
 
 
 @given(masks(sizes), starts(7), starts(9))
 @settings(max_examples=300, deadline=None)
 def test_a_mask_of_any_size_is_what_its_words_say_of_any_positions(mask: jp.Mask, first: int, other: int) -> None:
-    """Of Python's integers, of numpy's of 32 and of 64 bits, and of jax's."""
+    """For Python's integers, and for numpy's of 32 and of 64 bits."""
     q, k = first + np.arange(7), other + np.arange(9)
     want = sees(mask, q, k)[0]
     for kind in (np.int32, np.int64):
@@ -57,7 +57,7 @@ def test_a_mask_of_any_size_is_what_its_words_say_in_a_program() -> None:
 @given(st.data(), masks(sizes, st.none() | st.just(WHERE)), st.sampled_from(["contiguous", "zigzag", "striped"]))
 @settings(max_examples=80, deadline=None)
 def test_no_tile_that_is_left_out_has_a_visible_score(data: Any, mask: jp.Mask, order: Any) -> None:
-    """And none that is not masked a hidden one; also in a ring's hops, for queries that stand anywhere."""
+    """Unmasked tiles have no hidden score either; also in a ring's hops, and for queries at any position."""
     ways, block, seq = 3, data.draw(st.integers(1, 5)), 18
     offset = data.draw(starts(seq))
     at = permutation(order, seq, ways)
@@ -87,12 +87,12 @@ PROBLEMS: dict[str, list[jp.Mask]] = {
     "hybrid": [jp.Mask(window=2**40, chunk=2**31)],
     "split_kv": [jp.Mask(window=6), jp.Mask(causal=False, chunk=5)],
 }
-"""Each meets causal and other masks; queries and keys are of lengths that do not divide into blocks of 3."""
+"""Each implementation meets causal and other masks. Queries and keys have lengths that blocks of 3 do not divide."""
 
 
 @pytest.mark.parametrize(("impl", "mask"), [(impl, mask) for impl, some in PROBLEMS.items() for mask in some])
 def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
-    """Offsets and prefixes that are traced, drawn at random and at the ends of int32: values and gradients."""
+    """Values and gradients with traced offsets and prefixes, drawn at random and at the ends of int32."""
     rng = np.random.default_rng(len(impl))
     queries, keys = (20, 28) if impl == "hybrid" else (10, 14)
     run = compiled(impl, mask=mask, block=3)
@@ -107,7 +107,7 @@ def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
 
 @pytest.mark.parametrize("impl", MESHES)
 def test_queries_may_stand_before_the_keys(impl: str) -> None:
-    """An offset that is known: with it a ring leaves out hops, and lists of tiles are made on the host."""
+    """With an offset known at trace time, a ring leaves out hops, and lists of tiles are built on the host."""
     rng = np.random.default_rng(3)
     for mask, offset, queries, keys in (
         (jp.Mask(causal=True, prefix=1), -2, 4, 4),
@@ -120,7 +120,7 @@ def test_queries_may_stand_before_the_keys(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
 def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
-    """Four queries from -2 on, two keys, one of them a prefix: all but the last query see the first key alone."""
+    """Four queries from -2 on, two keys, one of them a prefix: all but the last query see only the first key."""
     x, gradient = arrays(np.random.default_rng(0), 4, 2, batch=1, heads=1, kv_heads=1)
     o = compiled(impl, mask=jp.Mask(causal=True, prefix=1), q_offset=-2)(x, gradient)[0]
     np.testing.assert_allclose(o[0, :3, 0], np.repeat(x[2][0, :1, 0], 3, 0), rtol=1e-6)
@@ -128,7 +128,7 @@ def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
 def test_slopes_of_any_distance(impl: str) -> None:
-    """Query and key stand further apart than the greatest int32: the distance is still the distance."""
+    """The distance is exact when query and key are further apart than the greatest int32."""
     rng = np.random.default_rng(4)
     x, gradient = arrays(rng, 6, 8)
     slopes = np.full(4, 2.0**-30, np.float32)
@@ -160,15 +160,15 @@ def test_a_function_of_positions_meets_positions_of_tokens_only() -> None:
         (
             {"q_offset": 2**31 - 3},
             (
-                "attention: q_offset is 2147483645, so that 4 queries stand at 2147483645 to 2147483648, but positions are int32 above its least "
-                "number. Remedy: a q_offset from -2147483647 to 2147483644."
+                "attention: q_offset is 2147483645, so that 4 queries stand at 2147483645 to 2147483648, but "
+                "positions are int32 above its least number. Remedy: a q_offset from -2147483647 to 2147483644."
             ),
         ),
         (
             {"q_offset": -(2**31)},
             (
-                "attention: q_offset is -2147483648, so that 4 queries stand at -2147483648 to -2147483645, but positions are int32 above its "
-                "least number. Remedy: a q_offset from -2147483647 to 2147483644."
+                "attention: q_offset is -2147483648, so that 4 queries stand at -2147483648 to -2147483645, but "
+                "positions are int32 above its least number. Remedy: a q_offset from -2147483647 to 2147483644."
             ),
         ),
         ({"q_offset": np.int64(2**40)}, "attention: q_offset is 1099511627776, so that 4 queries stand at"),
@@ -178,7 +178,10 @@ def test_a_function_of_positions_meets_positions_of_tokens_only() -> None:
         ({"prefix": np.ones(1)}, "attention: prefix is float32[1], but integers are required."),
         (
             {"order": np.array([0, 1, 2**32, 3])},
-            "attention: order: token 2 has the position 4294967296, but positions are int32 above its least number. Remedy: positions from 0.",
+            (
+                "attention: order: token 2 has the position 4294967296, but positions are int32 above its least "
+                "number. Remedy: positions from 0."
+            ),
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -1,4 +1,4 @@
-"""What attention ``auto`` takes, and what it says of it; queries that are whole against keys that are split."""
+"""The implementation that attention ``auto`` selects and its explanation; replicated queries against split keys."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def took(
     ("topology", "mesh", "seq", "heads", "asks", "impl"),
     [
         ("v5e:2x4", {"context": 8}, 131_072, (32, 8), AttentionRequest(free=True), "ring"),  # compute hides the hops
-        ("v5e:2x4", {"context": 8}, 4096, (32, 8), AttentionRequest(free=True), "ulysses"),  # it does not
+        ("v5e:2x4", {"context": 8}, 4096, (32, 8), AttentionRequest(free=True), "ulysses"),  # a ring would be exposed
         ("v5e:2x4", {"context": 8}, 131_072, (4, 4), AttentionRequest(free=True), "ring"),  # fewer heads than devices
         (
             "v5e:2x4",
@@ -72,7 +72,7 @@ def took(
             (4, 4),
             AttentionRequest(free=True),
             "gather",
-        ),  # two links at once, in the place of one
+        ),  # two links together instead of one
         (
             "v5e:2x4",
             {"context": 8},
@@ -80,7 +80,7 @@ def took(
             (32, 1),
             AttentionRequest(free=True),
             "ring",
-        ),  # one key head: little goes round
+        ),  # one key head: the ring sends little
         (
             "v5e:2x4",
             {"context": 8},
@@ -88,7 +88,7 @@ def took(
             (32, 8),
             AttentionRequest(NEAR, "contiguous"),
             "ring",
-        ),  # one hop in the place of seven
+        ),  # one hop instead of seven
         (
             "v5e:2x4",
             {"context": 8},
@@ -96,9 +96,9 @@ def took(
             (32, 8),
             AttentionRequest(NEAR, free=True),
             "ulysses",
-        ),  # in zigzag all seven
+        ),  # zigzag needs all seven hops
         ("v5e:2x4", {"context": 8}, 8192, (32, 8), AttentionRequest(free=True), "ulysses"),
-        ("v5e:2x4", {"context": 8}, 8192, (32, 8), AttentionRequest(order="zigzag"), "gather"),  # so they lie already
+        ("v5e:2x4", {"context": 8}, 8192, (32, 8), AttentionRequest(order="zigzag"), "gather"),  # already in zigzag
         (
             "h100:2x8",
             {"context": 16},
@@ -106,7 +106,7 @@ def took(
             (32, 8),
             AttentionRequest(free=True),
             "ulysses",
-        ),  # a ring crosses the network
+        ),  # a ring would cross the network
         ("h100:8", {"context": 8}, 65_536, (32, 8), AttentionRequest(free=True), "ring"),
         ("h100:2x8", {"context": 2, "ulysses": 8}, 65_536, (32, 8), AttentionRequest(free=True), "hybrid"),
     ],
@@ -126,9 +126,9 @@ def test_the_reason_has_the_figures_and_they_are_the_roofline() -> None:
     figures = re.match(r"ms forward and backward by the roofline of v5e:2x4: " + parts, found.why)
     assert figures is not None, found.why
     all_, compute, waiting, other = map(float, figures.groups())
-    # Seven matmuls of half of the scores, and of the tiles on the diagonal.
+    # Seven matmuls over half of the scores, and over the tiles on the diagonal.
     assert compute == pytest.approx(1e3 * 7 * 2 * 131_072**2 / 2 * 32 * 128 / 8 / 197e12, rel=0.01)
-    # The gradients' last step has nothing beside it: 16,384 tokens of 8 keys and values in fp32 over a link.
+    # The gradients' last step is exposed: 16,384 tokens of 8 key and value heads in fp32 over a link.
     assert waiting == pytest.approx(1e3 * 16_384 * 2 * 8 * 128 * 4 / 50e9, rel=0.01)
     assert all_ == pytest.approx(compute + waiting, rel=0.01) and other > all_
 
@@ -138,15 +138,19 @@ def test_where_nothing_is_known_of_the_devices_bytes_decide() -> None:
     assert took(mesh, 32_768, (32, 8), asks=AttentionRequest(free=True)) == Choice(
         "ulysses",
         "",
-        "MiB that a device sends, forward and backward: ulysses 140, ring 448; in plain jax, as no kernel was asked for",
+        (
+            "MiB that a device sends, forward and backward: ulysses 140, ring 448; in plain jax, as no kernel was "
+            "asked for"
+        ),
     )
-    # Contiguous, a window leaves one hop of seven; what brings tokens into zigzag and back is sent too.
+    # In contiguous order a window leaves one hop of seven. Permuting into zigzag order and back is sent, too.
     assert took(mesh, 32_768, (32, 8), asks=AttentionRequest(NEAR, "contiguous")).impl == "ring"
     laid, relayed = (
         took(mesh, 32_768, (32, 32), asks=a).why for a in (AttentionRequest(free=True), AttentionRequest())
     )
     assert "ring 1792;" in laid and "ring 2072;" in relayed
-    # Seven eighths of 32 MiB of queries, result and their gradients, of 64 of keys and values, and of theirs in fp32.
+    # 7/8 of 32 MiB for each of queries, result and their gradients, of 64 MiB of keys and values, and of the latter's
+    # gradients in fp32.
     assert 2072 - 1792 == (4 * 32 + 64 * (1 + 2)) * 7 / 8
     double = took(jp.MeshSpec(context=8).on("v5e:2x4"), 4096, (32, 8), dtype=np.dtype("float64"))
     assert double.why.startswith("MiB that a device sends")
@@ -159,8 +163,8 @@ def test_bytes_of_a_relay_count_what_leaves_a_device() -> None:
     plain, relayed = (
         cost("ring", q, q, spread, layout.sizes, asked=a) for a in (AttentionRequest(free=True), AttentionRequest())
     )
-    # 16 tokens a device, of q, k, v, o and their gradients; of each half three of four devices give it away: 0→0, 1→2, 2→3, 3→1
-    # and 0→1, 1→3, 2→2, 3→0.
+    # Each device has 16 tokens of q, k, v, o and their gradients. Three of four devices give each half away: 0→0, 1→2,
+    # 2→3, 3→1 and 0→1, 1→3, 2→2, 3→0.
     assert relayed.sent - plain.sent == 8 * (16 * 2 * 8 * 4) * 3 / 4
     assert sends("ring", q, q, spread, layout.sizes) == plain.sent
 
@@ -204,8 +208,9 @@ def test_explain_says_what_attention_takes_once_for_each_call() -> None:
     report = jp.explain(layout, llama.make_llama(config), optax.sgd(0.1), **asked)
     (note,) = report.notes
     assert re.sub(r"py:\d+", "py", note) == (
-        "attention in Attention.__call__ (layers.py), 4 × 64 × 4 × 32 queries, 64 keys of 2 heads, float32: auto takes ulysses; MiB that a "
-        "device sends, forward and backward: ulysses 0.09375, ring 0.1875; in plain jax, as kernels run on TPU and GPU, but the mesh is of cpu devices"
+        "attention in Attention.__call__ (layers.py), 4 × 64 × 4 × 32 queries, 64 keys of 2 heads, float32: auto "
+        "takes ulysses; MiB that a device sends, forward and backward: ulysses 0.09375, ring 0.1875; in plain jax, as "
+        "kernels run on TPU and GPU, but the mesh is of cpu devices"
     )
     assert note in report.remarks() and "auto takes ulysses" in report._repr_html_()
 
@@ -215,7 +220,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def decoded(mesh: dict[str, int], impl: str, options: dict[str, Any]) -> list[np.ndarray]:
-    """The result of two queries against 24 keys, and gradients."""
+    """The result of two queries against 24 keys, and the gradients."""
     spec, learned = jp.MeshSpec(**mesh), {name: options[name] for name in ("bias", "sinks", "alibi") if name in options}
     layout = jp.Layout(spec.build(jax.devices()[: spec.abstract().size]), RULES)
     x = random(2, 2, 4, 6), random(2, 24, 2, 6, seed=1), random(2, 24, 2, 5, seed=2)
@@ -233,7 +238,7 @@ LENGTHS = np.array([9, 17])
 EVERYTHING: dict[str, Any] = {
     "mask": jp.Mask(causal=True, window=4),
     "q_offset": 3,
-    "prefix": np.array([0, 14]),  # of the first sequence, one device's keys are not seen at all
+    "prefix": np.array([0, 14]),  # no query of the first sequence sees the keys of one device
     "segment_ids": (np.zeros((2, 2), np.int32), np.where(np.arange(24) < LENGTHS[:, None], 0, -1).astype(np.int32)),
     "softcap": 0.8,
     "sinks": random(4),
@@ -243,7 +248,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def test_whole_queries_meet_split_keys() -> None:
-    """As in decoding, with everything at once: caches of different lengths, and gradients."""
+    """All options together, as in decoding: caches of different lengths, and gradients."""
     want = decoded({"data": 1}, "dense", EVERYTHING)
     got = decoded({"context": 2, "model": 2, "data": 2}, "auto", EVERYTHING)
     for a, b in zip(got, want, strict=True):
@@ -283,16 +288,17 @@ def test_merge_inside_a_map_that_keeps_count() -> None:
             "ring",
             WHOLE,
             (
-                "attention(impl='ring'): the queries' sequence is split over nothing, the keys' over 'context'. Remedy: the same rule for both, or "
-                "impl='auto' or 'dense'."
+                "attention(impl='ring'): the queries' sequence is split over nothing, the keys' over 'context'. "
+                "Remedy: the same rule for both, or impl='auto' or 'dense'."
             ),
         ),
         (
             "split_kv",
             Q,
             (
-                "attention(impl='merge'): it wants queries whole, and keys split over axes that split nothing of the queries, but the queries' "
-                "sequence is split over 'context', the keys' over 'context'. Remedy: impl='auto'."
+                "attention(impl='merge'): it wants queries whole, and keys split over axes that split nothing of the "
+                "queries, but the queries' sequence is split over 'context', the keys' over 'context'. Remedy: "
+                "impl='auto'."
             ),
         ),
     ],
@@ -305,7 +311,7 @@ def test_a_split_that_does_not_fit_is_an_error(impl: Any, dims: Any, text: str) 
 
 
 def test_a_given_order_is_filled_up() -> None:
-    """21 tokens in any order over two devices: three more stand behind them, where nothing sees them."""
+    """21 tokens in any order over two devices are followed by three padding tokens that nothing sees."""
     order = np.random.default_rng(0).permutation(21).astype(np.int32)
     x = tuple(random(1, 21, 2, 4, seed=seed) for seed in range(3))
     ids = np.sort(np.random.default_rng(1).integers(0, 3, (1, 21)))
@@ -317,7 +323,10 @@ def test_a_given_order_is_filled_up() -> None:
         call = lambda x, ids, order: jp.attention(*x, impl="gather", segment_ids=ids, order=order, pad=True)
         found = jax.jit(call, compiler_options=QUICK)(tuple(a[:, order] for a in x), ids[:, order], order)
     np.testing.assert_allclose(found, want[:, order], atol=1e-5)
-    text = "attention: the keys' sequence has 21 tokens, but order has 20 positions. Remedy: one for each token of all devices, as of"
+    text = (
+        "attention: the keys' sequence has 21 tokens, but order has 20 positions. Remedy: one for each token of all "
+        "devices, as of"
+    )
     with two, pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jax.eval_shape(lambda x: jp.attention(*x, impl="ring", order=order[:20], pad=True), x)
 
@@ -326,7 +335,7 @@ def test_a_given_order_is_filled_up() -> None:
 def test_a_known_order_ends_the_ring_where_nothing_more_is_seen(
     mask: jp.Mask, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six tokens a device, the pieces of each turned round: the neighbour's are the last that a window of six shows."""
+    """Six tokens per device, with halves swapped: the neighbour's tokens are the last that a window of six shows."""
     monkeypatch.setattr("jaxpar.parallel.attention.split.ring.UNROLLED", 4)
     order = np.arange(24).reshape(4, 2, 3)[:, ::-1].reshape(-1)
     x = jax.ShapeDtypeStruct((1, 24, 2, 4), jnp.float32)
@@ -339,7 +348,7 @@ def test_a_known_order_ends_the_ring_where_nothing_more_is_seen(
 
 @dataclass(frozen=True)
 class Attending:
-    """A model that is an attention of its tokens' rows of a table."""
+    """A model that attends over its tokens' rows of a table."""
 
     context: jp.Context
     table: np.ndarray
@@ -364,7 +373,7 @@ def packed() -> dict[str, np.ndarray]:
 
 
 def test_a_batch_brings_the_order_of_its_documents() -> None:
-    """The loss is that of one device, where nobody looks at the order."""
+    """The loss equals that of one device, where attention ignores the order."""
     table, rules = (
         random(16, 8),
         jp.Rules(**dict.fromkeys(("batch", "heads", "kv_heads", "head_dim", "embed", "vocab")), seq="context"),
@@ -399,8 +408,9 @@ def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch:
 
 def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
     text = (
-        "context: load_balance is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: batch['order'] = "
-        "np.tile(jp.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.packing: true, or load_balance: zigzag."
+        "context: load_balance is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: "
+        "batch['order'] = np.tile(jp.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.packing: "
+        "true, or load_balance: zigzag."
     )
     q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
     with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):

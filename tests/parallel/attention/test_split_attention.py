@@ -1,7 +1,7 @@
-"""Attention over a split sequence: every implementation against the plain form on one device, values and gradients.
+"""Attention over a split sequence: every implementation against dense attention on one device, values and gradients.
 
-``benchmarks/attention.py --table`` runs every mask and option with every implementation by itself; here each implementation meets
-all of them, several at a time.
+Each implementation meets all masks and options here, several together. ``benchmarks/attention.py --table`` runs every
+mask and option with every implementation separately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESHES: dict[str, dict[str, int]] = {
 LEARNED = ("bias", "sinks", "alibi")
 BATCH, SEQ, HEADS = 2, 24, 4
 QUICK = {"xla_backend_optimization_level": 0}
-"""These programs run once: making them fast takes longer than running them."""
+"""These programs run once: optimizing them takes longer than running them."""
 
 
 def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
@@ -44,7 +44,7 @@ def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
 
 
 def documents() -> np.ndarray:
-    """Packed documents; the second sequence is padding from its middle on, so some queries see nothing."""
+    """Packed documents; the second half of the second sequence is padding, so some queries see nothing."""
     ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(BATCH, SEQ)), axis=1).astype(np.int32)
     ids[1, SEQ // 2 :] = -1
     return ids
@@ -81,7 +81,7 @@ def arrays(kv_heads: int, seq: int = SEQ, keys: int | None = None, dtype: Any = 
 
 
 def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[str, Any]) -> list[np.ndarray]:
-    """The result, and gradients of queries, keys, values and what else can be learned."""
+    """The result, and the gradients of queries, keys, values and learned options."""
     learned = {name: options[name] for name in LEARNED if name in options}
     fixed = {name: value for name, value in options.items() if name not in learned}
     if "key" in fixed:
@@ -98,7 +98,7 @@ def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[st
 
 
 def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """The largest difference, relative to each array's largest entry; NaN is infinitely far."""
+    """The largest difference, relative to each array's largest entry; NaN counts as infinite."""
     gaps = [float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in zip(got, want, strict=True)]
     return max(g if np.isfinite(g) else np.inf for g in gaps)
 
@@ -113,7 +113,7 @@ def wanted() -> dict[str, list[np.ndarray]]:
 @pytest.mark.parametrize("impl", MESHES)
 def test_every_implementation_equals_the_plain_form(impl: str, case: str, wanted: dict[str, list[np.ndarray]]) -> None:
     kv_heads, options = CASES[case]
-    more = {"block": 5} if impl == "flash" else {}  # several tiles, the last ones filled up
+    more = {"block": 5} if impl == "flash" else {}  # several tiles, the last ones padded
     assert gap(run(layout(**MESHES[impl]), impl, arrays(kv_heads), options | more), wanted[case]) <= 1e-5
 
 
@@ -121,7 +121,7 @@ def test_every_implementation_equals_the_plain_form(impl: str, case: str, wanted
 def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
     case: str, wanted: dict[str, list[np.ndarray]]
 ) -> None:
-    """Its scores have no layout that follows from those of queries and keys: the compiler finds one."""
+    """The layout of the scores does not follow from those of queries and keys, so the compiler chooses one."""
     kv_heads, options = CASES[case]
     mesh = jp.MeshSpec(context=4).build(jax.devices()[:4], axis_type=jax.sharding.AxisType.Explicit)
     assert gap(run(jp.Layout(mesh, RULES), "dense", arrays(kv_heads), options), wanted[case]) <= 1e-5
@@ -150,7 +150,7 @@ def test_tokens_may_lie_in_any_order(order: str, wanted: dict[str, list[np.ndarr
     found = run(layout(context=4), "ring", x, options | {"order": order, "segment_ids": documents()[:, at]})
     back = np.argsort(at)
     in_place = [leaf[:, back] if leaf.ndim == 4 else leaf for leaf in found]
-    # The loss weighs results by place, so only what does not depend on it is compared: the result itself.
+    # The loss weights results by position, so only the result itself is compared.
     assert gap(in_place[:1], wanted[case][:1]) <= 1e-5
 
 
@@ -176,7 +176,7 @@ def test_double_precision_is_kept_from_end_to_end() -> None:
 
 
 def test_double_precision_of_heads_in_parts() -> None:
-    """Tiles that are too large for all heads at once, counted by a loop whose counter is then 64 bits wide."""
+    """The tiles are too large for all heads together, so a loop with a 64-bit counter computes parts of the heads."""
     with jax.enable_x64(True):
         x, one = arrays(2, seq=96, dtype=np.float64), layout(data=1)
         assert gap(run(one, "flash", x, {"block": 96}), run(one, "dense", x, {})) <= 1e-14
@@ -184,7 +184,7 @@ def test_double_precision_of_heads_in_parts() -> None:
 
 @pytest.fixture(scope="module")
 def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
-    """Of bf16 queries, keys and values of 8 and 4 heads: relative RMS errors of a layout, and those of one device."""
+    """Relative RMS errors in bf16 with 8 query and 4 key heads: a function of a layout, and those of one device."""
     draw = lambda heads, seed: jnp.asarray(random(1, 128, heads, 8, seed=seed), jnp.bfloat16)
     half = draw(8, 0), draw(4, 1), draw(4, 2)
     exact = run(layout(data=1), "dense", tuple(np.asarray(a, np.float32) for a in half), {})
@@ -207,14 +207,14 @@ def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
     ],
 )
 def test_the_error_of_16_bits_does_not_grow_with_the_devices(impl: str, sizes: dict[str, int], in_16_bits: Any) -> None:
-    """Sums in fp32 from the first hop to the last: eight devices are as exact as one."""
+    """Sums are in fp32 from the first hop to the last, so eight devices are as exact as one."""
     error, one = in_16_bits
     eight = error(layout(**sizes), impl)
     assert min(eight) > 1e-4 and np.divide(eight, one).max() <= 1.05, (one, eight)
 
 
 def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
-    """As a pipeline will call it: one flat map, gradients included."""
+    """One flat map with gradients, as a pipeline calls it."""
     x = arrays(2)
     mesh = jp.MeshSpec(data=2, context=4).build()
     spec = P("data", "context")
@@ -231,7 +231,7 @@ def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
 
 
 def test_heads_exchanged_around_the_tpu_kernel() -> None:
-    """In the kernel's interpreter: four query heads and one key head over two devices, tokens that fill no block."""
+    """In the kernel's interpreter: four query heads, one key head, two devices, and tokens that fill no block."""
     shapes = ((1, 136, 4, 16), *((1, 136, 1, 16),) * 2)
     x = tuple(random(*shape, seed=seed) for seed, shape in enumerate(shapes))
     spec = P(None, "ulysses")
@@ -256,7 +256,7 @@ def traced(impl: str, gradient: bool, **options: Any) -> str:
 
 @pytest.mark.parametrize(("keep", "saved", "gathers"), [(False, True, 4), (True, True, 2), (True, False, 4)])
 def test_kept_keys_are_gathered_once(keep: bool, saved: bool, gathers: int) -> None:
-    """Keys and values: forward, and once more for the backward pass, unless they are kept and the policy saves what attention makes."""
+    """The backward pass gathers keys and values again, unless they are kept and the policy saves attention's arrays."""
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(SAVED, KEPT) if saved else policies.nothing_saveable
     once = jax.checkpoint(lambda *x: jp.attention(*x, impl="gather", keep_gathered_kv=keep), policy=policy)
@@ -275,7 +275,7 @@ def test_kept_keys_change_no_number(wanted: dict[str, list[np.ndarray]]) -> None
 
 
 def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four devices: keys and values three times forward; back three times again, and their gradients three times."""
+    """Four devices send keys and values three times forward and three times back, and their gradients three times."""
     monkeypatch.setattr("jaxpar.parallel.attention.split.ring.UNROLLED", 4)
     assert traced("ring", False, order="zigzag").count("ppermute[") == 2 * 3
     assert traced("ring", True, order="zigzag").count("ppermute[") == 2 * 3 * 3
@@ -283,7 +283,7 @@ def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("impl", ["ring", "gather", "ulysses"])
 def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
-    """256 tokens in tiles of 16: of 16 × 16 tiles 136 are visited, by 4 devices in equal parts; 7 matmuls each, of 4 heads."""
+    """Of 16 × 16 tiles of 16 tokens, 4 devices visit 136 in equal parts, with 7 matmuls for each of 4 heads."""
     shapes = [jax.ShapeDtypeStruct((1, 256, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     where = layout(**MESHES[impl])
     with where:
@@ -295,7 +295,10 @@ def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
 
 
 def test_the_backward_pass_takes_no_memory_before_it_begins() -> None:
-    """Arrays as large as a device's queries that a ring has at once: 20 where zeros, blocks and keys of later hops were made at the start."""
+    """The ring holds at most 13 arrays the size of a device's queries.
+
+    It would hold 20 if it made zeros, blocks and the keys of later hops at the start.
+    """
     shape, dims, where = (1, 1024, 4, 32), ("batch", "seq", "heads", "head_dim"), layout(context=4)
     given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where.sharding(dims, shape))
     with where:
@@ -305,12 +308,12 @@ def test_the_backward_pass_takes_no_memory_before_it_begins() -> None:
 
 
 def test_a_window_ends_the_ring_early() -> None:
-    near = {"mask": jp.Mask(causal=True, window=6)}  # no further than the neighbour's six tokens
+    near = {"mask": jp.Mask(causal=True, window=6)}  # within the neighbour's six tokens
     assert traced("ring", False, **near).count("ppermute[") == 2
 
 
 def test_a_ring_has_no_loops_over_no_tiles() -> None:
-    """In zigzag all but the first hop's tiles are whole: an empty loop for masked ones is what a compiler hides a transfer behind."""
+    """In zigzag only the first hop has masked tiles; later the compiler could overlap a transfer with an empty loop."""
     first, in_the_loop, last = 2, 1, 1
     assert traced("ring", False, order="zigzag").count("while[") == first + in_the_loop + last
 
@@ -336,8 +339,9 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ring", "order": "zigzag", "seq": 20},
             LayoutError,
             (
-                "attention: the queries' sequence has 20 tokens, but order 'zigzag' over 4 devices wants a multiple of 8. Remedy: pad=True (adds 4 "
-                "tokens that nothing sees), or order='striped', which wants a multiple of 4."
+                "attention: the queries' sequence has 20 tokens, but order 'zigzag' over 4 devices wants a multiple "
+                "of 8. Remedy: pad=True (adds 4 tokens that nothing sees), or order='striped', which wants a multiple "
+                "of 4."
             ),
         ),
         (
@@ -345,8 +349,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ulysses"},
             LayoutError,
             (
-                "attention: 4 query heads cannot be exchanged among 8 devices over 'ulysses'. Remedy: as many devices as divide them (1, 2, 4), or "
-                "impl='ring', which takes any."
+                "attention: 4 query heads cannot be exchanged among 8 devices over 'ulysses'. Remedy: as many devices "
+                "as divide them (1, 2, 4), or impl='ring', which takes any."
             ),
         ),
         (
@@ -354,8 +358,9 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "hybrid"},
             LayoutError,
             (
-                "attention(impl='hybrid'): the sequence is split over 'context', but a ring's axes and then 'ulysses' to exchange heads are wanted. "
-                "Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or impl='ring' or 'ulysses'."
+                "attention(impl='hybrid'): the sequence is split over 'context', but a ring's axes and then 'ulysses' "
+                "to exchange heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or "
+                "impl='ring' or 'ulysses'."
             ),
         ),
         (
@@ -363,7 +368,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"dropout": 0.1},
             ConfigError,
             (
-                "attention: dropout is 0.1, but there is no key to draw from. Remedy: key=jax.random.key(...), another in every step, or dropout=0."
+                "attention: dropout is 0.1, but there is no key to draw from. Remedy: key=jax.random.key(...), "
+                "another in every step, or dropout=0."
             ),
         ),
         (
@@ -371,8 +377,9 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ulysses", "order": "zigzag"},
             LayoutError,
             (
-                "attention(impl='ulysses'): order 'zigzag' says how tokens lie along the devices of a ring, but there is none: the sequence is "
-                "exchanged for heads over 'ulysses'. Remedy: impl='ring' or 'hybrid', or order='contiguous' for tokens as they come."
+                "attention(impl='ulysses'): order 'zigzag' says how tokens lie along the devices of a ring, but there "
+                "is none: the sequence is exchanged for heads over 'ulysses'. Remedy: impl='ring' or 'hybrid', or "
+                "order='contiguous' for tokens as they come."
             ),
         ),
         (
@@ -387,7 +394,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"segment_ids": np.zeros((2, 3), int)},
             LayoutError,
             (
-                "attention: segment_ids of the queries are int32[2, 3], but integers [2, 24], one for each token, are wanted."
+                "attention: segment_ids of the queries are int32[2, 3], but integers [2, 24], one for each token, "
+                "are wanted."
             ),
         ),
         (
@@ -395,7 +403,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"bias": np.zeros((1, 3, 24, 24))},
             LayoutError,
             (
-                "attention: bias has shape [1, 3, 24, 24], but [2 or 1, 4 or 1, 24, 24] (batch, heads, queries, keys) is wanted."
+                "attention: bias has shape [1, 3, 24, 24], but [2 or 1, 4 or 1, 24, 24] (batch, heads, queries, "
+                "keys) is wanted."
             ),
         ),
         (
@@ -439,8 +448,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ring", "keep_gathered_kv": True},
             ConfigError,
             (
-                "attention(impl='ring'): keep_gathered_kv=True keeps gathered keys and values for the backward pass, but only impl 'gather' gathers them. "
-                "Remedy: impl='gather', or leave keep_gathered_kv out."
+                "attention(impl='ring'): keep_gathered_kv=True keeps gathered keys and values for the backward pass, "
+                "but only impl 'gather' gathers them. Remedy: impl='gather', or leave keep_gathered_kv out."
             ),
         ),
         (
@@ -454,8 +463,9 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"keys": 32},
             LayoutError,
             (
-                "attention: 24 queries and 32 keys under a mask that compares their positions, but nothing says where the first query stands. Remedy: "
-                "q_offset=8 if the last query is at the last key, q_offset=0 if the first is at the first, or causal=False."
+                "attention: 24 queries and 32 keys under a mask that compares their positions, but nothing says where "
+                "the first query stands. Remedy: q_offset=8 if the last query is at the last key, q_offset=0 if the "
+                "first is at the first, or causal=False."
             ),
         ),
         (
@@ -469,7 +479,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"mask": jp.Mask(causal=True), "causal": False},
             ConfigError,
             (
-                "attention: causal is False, but the mask says causal=True. Remedy: leave causal out, or say it in the mask."
+                "attention: causal is False, but the mask says causal=True. Remedy: leave causal out, or say it "
+                "in the mask."
             ),
         ),
         (
@@ -493,8 +504,8 @@ def test_what_does_not_fit_is_an_error(
 def test_the_local_form_says_what_it_misses() -> None:
     x = arrays(2)
     text = (
-        "attention_local: 'context' is no manual axis here; manual are: none. Remedy: call it inside of jax.shard_map over 'context', or "
-        "jp.attention outside of one."
+        "attention_local: 'context' is no manual axis here; manual are: none. Remedy: call it inside of jax.shard_map "
+        "over 'context', or jp.attention outside of one."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jp.attention_local(*x)

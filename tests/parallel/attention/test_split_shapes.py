@@ -1,6 +1,6 @@
-"""Attention over a split sequence of any size, mask and mesh, drawn by Hypothesis, against the plain form on one device.
+"""Attention over split sequences of random size, mask and mesh, against dense attention on one device.
 
-Few examples, always the same; ``JAXPAR_EXAMPLES=100`` tries so many new ones, some five CPU seconds each.
+Runs a few examples, always the same. ``JAXPAR_EXAMPLES=100`` tries 100 new ones, about five CPU seconds each.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import jaxpar as jp
 
 RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads=None, kv_heads=None, head_dim=None)
 MESHES = [(4, 2), (2, 2), (8, 1), (4, 1), (2, 1), (1, 8), (1, 4), (1, 2), (2, 4), (1, 1)]
-"""Devices over context and ulysses, of eight; the others split the batch."""
+"""Sizes of context and ulysses, of eight devices; the other devices split the batch."""
 BUDGET = os.environ.get("JAXPAR_EXAMPLES")
 MASKS = masks(st.integers(1, 9), st.none() | st.just(lambda q, k: (q + k) % 3 != 0))
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[dict[str, int], str, tuple[np.ndarray, ...], dict[str, Any]]:
-    """A mesh of eight devices, an implementation that it allows, arrays, and options."""
+    """A mesh of eight devices, an implementation that fits it, arrays, and options."""
     context, ulysses = draw(st.sampled_from(MESHES))
     data, split = 8 // (context * ulysses), context * ulysses
     impls = ["flash"] if split == 1 else ["ring", "ulysses", "gather", "ring_self_attention"]
@@ -52,7 +52,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, int], str, tuple[np.ndarray, ..
 
 
 def run(sizes: dict[str, int], impl: str, x: tuple[np.ndarray, ...], options: dict[str, Any]) -> list[np.ndarray]:
-    """The result, and gradients of queries, keys, values and sinks."""
+    """The result, and the gradients of queries, keys, values and sinks."""
     fixed = {name: value for name, value in options.items() if name != "sinks"}
     learned = {name: value for name, value in options.items() if name == "sinks"}
     gradient = np.cos(np.arange(x[0][..., 0].size * x[2].shape[3], dtype=np.float32)).reshape(*x[0].shape[:3], -1)
@@ -81,5 +81,5 @@ def test_any_size_mask_and_mesh_equals_the_plain_form(problem: Any) -> None:
     note(f"{[a.shape for a in x]}")
     want, found = run({"data": 1}, "dense", x, options), run(sizes, impl, x, options)
     for a, b in zip(found, want, strict=True):
-        # Gradients of queries that see one key are rounding alone: numbers near 1 are what they come from.
+        # Gradients of queries that see one key are only the rounding of numbers near 1.
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(float(np.abs(b).max()), 1))

@@ -1,4 +1,4 @@
-"""How many collectives a step takes, as asked for, and the same numbers whatever was asked."""
+"""A step runs the configured number of collectives, and its numbers do not depend on that number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = 4
 
 
 def make(key: jax.Array) -> dict[str, Any]:
-    """A stack with awkward sizes: packed, no tensor fills whole rows of 1024."""
+    """A stack with awkward sizes: when packed, no tensor fills complete rows of 1024."""
     keys = jax.random.split(key, 4)
     return {
         "up": jp.tag(jax.random.normal(keys[0], (LAYERS, 16, 24)) / 4, "layers", "embed", "mlp"),
@@ -36,7 +36,7 @@ def loss(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def found(stage: int, make: Any = make, **asked: Any) -> tuple[Any, dict[str, int]]:
-    """Gradients, and how often each collective runs."""
+    """The gradients, and how often each collective runs."""
     zero = jp.Zero(stage=stage, min_bytes=512)
     layout = jp.Layout(jp.MeshSpec(data=8).build(), zero.rules(DEEP))
     ways = zero.step or {"grad_reduction": "per_step"}
@@ -68,7 +68,7 @@ def test_groups_of_layers_are_a_collective_each(stage: int, asked: dict[str, Any
     plain, before = found(stage)
     grads, after = found(stage, **asked)
     for kind, count in counts.items():
-        # The loss goes with the first all-reduce, or is one of its own.
+        # The loss is part of the first all-reduce or has a separate one.
         assert after[kind] in ((count, count + 1) if kind == "all-reduce" else (count,)), (before, after)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
@@ -113,22 +113,22 @@ ERRORS = {
     "a compiler without sizes": (
         lambda: found(0, reduce="1MiB"),
         (
-            "fusion: reduce is 1048576 bytes, but the compiler for cpu takes no size for this. Remedy: a list of layers that begin "
-            "groups, or auto."
+            "fusion: reduce is 1048576 bytes, but the compiler for cpu takes no size for this. Remedy: a list of "
+            "layers that begin groups, or auto."
         ),
     ),
     "scatters on TPU": (
         lambda: jp.CollectiveFusion(scatter=0).compiler_options(on("v5e:2x4")),
         (
-            "fusion: scatter is 0 bytes, but the compiler for tpu takes no size for this. Remedy: a list of layers that begin groups, "
-            "or auto."
+            "fusion: scatter is 0 bytes, but the compiler for tpu takes no size for this. Remedy: a list of layers "
+            "that begin groups, or auto."
         ),
     ),
     "gradients reduced by the compiler": (
         lambda: found(2, scatter=(2,)),
         (
-            "fusion: scatter is [2], but here the compiler reduces gradients where it sees fit. Remedy: grad_reduction='per_step' (ZeRO stage 1), a "
-            "size, or auto."
+            "fusion: scatter is [2], but here the compiler reduces gradients where it sees fit. Remedy: "
+            "grad_reduction='per_step' (ZeRO stage 1), a size, or auto."
         ),
     ),
     "nothing to scatter": (

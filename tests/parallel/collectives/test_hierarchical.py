@@ -1,4 +1,4 @@
-"""``all_to_all_local`` and ``gather_local``: an all-to-all and an all-gather, whatever the rounds."""
+"""All-to-all, all-gather and reduce-scatter in rounds equal the plain collectives, whatever the rounds."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_rounds_multiply_to_the_devices_and_are_small_where_they_can_be(devices:
 def test_an_exchange_in_rounds_is_an_all_to_all(
     axes: str | tuple[str, ...], split: int, concat: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients, bit for bit, with the mesh's axes in either order."""
+    """Values and gradients are bitwise equal, with the mesh's axes in either order."""
     monkeypatch.setattr(hierarchical, "MOST", 2)
     mesh = jp.MeshSpec(data=4, model=2).build()
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8 * 8, 8, 16)), jnp.float32)
 
     def run(local: Any) -> tuple[jax.Array, jax.Array]:
-        """The result, and the gradient of a sum in which every element counts otherwise."""
+        """The result, and the gradient of a sum in which every element has another weight."""
         mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model"))))
         result, pull = jax.vjp(mapped, x)
         return result, pull(jnp.arange(result.size, dtype=result.dtype).reshape(result.shape))[0]
@@ -51,7 +51,7 @@ def test_an_exchange_in_rounds_is_an_all_to_all(
 @pytest.mark.parametrize("axes", ["data", ("model", "data")])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gather_in_rounds_is_an_all_gather(axes: str | tuple[str, ...], dim: int) -> None:
-    """Bit for bit, in two and in three rounds, with the mesh's axes in either order."""
+    """Bitwise, in one, two and three rounds, with the mesh's axes in either order."""
     mesh = jp.MeshSpec(data=4, model=2).build()
     x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 24)), jnp.float32)
     found = []
@@ -71,7 +71,7 @@ def test_a_gather_in_rounds_is_an_all_gather(axes: str | tuple[str, ...], dim: i
 @pytest.mark.parametrize("axes", ["data", ("model", "data")])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_scatter_in_rounds_is_a_reduce_scatter(axes: str | tuple[str, ...], dim: int) -> None:
-    """Of whole numbers bit for bit, in two and in three rounds, with the mesh's axes in either order."""
+    """Bitwise for whole numbers, in one, two and three rounds, with the mesh's axes in either order."""
     mesh = jp.MeshSpec(data=4, model=2).build()
     x = jnp.asarray(np.random.default_rng(0).integers(-99, 99, (4, 2, 16, 24)), jnp.float32)
     want = x.sum((0, 1)) if axes != "data" else x.sum(0)[0]
@@ -145,6 +145,6 @@ def test_pieces_that_do_not_come_out_even() -> None:
     with pytest.raises(LayoutError) as error:
         jax.eval_shape(swap, jnp.zeros((8, 12)))
     assert str(error.value) == (
-        "all_to_all_local(): dim 1 of an array of shape (1, 12) cannot be cut into 8 pieces, one for each device over data, "
-        "model. Remedy: pad it to a multiple of 8."
+        "all_to_all_local(): dim 1 of an array of shape (1, 12) cannot be cut into 8 pieces, one for each device over "
+        "data, model. Remedy: pad it to a multiple of 8."
     )

@@ -1,4 +1,4 @@
-"""int8 on the wire: its error, what is sent, and the same numbers as without where nothing is rounded."""
+"""int8 collectives: the quantization error, the data sent, and exact results where nothing is rounded."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_block(
     assert packed.scales.shape == (rows, n // size)
     most = np.abs(x.reshape(rows, -1, size)).max(-1, keepdims=True) / 254
     off = np.abs(np.asarray(quantized.unpack(packed)) - x).reshape(rows, -1, size)
-    # The quotient (up to 127 steps) and the product are rounded, and a quotient may be a product with a reciprocal: each rounding is up to
-    # 127 eps of half a step, and so is the scale's.
+    # The quotient (up to 127 steps), the product and the scale are rounded, and a quotient may be a product with a
+    # reciprocal. Each rounding adds up to 127 eps of half a step.
     assert (off / np.where(most == 0, 1, most)).max() <= 1 + 4 * 127 * np.finfo(np.float32).eps
 
 
@@ -72,7 +72,7 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(bad: float) -> None:
 
 
 def on_eight(f: Callable[..., jax.Array], x: np.ndarray, out: P) -> np.ndarray:
-    """``f`` of each device's own row of ``x``."""
+    """``f`` applied to each device's row of ``x``."""
     with jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data")):
         one = jax.shard_map(lambda x: f(x[0]), in_specs=P("data"), out_specs=out, check_vma=False)
         return np.asarray(jax.jit(one)(x))
@@ -83,7 +83,7 @@ def test_sums_in_int8_are_off_by_the_roundings_alone(shape: tuple[int, ...]) -> 
     x = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
     most = np.abs(x).max() / 254
     summed = on_eight(lambda x: quantized.sum_packed(x, "data"), x, P())
-    # Eight parts rounded once each, and their sum once more.
+    # Each of eight parts is rounded once, and their sum once more.
     assert np.abs(summed - x.sum(0)).max() <= 8 * most + np.abs(x.sum(0)).max() / 254 + 8 * most / 254
     if shape[0] % 8 == 0:
         parts = on_eight(lambda x: quantized.scatter_packed(x, "data", dim=0), x, P("data"))
@@ -95,7 +95,7 @@ def test_sums_in_int8_are_off_by_the_roundings_alone(shape: tuple[int, ...]) -> 
 def product_and_grads(
     mesh: jp.MeshSpec, devices: int = 8, reshard_after_forward: Any = True, **precision: Any
 ) -> tuple[Any, str]:
-    """Products with a group of weights and with one that is summed over two dims; their gradients; the jaxpr."""
+    """Products with several weights and with one summed over two dims; their gradients; the jaxpr."""
     random = np.random.default_rng(1)
     x = random.normal(size=(16, 3, 16)).astype(np.float32)
     q, k, o = (random.normal(size=s).astype(np.float32) for s in ((16, 4, 6), (16, 4, 6), (4, 6, 16)))
@@ -137,7 +137,7 @@ def test_products_in_int8_are_near_and_alike_whatever_is_kept(mesh: str) -> None
         assert "i8[" in text
         for a, b, c in zip(others, grads, found[True][0][1], strict=True):
             gap = np.linalg.norm(a - b) / np.linalg.norm(b)
-            assert 1e-6 < gap < 0.06  # two products and a sine after one another
+            assert 1e-6 < gap < 0.06  # two products and a sine in sequence
             np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-5 * np.abs(c).max())
 
 
@@ -175,14 +175,14 @@ def exact() -> Any:
 
 
 def apart(got: Any, want: Any) -> list[float]:
-    """The norm of each tensor's difference, relative to the tensor's: unlike its largest entry, one rounding does not move it."""
+    """The relative norm of each tensor's difference: unlike the largest entry, one rounding hardly changes it."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_can_send_int8(way: str, exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_reduce, "SMALL", 1024)  # this model's largest weights are below 64 KiB
+    monkeypatch.setattr(gather_reduce, "SMALL", 1024)  # the model's largest weights are below 64 KiB
     rules, options = WAYS[way]
     asked = {"reduce": "int8"} if way == "stage 0" else INT8
     found, text = step_of(rules, 8, asked, **options)
@@ -263,6 +263,6 @@ def test_groups_that_do_not_divide_are_named(group: int) -> None:
     with pytest.raises(ConfigError) as error:
         product_and_grads(jp.MeshSpec(data=8), reshard_after_forward=group)
     assert str(error.value) == (
-        f"reshard_after_forward is {group}, but the 8 devices over data which share a weight ('embed', 'heads', None) of shape (16, 1, 48) make no "
-        f"groups of {group}. Remedy: a divisor of 8, true or false."
+        f"reshard_after_forward is {group}, but the 8 devices over data which share a weight ('embed', 'heads', None) "
+        f"of shape (16, 1, 48) make no groups of {group}. Remedy: a divisor of 8, true or false."
     )

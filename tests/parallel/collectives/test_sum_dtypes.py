@@ -1,4 +1,4 @@
-"""In which dtype devices' parts of a gradient are summed where the compiler reduces them, and weights gathered where it gathers them."""
+"""The dtypes in which the compiler sums gradients over devices and gathers weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(key: jax.Array) -> dict[str, Any]:
 
 
 def loss(model: Any, tokens: jax.Array) -> jax.Array:
-    """Rows of a table, a weight alone, two side by side, and a head."""
+    """The loss of a table's rows, one weight, two weights in one product, and a head."""
     dtype = model["one"].dtype
     x = lookup(model["table"], tokens, dtype)
     (x,) = jp.sharded_dot(x, (model["one"], NAMES))
@@ -41,12 +41,12 @@ def loss(model: Any, tokens: jax.Array) -> jax.Array:
 
 
 def half(model: Any, tokens: jax.Array) -> jax.Array:
-    """The same, in 16 bits."""
+    """The same loss in 16 bits."""
     return loss(jax.tree.map(lambda w: w.astype(jnp.bfloat16), model), tokens)
 
 
 def traced(zero: jp.Zero, precision: Any, loss: Any = loss) -> str:
-    """A step for TPUs, more tokens on each than words: the table is not exchanged for rows."""
+    """The jaxpr of a step for TPUs. Each device has more tokens than words, so the table is not exchanged for rows."""
     layout = jp.Layout(jp.MeshSpec(data=8).on("v5e:2x4"), zero.rules(RULES))
     state = jp.abstract_state(layout, make, optax.sgd(0.1))
     step = jp.train_step(layout, loss, precision=precision, **zero.step)
@@ -54,14 +54,14 @@ def traced(zero: jp.Zero, precision: Any, loss: Any = loss) -> str:
 
 
 def made(text: str) -> list[str]:
-    """Dtypes in which gradients of weights are made: products of all rows, and sums of rows."""
+    """The dtypes in which weight gradients are computed: products over all rows, and sums of rows."""
     products = re.findall(r"(\w+)\[24(?:,\d+)?,(?:24|48)\] = dot_general\[", text)
     return products + re.findall(r"(\w+)\[24,24\] = scatter-add\[", text)
 
 
 @pytest.mark.parametrize("stage", ZEROS)
 def test_gradients_computed_in_bf16_are_summed_in_fp32(stage: int) -> None:
-    """And rounded behind a barrier: what is laid out, and so what crosses the mesh, is fp32."""
+    """Gradients are rounded behind a barrier, so the arrays that are resharded and cross the mesh are fp32."""
     assert made(traced(ZEROS[stage], "bf16")) == ["f32"] * 4
     assert set(made(traced(ZEROS[stage], {"compute": "bf16", "reduce": "bf16"}))) == {"bf16"}
 
@@ -82,15 +82,16 @@ def test_a_model_in_bf16_by_its_own_word_alone_is_summed_in_fp32(stage: int) -> 
 
 def test_sums_cannot_be_asked_narrower_than_the_model_computes() -> None:
     text = (
-        "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, and the model computes them in float32. Remedy: "
-        "precision.compute: bfloat16, grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
+        "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, and the model "
+        "computes them in float32. Remedy: precision.compute: bfloat16, grad_reduction='per_step' (ZeRO stage 1), or "
+        "leave precision.reduce out."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         traced(ZEROS[3], {"reduce": "bf16"})
 
 
 def of_its_own(model: Any, x: jax.Array) -> jax.Array:
-    """A weight multiplied by hand in 16 bits, one in 32, and one that is handed over."""
+    """A loss that multiplies one weight by hand in 16 bits and one in 32, and passes one to ``sharded_dot``."""
     half = jnp.bfloat16
     x = jnp.sin(x.astype(half) @ jp.hint(model["one"].astype(half), *NAMES))
     (x,) = jp.sharded_dot(x, (model["left"], NAMES), dtype=half)
@@ -105,9 +106,9 @@ def noted(zero: jp.Zero, **step: Any) -> tuple[str, ...]:
 
 def test_explain_names_what_is_summed_in_16_bits_all_the_same() -> None:
     said = (
-        "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16 bits that the model computes in: params/one. "
-        "Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 (parallel: {optimizer: {stage: 1}}), which sums all "
-        "gradients in fp32."
+        "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16 bits that the model "
+        "computes in: params/one. Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 "
+        "(parallel: {optimizer: {stage: 1}}), which sums all gradients in fp32."
     )
     for stage in (0, 2, 3):
         assert noted(ZEROS[stage]) == (said,)
@@ -133,14 +134,14 @@ def gradients(precision: Any, devices: int, zero: jp.Zero) -> Any:
 def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
     want = gradients(None, 1, ZEROS[0])
     for precision in ("bf16", {"gather": "bf16"}):
-        # The norm of the difference: unlike its largest entry, the rounding of one number to 16 bits does not move it.
+        # Compare norms: unlike the largest entry, the rounding of one number to 16 bits hardly changes them.
         pairs = zip(*map(jax.tree.leaves, (gradients(precision, 8, ZEROS[3]), want)), strict=True)
         assert 1e-5 < max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs) < 2e-2
     assert max(gradient_gaps(want, gradients({"reduce": "fp32"}, 8, ZEROS[2])).values()) < 1e-5
 
 
 def test_explain_names_what_int8_is_not_for() -> None:
-    """Embedding and head, in the stages in which the compiler gathers and reduces."""
+    """Embedding and head are listed, in the stages in which the compiler gathers and reduces."""
     config = preset("tiny", layers=1, dtype="bfloat16")
     tokens = jp.tag(jax.ShapeDtypeStruct((32, 128), "int32"), "batch", "seq")
     given = {"batch": {"tokens": tokens, "targets": tokens}, "loss_fn": next_token_loss}
@@ -152,9 +153,9 @@ def test_explain_names_what_int8_is_not_for() -> None:
         step = zero.step | {"precision": {"gather": "int8", "reduce": "int8"}}
         notes = jp.explain(layout, make_llama(config), optax.sgd(0.1), **given, step=step).notes
         said = (
-            f"not in int8: 2 parameters ({show_bytes(size)}) and what is summed of their gradients cross in the dtype of the compute, as they do not go "
-            f"through jp.sharded_dot: params/embedding, params/head. Remedy: ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors "
-            f"cross in int8."
+            f"not in int8: 2 parameters ({show_bytes(size)}) and what is summed of their gradients cross in the dtype "
+            f"of the compute, as they do not go through jp.sharded_dot: params/embedding, params/head. Remedy: ZeRO "
+            f"stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
         )
         assert ([note for note in notes if "int8" in note] == [said]) is named, notes
         assert named or not any("int8" in note for note in notes)

@@ -1,4 +1,4 @@
-"""Files in two generations, and what goes through them: kills at every kind of moment, damage, locks, full disks, order, bytes held."""
+"""Files in two generations: kills at any moment, damage, locks, full disks, order of operations, and bytes held."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jaxpar.parallel.offload.disk_store import RECORD, Entry, Store
 ENTRIES = (Entry("opt_state/mu/up", 3, 192, {"dtype": "float32", "shape": [3, 48]}), Entry("opt_state/mu/last", 1, 64))
 ABOUT = {"mesh": {"data": 8}, "process": "0 of 1"}
 SNAPSHOT = "Remedy: restore a snapshot (restore=), or begin anew in another path."
-# Each child kills itself in the middle of its n-th call of those that change the disk (of a write, half is done), for every n until
-# one comes through; then the folder is opened, looked at, and gone on with.
+# For every n, a child kills itself in the middle of its n-th call that changes the disk (halfway through a write),
+# until one child completes. After each, ``look`` opens the folder, checks it and continues the run.
 RUN = """
 import itertools, os, pathlib, signal, sys
 sys.path.insert(0, {tests!r})
@@ -70,14 +70,14 @@ print(when)
 
 
 def content(number: int, row: int, step: int) -> np.ndarray:
-    """What a row is after a step; skipped steps (every third) leave what was."""
+    """A row's bytes after a step; a skipped step (every third) changes nothing."""
     step -= step % 3 == 0 and step > 0
     size = ENTRIES[number].row_bytes
     return np.zeros(size, np.uint8) if step == 0 else np.full(size, 16 * step + 4 * number + row, np.uint8)
 
 
 def advance(store: Store, step: int) -> None:
-    """Read all, write all, as a step does; every third is skipped."""
+    """Read and write every row, as a step does; every third step is skipped."""
     for number, entry in enumerate(ENTRIES):
         for row in range(entry.rows):
             assert np.array_equal(store.read(number, row), content(number, row, step - 1))
@@ -120,7 +120,10 @@ def reopened(store: Store, step: int, entries: Any = ENTRIES, about: Any = ABOUT
 
 
 def look(folder: Path, done: int) -> None:
-    """What a kill left, where ``done`` steps were told to be done: that step's state or the next's, whole; and it goes on."""
+    """After a kill with ``done`` steps reported, the folder holds that step's complete state or the next one's.
+
+    The run continues from it.
+    """
     found = []
     for step in (done, done + 1):
         store = Store(folder, ENTRIES, ABOUT)
@@ -142,7 +145,7 @@ def look(folder: Path, done: int) -> None:
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_generation_from_which_the_run_goes_on() -> None:
-    # A kill asks nothing of the disk itself, so where there is a file system in memory, that one need not be waited for.
+    # A kill does not depend on the disk, so the test uses an in-memory file system where there is one.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         run = [sys.executable, "-c", RUN.format(tests=str(Path(__file__).parent)), f"{folder}/disk"]
@@ -167,7 +170,7 @@ def test_the_generation_of_the_states_step_is_taken_and_a_skipped_one_serves_two
 
 def test_skipping_from_an_older_generation_drops_the_other_future(made: Store) -> None:
     older = reopened(made, 1)
-    older.skip(2)  # in this run the second step is not finite
+    older.skip(2)  # in this run, the second step is not finite
     again = reopened(older, 2)
     assert holds(again, 1) and not holds(again, 2)
     again.close()
@@ -180,7 +183,7 @@ def test_folders_and_files_are_the_owners_alone(made: Store) -> None:
 
 
 def damaged(store: Store, what: str) -> Path:
-    """The file of the newest generation's first tensor, made worse; the record for ``record``."""
+    """The file of the newest generation's first tensor, or the record, after damaging it."""
     name = "b" if json.loads((store.path / RECORD).read_text())["record"]["generations"]["b"]["last"] == 2 else "a"
     file = store.path / (RECORD if what.startswith("record") else f"0000.opt_state.mu.up.{name}")
     if what == "missing":
@@ -204,7 +207,10 @@ def damaged(store: Store, what: str) -> Path:
         ("short", "{file}, which holds opt_state/mu/up, has 500 bytes, but 576 are wanted. "),
         (
             "bit",
-            "{file}: row 1 of opt_state/mu/up is not what was written: its checksum is {found}, but {wanted} is wanted. ",
+            (
+                "{file}: row 1 of opt_state/mu/up is not what was written: its checksum is {found}, but {wanted} is "
+                "wanted. "
+            ),
         ),
         ("record", "{file} is not what was written: its checksum is wrong. "),
         ("record garbled", "{file} cannot be read. "),
@@ -230,23 +236,26 @@ def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
             ENTRIES,
             ABOUT,
             (
-                "holds the optimizer's state of step 2 and step 1, but the training state is at step 7. Remedy: a training state of "
-                "step 2 or step 1, a snapshot of step 7 (restore=), or another path."
+                "holds the optimizer's state of step 2 and step 1, but the training state is at step 7. Remedy: a "
+                "training state of step 2 or step 1, a snapshot of step 7 (restore=), or another path."
             ),
         ),
         (
             2,
             ENTRIES,
             {**ABOUT, "mesh": {"data": 4, "model": 2}},
-            "was written by a run with mesh data 8, but this one has data 4, model 2. Remedy: that mesh, or another path.",
+            (
+                "was written by a run with mesh data 8, but this one has data 4, model 2. Remedy: that mesh, or "
+                "another path."
+            ),
         ),
         (
             2,
             other,
             ABOUT,
             (
-                "holds opt_state/mu/up as float32[3, 48], but this run has it as bfloat16[3, 96]. Remedy: the model, optimizer and "
-                "rules it was written with, or another path."
+                "holds opt_state/mu/up as float32[3, 48], but this run has it as bfloat16[3, 96]. Remedy: the model, "
+                "optimizer and rules it was written with, or another path."
             ),
         ),
         (
@@ -254,8 +263,8 @@ def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
             ENTRIES[:1],
             ABOUT,
             (
-                "holds opt_state/mu/last as bytes[1, 64], but this run has it as nothing. Remedy: the model, optimizer and rules it "
-                "was written with, or another path."
+                "holds opt_state/mu/last as bytes[1, 64], but this run has it as nothing. Remedy: the model, "
+                "optimizer and rules it was written with, or another path."
             ),
         ),
     ]
@@ -289,7 +298,7 @@ def test_a_full_disk_loses_nothing_and_the_step_can_be_tried_again(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if call == "posix_fallocate":
-        made.snapshot(tmp_path / "one")  # which keeps the files: the next step but one needs new ones
+        made.snapshot(tmp_path / "one")  # keeps the files, so the step after the next needs new ones
         advance(made, 3)
     step = 4 if call == "posix_fallocate" else 3
     made.begin()
@@ -308,8 +317,8 @@ def test_a_full_disk_loses_nothing_and_the_step_can_be_tried_again(
             made.commit(step)
     what = "room for opt_state/mu/up (576 bytes)" if call == "posix_fallocate" else "writing opt_state/mu/up"
     assert re.sub(r"[\d,]+ bytes are free", "N bytes are free", str(error.value)) == (
-        f"{made.path}: {what}: No space left on device; N bytes are free, and two generations take 1,280. Nothing is lost: step "
-        f"{step - 1} stays whole. Remedy: make room, or take a path on a larger disk."
+        f"{made.path}: {what}: No space left on device; N bytes are free, and two generations take 1,280. Nothing is "
+        f"lost: step {step - 1} stays whole. Remedy: make room, or take a path on a larger disk."
     )
     before = 4 if step == 5 else 2
     again = reopened(made, before)
@@ -336,7 +345,7 @@ def test_a_snapshot_stays_as_it_was_and_a_run_goes_on_from_it(made: Store, tmp_p
     made.open(2)
     for step in (3, 4, 5):
         advance(made, step)
-    made.restore(tmp_path / "two")  # twice: what the run wrote since then did not reach it
+    made.restore(tmp_path / "two")  # a second time: later writes of the run did not reach the snapshot
     made.open(2)
     assert holds(made, 2)
 
@@ -371,8 +380,8 @@ def test_pieces_are_read_ahead_while_the_first_is_written_and_no_further() -> No
     def write(piece: int, made: int) -> None:
         assert made == 10 * piece
         if piece == 0:
-            assert two_read.wait(30)  # hangs unless two more are read meanwhile
-            assert not room.wait(0.05)  # but there are three slots
+            assert two_read.wait(30)  # hangs unless two more pieces are read meanwhile
+            assert not room.wait(0.05)  # there are only three slots
 
     with Staging([5, 7, 7, 7, 5], lambda piece: piece, write, slots=3, note=note) as staging:
         for piece in range(5):
@@ -422,7 +431,7 @@ def test_what_is_asked_for_after_a_failed_write_raises_it() -> None:
     def write(piece: int, made: int) -> None:
         raise DiskError("write")
 
-    # With one slot the second piece is not begun before the first one's write has failed.
+    # With one slot, the second piece begins only after the first one's write has failed.
     with pytest.raises(DiskError, match="^write$"), Staging([1] * 2, lambda piece: piece, write, slots=1) as staging:
         staging.put(0, staging.get(0))
         staging.get(1)

@@ -1,4 +1,4 @@
-"""Parameters in the host's memory: the same numbers, where each array lies, one layer at a time, and what is refused."""
+"""Parameters in host memory: equal results, the placement of arrays, one layer at a time, and refused inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(key: jax.Array) -> dict[str, Any]:
 
 
 def loss(model: dict[str, Any], x: jax.Array) -> jax.Array:
-    """A plain scan, of a model that knows nothing of the host's memory."""
+    """A plain scan: the model does not know about host memory."""
 
     @jax.checkpoint
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
@@ -59,7 +59,7 @@ def batch(i: int) -> np.ndarray:
 
 
 def after(tx: Any, rules: str, bad: int | None = None, **options: Any) -> tuple[jp.TrainState, list[Any]]:
-    """The state after three steps, one of them on a batch that is not finite; gradients and what was skipped."""
+    """The state after three steps (batch ``bad`` is not finite), and each step's skip flag and gradients."""
     layout, seen = layout_of_rules(rules), []
     state = jp.init(layout, make, tx)
     step = compiled(jp.train_step(layout, loss, return_grads=True, **options), state, batch(0))
@@ -70,7 +70,7 @@ def after(tx: Any, rules: str, bad: int | None = None, **options: Any) -> tuple[
 
 
 def compiled(step: Any, *given: Any) -> Any:
-    """Not optimised, which takes half the time."""
+    """Compile without optimization, which takes half the time."""
     return step.lower(*given).compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -132,7 +132,7 @@ def shapes(layout: jp.Layout, tx: Any, make_model: Callable[..., Any] = make) ->
 
 
 def moves(jaxpr: Any) -> list[tuple[tuple[int, ...], bool, bool]]:
-    """Shapes of what is moved from the host's memory or to it, wherever it stands; whether each comes from there, and goes there."""
+    """Each transfer from or to host memory, at any depth: its shape, whether it starts there, whether it ends there."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "device_put":
@@ -150,7 +150,7 @@ def test_one_layer_comes_at_a_time_forward_backward_and_in_the_update() -> None:
     layout, tx = layout_of_rules("replicated"), jp.offload(optax.adam(LR), parameters=True, min_bytes=2000)
     found = moves(jp.train_step(layout, loss).trace(*shapes(layout, tx)).jaxpr.jaxpr)
     stacks = [move for move in found if move[0] in ((16, 24), (24, 16), (1, 16, 24), (1, 24, 16))]
-    assert stacks == found  # nothing moves whole
+    assert stacks == found  # no complete stack moves
     assert sorted(shape for shape, there, _ in found if there and len(shape) == 2) == [(16, 24)] * 2 + [(24, 16)] * 2
     assert (
         len([shape for shape, there, _ in found if there and len(shape) == 3]) == 6
@@ -210,9 +210,9 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
     large = jp.offload(optax.adam(LR), parameters=True, min_bytes="1MiB")
     missing = jp.explain(layout_of_rules("fsdp"), make, large)
     text = (
-        "offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim 'layers', three dims or "
-        "more, 1048576 bytes or more), so nothing would lie there. Remedy: stack the layers, as nnx.vmap with jaxpar.nnx.stacked('layers') "
-        "does, a smaller min_bytes, or leave parameters out."
+        "offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim "
+        "'layers', three dims or more, 1048576 bytes or more), so nothing would lie there. Remedy: stack the layers, "
+        "as nnx.vmap with jaxpar.nnx.stacked('layers') does, a smaller min_bytes, or leave parameters out."
     )
     assert missing.problems == (text,)
     assert (
@@ -225,13 +225,14 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
 
 
 STAGES = (
-    "offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {} (ZeRO stages 1 and 2) gathers "
-    "all of them before the step. Remedy: ZeRO stage 3 or none, or keep parameters on the device."
+    "offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {} (ZeRO "
+    "stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep parameters on the "
+    "device."
 )
 TANGLED = (
-    "offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a number of several "
-    "(reduce_sum). Remedy: one that treats every number by itself (as adamw, lion, sgd; to clip, clip_norm of the step), or keep "
-    "parameters on the device."
+    "offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a number "
+    "of several (reduce_sum). Remedy: one that treats every number by itself (as adamw, lion, sgd; to clip, clip_norm "
+    "of the step), or keep parameters on the device."
 )
 
 
@@ -260,16 +261,16 @@ def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> 
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, loss).trace(*shapes(layout, tx, two))
     assert str(error.value) == (
-        "offload: params/more [2, 16, 24] waits in the host's memory, but another stack there has another number of layers, and one loop "
-        "updates all. Remedy: keep parameters on the device."
+        "offload: params/more [2, 16, 24] waits in the host's memory, but another stack there has another number of "
+        "layers, and one loop updates all. Remedy: keep parameters on the device."
     )
     rules = jp.Rules(batch="data", layers=None, embed=None, mlp=None, optimizer={"embed": "data"})
     elsewhere = jp.Layout(layout.mesh, rules)
     with pytest.raises(ConfigError) as error:
         jp.train_step(elsewhere, loss).trace(*shapes(elsewhere, tx))
     assert str(error.value) == (
-        "offload: params/down waits in the host's memory as P(None, None, None), its optimizer's state as P(None, None, 'data'), but "
-        "nothing is laid out anew there. Remedy: the same rules for the roles params and optimizer."
+        "offload: params/down waits in the host's memory as P(None, None, None), its optimizer's state as P(None, "
+        "None, 'data'), but nothing is laid out anew there. Remedy: the same rules for the roles params and optimizer."
     )
 
 
@@ -290,6 +291,6 @@ def test_a_part_of_a_stack_is_not_taken_out_of_the_hosts_memory(layout_of: Calla
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, next_token_loss).trace(abstract_state(layout, make_llama(config), tx), data)
     assert str(error.value) == (
-        "offload: layers 0 to 0 are taken out of a stack in the host's memory, which the host would copy. Remedy: leave remat.layers out, "
-        "or keep parameters on the device."
+        "offload: layers 0 to 0 are taken out of a stack in the host's memory, which the host would copy. Remedy: "
+        "leave remat.layers out, or keep parameters on the device."
     )

@@ -1,4 +1,4 @@
-"""An optimizer's state in the host's memory: the same numbers bit by bit, where each array lies, and what is said of it."""
+"""Optimizer state in host memory: bitwise equal results, the placement of arrays, and what is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = 3
 LR = 1e-2
 pytestmark = pytest.mark.filterwarnings("ignore:offload. a CPU's memory is the host's:UserWarning")
 
-# With what keeps it from going by layers.
+# Each with the reason that prevents an update layer by layer, if any.
 OPTIMIZERS: dict[str, tuple[Callable[[], optax.GradientTransformation], str | None]] = {
     "adamw": (lambda: optax.adamw(LR), None),
     "lion": (lambda: optax.lion(LR), None),
@@ -56,7 +56,7 @@ def layout_of(stage: int) -> jp.Layout:
 
 
 def after(tx: Any, stage: int, steps: int = 3, bad: int | None = None) -> tuple[jp.TrainState, list[bool]]:
-    """The state after some steps, one of them on a batch that is not finite; which were skipped."""
+    """The state after ``steps`` steps (batch ``bad`` is not finite), and which steps were skipped."""
     layout, skipped = layout_of(stage), []
     state = jp.init(layout, make, tx)
     step = jp.train_step(layout, loss, **jp.Zero(stage=stage).step)
@@ -75,7 +75,7 @@ def goes_by_layers(tx: Any, stage: int) -> bool:
 
 
 def test_square_matrices_go_where_their_own_state_lies() -> None:
-    """Equal shapes, and parts of equal shapes, that lie the other way round."""
+    """Arrays, and their shards, with equal shapes but opposite shardings."""
 
     def square(key: jax.Array) -> dict[str, Any]:
         up, down = (jax.random.normal(k, (LAYERS, 16, 16)) / 4 for k in jax.random.split(key))
@@ -114,7 +114,7 @@ def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> N
     parts = [(s.params, s.opt_state) for s in (expected, found)]
     for a, b in zip(*map(jax.tree.leaves, parts), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        # Where matrices are summed, or rounded to bf16, the compiler fuses it otherwise.
+        # The compiler fuses sums of matrices and rounding to bf16 differently.
         atol = 0 if name in ("adamw", "lion", "masked", "injected") else 1e-6 * np.abs(b).max()
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 

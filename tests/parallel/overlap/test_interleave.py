@@ -1,4 +1,4 @@
-"""Layers in two copies against one: values, gradients, bytes on the wire; beside every axis, in a pipeline; what cannot be."""
+"""Layers in two copies against one: values, gradients, bytes sent, every mesh axis, pipelines, and errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_weights_are_gathered_once_and_nothing_more_is_sent(two_copies: Found, o
 
 def test_sequences_and_sums_cross_by_permutes(two_copies: Found) -> None:
     permutes = two_copies[2].wire_bytes("collective-permute", "model")
-    # Of every layer and half: forward, again and backward 2 gathers and 2 scatters each, the last again not; of 2 rows 16 tokens of 32 numbers.
+    # Each layer and half runs 2 gathers and 2 scatters in each of forward, recomputation and backward; the
+    # recomputation leaves out the last one. Each sends 16 tokens of 32 numbers for 2 rows.
     half_piece = 2 * 16 * 32 * 4
     assert permutes >= 2 * 2 * (4 + 4 + 4 - 1) * half_piece
     assert two_copies[2].count("all-to-all", "model") == 0
@@ -102,13 +103,13 @@ def halves() -> Found:
 
 def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: Found) -> None:
     check_same(halves, one_copy)
-    # As many bytes as halves of rows, but for the positions' own.
+    # Halves of sequences send no more bytes than one copy.
     assert halves[2].wire_bytes() <= one_copy[2].wire_bytes()
     assert halves[2].wire_bytes("collective-permute", "model") > 0
 
 
 def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over more devices of a torus: round a ring, of which pieces of the other end come in halves from both sides."""
+    """As over more devices of a torus: in a ring, pieces from the far end arrive in halves from both sides."""
     monkeypatch.setattr("jaxpar.parallel.overlap.interleave.STRAIGHT", 2)
     monkeypatch.setattr(
         "jaxpar.parallel.overlap.interleave.links_of", lambda mesh: SimpleNamespace(torus=True, rings=lambda axes: (4,))
@@ -127,7 +128,7 @@ def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch:
 
 
 def test_logits_of_halves_come_in_the_order_of_the_tokens() -> None:
-    """In fp64, so that a logit near zero may be held against its own size."""
+    """In fp64, so that a logit near zero can be compared relative to its own size."""
     layout = layout_of(RULES, {"data": 2, "model": 2})
     how: dict[str, Any] = {"layers": 1, "vocab": 64, "embed": 32, "head_dim": 8, "mlp": 48}
     how |= {"dtype": "float64", "param_dtype": "float64"}
@@ -146,7 +147,7 @@ def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
 
 
 def test_a_layer_of_ones_own() -> None:
-    """In fp64: a gradient is a sum over 256 tokens, and some cancel out."""
+    """In fp64, because a gradient sums 256 tokens and some of them cancel."""
     layout = layout_of(RULES, {"data": 2, "context": 2, "model": 2})
 
     def loss(w: jax.Array, x: jax.Array, run: Any) -> jax.Array:
@@ -164,7 +165,7 @@ def test_a_layer_of_ones_own() -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == np.float64
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
-    # The sum of both copies' gradients of w, and the loss: nothing else crosses.
+    # Only both copies' gradients of w and the loss are communicated.
     assert jp.audit(compiled, mesh=layout.mesh).wire_bytes() <= 2 * (8 * 8 + 2) * 8
 
 
@@ -174,7 +175,7 @@ def test_cutting_moves_no_byte() -> None:
         x = jp.shard_array(layout, jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ), "batch", "seq")
         halves = jax.jit(cut).lower(x).compile()
         again = jax.jit(lambda x: join(cut(x))).lower(x).compile()
-        assert [half.tolist()[0][0] // SEQ for half in halves(x)] == [0, 2]  # each device's own
+        assert [half.tolist()[0][0] // SEQ for half in halves(x)] == [0, 2]  # each device cuts its own rows
         assert again(x).tolist() == x.tolist()
     assert [jp.audit(c, mesh=layout.mesh).count() for c in (halves, again)] == [0, 0]
 
@@ -199,16 +200,16 @@ def test_what_copies_cannot_do() -> None:
     with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         run(block, x, None)
     assert str(said.value) == (
-        "overlap.ways is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence parallelism) nor 'seq' (context "
-        "parallelism), so layers send nothing that the other copy could hide. Remedy: residual_seq: model beside heads: model, seq: context, or "
-        "overlap: {ways: 1}."
+        "overlap.ways is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence "
+        "parallelism) nor 'seq' (context parallelism), so layers send nothing that the other copy could hide. Remedy: "
+        "residual_seq: model beside heads: model, seq: context, or overlap: {ways: 1}."
     )
     with layout_of(RULES, {"data": 2, "context": 2}):
         with pytest.raises(ConfigError) as said:
             run(block, x[:6], None)
         assert str(said.value) == (
-            "overlap.ways is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. Remedy: a batch, or "
-            "microbatches, of a multiple of 4 rows, overlap.dim: seq, or overlap: {ways: 1}."
+            "overlap.ways is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. "
+            "Remedy: a batch, or microbatches, of a multiple of 4 rows, overlap.dim: seq, or overlap: {ways: 1}."
         )
         with pytest.raises(
             LayoutError, match=re.escape("side holds an array of shape (5, 32) beside 8 rows of 32 tokens")
@@ -224,32 +225,37 @@ def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
         jp.interleave_batches(layer, dim="seq")
     assert str(said.value) == (
-        "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one part of a sequence to the next. Remedy: its "
-        "branches, with Branch(carried=...) where tokens see others, or dim='batch'."
+        "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one "
+        "part of a sequence to the next. Remedy: its branches, with Branch(carried=...) where tokens see others, or "
+        "dim='batch'."
     )
     with pytest.raises(ConfigError) as said:
         jp.interleave_batches(layer, dim="sequence")  # type: ignore[arg-type]
     assert str(said.value) == (
-        "overlap.dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq its tokens."
+        "overlap.dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq "
+        "its tokens."
     )
     with layout_of(RULES, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_of_halves(30)
     assert str(said.value) == (
-        "overlap.ways is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. Remedy: a sequence of a multiple "
-        "of 4 tokens, or overlap: {ways: 1}."
+        "overlap.ways is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. "
+        "Remedy: a sequence of a multiple of 4 tokens, or overlap: {ways: 1}."
     )
     remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or overlap.dim: batch."
     with layout_of(RULES, {"context": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_of_halves(32)
     assert str(said.value) == (
-        "overlap.ways is 2 and overlap.dim is 'seq', but the rules split 'seq' over context 2, whose tokens attention brings together by itself. "
+        (
+            "overlap.ways is 2 and overlap.dim is 'seq', but the rules split 'seq' over context 2, whose tokens "
+            "attention brings together by itself. "
+        )
         + remedy
     )
     with pytest.raises(ConfigError) as said:
         llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(load_balance="zigzag"))
     assert str(said.value) == (
-        "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. Remedy: leave the order out, or "
-        "overlap.dim: batch."
+        "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. "
+        "Remedy: leave the order out, or overlap.dim: batch."
     )
 
 
@@ -268,8 +274,8 @@ def test_the_configuration_of_a_run() -> None:
     with pytest.raises(ConfigError) as said:
         job_of(overlap={"ways": 2}, reshard_after_forward=2)
     assert str(said.value) == (
-        "parallel.overlap.ways is 2, but reshard_after_forward is 2: the copies gather a layer's weights once for both, from all devices. Remedy: "
-        "reshard_after_forward: true or false, or overlap: {ways: 1}."
+        "parallel.overlap.ways is 2, but reshard_after_forward is 2: the copies gather a layer's weights once for "
+        "both, from all devices. Remedy: reshard_after_forward: true or false, or overlap: {ways: 1}."
     )
     with pytest.raises(
         ConfigError, match=re.escape("parallel.overlap.ways is 2, but parallel.offload.parameters is host")

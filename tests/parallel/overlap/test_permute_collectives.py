@@ -1,4 +1,4 @@
-"""Gathers and scatters round rings against jax's own: values, gradients, and that every hop goes to a neighbour."""
+"""Gathers and scatters around rings against JAX's: values, gradients, and that every hop goes to a neighbour."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = [(2, 4, ()), (2, 4, (8,)), (4, 2, (4, 2)), (1, 2, (2,)), (1, 5, (5,))]
 @pytest.mark.parametrize(("outer", "inner", "rings"), CASES)
 def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tuple[int, ...]) -> None:
     ways = outer * inner
-    # Pieces of 5: halves are of 2 and 3. Whole numbers, of which every sum is exact in any order.
+    # Pieces of 5 have halves of 2 and 3. Sums of whole numbers are exact in any order.
     x, y = np.random.default_rng(0).integers(-8, 9, (2, 3, 5 * ways, 2)).astype(np.float32)
     split = P(None, AXES)
 
@@ -39,7 +39,7 @@ def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tup
     def theirs(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, AXES, axis=1, tiled=True)
 
-    # Each device weighs what it gathered in its own way, so that the gradient is a sum of different shares.
+    # Each device weights its gathered array differently, so that the gradient sums different shares.
     def weighed(gather: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         def f(pair: jax.Array) -> jax.Array:
             x, y = pair
@@ -57,7 +57,7 @@ def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tup
 
 @pytest.mark.parametrize(("rings", "hops"), [((8,), {1: 42, -1: 42}), ((4, 2), {1: 12, 2: 36, -2: 36})])
 def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[int, ...], hops: dict[int, int]) -> None:
-    """How many rows go from device 0 to which other, of pieces of 6: as many in all as a gather and a scatter send."""
+    """Device 0 sends, in pieces of 6 rows, as many rows in total as a gather and a scatter send."""
     both = lambda x: ppermute_reduce_scatter(ppermute_all_gather(x, AXES, dim=0, rings=rings), AXES, dim=0, rings=rings)
     text = over(1, 8, both, P(AXES), P(AXES)).lower(jnp.zeros((48, 2))).as_text()
     sent: dict[int, int] = {}
@@ -68,7 +68,7 @@ def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[i
 
 
 def test_sums_are_made_in_fp32() -> None:
-    """In bf16 1 + 2^-8 is 1; both small shares together are seen."""
+    """In bf16, 1 + 2^-8 rounds to 1, so only a sum in fp32 counts both small shares."""
     x = jnp.repeat(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 3)
     got = over(1, 3, lambda x: ppermute_reduce_scatter(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
     assert got.dtype == jnp.bfloat16 and got.tolist() == [1 + 2**-7] * 3

@@ -1,4 +1,4 @@
-"""Weights and caches in 8-bit integers: how far they are off, the same tokens in every layout, what is stored and sent, what cannot be."""
+"""int8 weights and caches: quantization error, equal tokens in every layout, bytes stored and sent, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_number_is_off_by_more_than_half_a_step(summed: list[int]) -> None:
     assert kept.values.dtype == jnp.int8 and kept.shape == x.shape
     assert kept.scales.shape == tuple(size for dim, size in enumerate(x.shape) if dim not in [d % 3 for d in summed])
     most = np.abs(x).max(tuple(summed), keepdims=True)
-    # Half a step is most / 254; the rest is room for the rounding of quotient and product.
+    # Half a step is most / 254. The margin allows for the rounding of quotient and product.
     assert (np.abs(kept.astype(jnp.float32) - x) / np.where(most == 0, 1, most / 253)).max() <= 1
     assert np.abs(kept.values).max() == 127
     assert not np.isfinite(jp.Int8.of(x.at[0, 0, 0].set(jnp.inf), summed).astype(jnp.float32)).all()
@@ -67,7 +67,7 @@ def test_a_product_with_the_integers_is_one_with_the_array() -> None:
 
 @pytest.mark.parametrize("mesh", [{"model": 4, "context": 2}, {"model": 2, "context": 4}], ids=str)
 def test_attention_to_a_cache_in_int8_is_attention_to_what_it_stands_for(mesh: dict[str, int]) -> None:
-    """With key heads whole where queries' are split, and slots split."""
+    """Key heads are replicated where query heads are sharded, and slots are sharded."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(3, 1, n, 4)).astype(np.float32) for n in (8, 4, 4))
     at = np.array([0, 7, 15], np.int32)
@@ -93,7 +93,7 @@ def test_attention_to_a_cache_in_int8_is_attention_to_what_it_stands_for(mesh: d
 
 
 def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any, made: list[list[int]]) -> None:
-    """Tied embeddings, weights fully sharded over data and by heads, a cache over data, context and model; greedy, fp32."""
+    """Greedy, fp32: tied embeddings, weights sharded over data and heads, a cache over data, context and model."""
     one, many = generator(one_device(), **BOTH), generator(jp.MeshSpec(data=2, context=2, model=2).build(), **BOTH)
     spread = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, many.params)
     kept = many.prepare(spread)
@@ -107,7 +107,7 @@ def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any, mad
     program = many.decode.lower(many.prepared, many.abstract).compile()
     audit = jp.audit(program, mesh=many.layout.mesh)
     gathers = [c for c in audit.collectives if c.kind == "all-gather"]
-    # Every matrix of a layer, on each of the two devices over model; all else that is gathered is scales.
+    # Every matrix of a layer, on each of the two model shards. All other gathered arrays are scales.
     matrices = 2 * 32 * 4 * 8 + 2 * 32 * 2 * 8 + 3 * 32 * 48
     in_int8 = sum(c.result_bytes * c.count for c in gathers if c.dtype == "s8")
     assert CONFIG.layers * matrices // 2 <= in_int8 <= (CONFIG.layers * matrices + 2 * 64 * 32) // 2, gathers
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any, mad
 
 
 def test_over_a_pipeline_in_int8(params: Any, made: list[list[int]]) -> None:
-    """Every stage has its layers' integers and scales, and the cache of these; requests in turns, some of which end before others."""
+    """Each stage holds its layers' integers, scales and cache; requests take turns, and some end before others."""
     mesh = jp.MeshSpec(pipeline=2, model=2).build(jax.devices()[:4])
     rules = RULES.replace(layers="pipeline", vocab=("pipeline", "model"))
     model = jp.Generator(jp.Layout(mesh, rules), make_llama(CONFIG), cached_llama(CONFIG, **BOTH), batch=2, slots=32)
@@ -157,7 +157,10 @@ def _project(kept: jp.Int8) -> Any:
         (
             lambda: jp.Int8.of(jnp.ones((2, 3)), [2]),
             ConfigError,
-            "Int8.of(): [2] of an array of shape (2, 3) are to share a scale, but one or more of its 2 dims are wanted, each once. Remedy: the dims "
+            (
+                "Int8.of(): [2] of an array of shape (2, 3) are to share a scale, but one or more of its 2 dims are "
+                "wanted, each once. Remedy: the dims "
+            )
             + "that the product sums over.",
         ),
         (
@@ -168,7 +171,10 @@ def _project(kept: jp.Int8) -> Any:
         (
             lambda: _project(jp.Int8.of(jnp.ones((6, 4)), [1])),
             LayoutError,
-            "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) has a scale for all of its dims [1], but its first 1 are summed over. Remedy: "
+            (
+                "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) has a scale for all of its dims [1], but "
+                "its first 1 are summed over. Remedy: "
+            )
             + "Int8.of(w, [0]).",
         ),
     ],
@@ -181,6 +187,9 @@ def test_what_cannot_be(make: Any, error: type[JaxparError], text: str) -> None:
 
 def test_parameters_that_were_not_prepared(params: Any) -> None:
     model = generator(one_device(), weights="int8")
-    text = "Generator: the model keeps 8 of its parameters in int8, but 0 of those given are so. Remedy: params = generator.prepare(params)."
+    text = (
+        "Generator: the model keeps 8 of its parameters in int8, but 0 of those given are so. Remedy: params = "
+        "generator.prepare(params)."
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         model.generate(params, PROMPTS, most=MOST)

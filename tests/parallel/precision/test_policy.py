@@ -1,4 +1,4 @@
-"""fp16: the loss scale by a table traced by hand, the same in every layout, and what is no scale."""
+"""The fp16 loss scale follows a table worked out by hand, in every layout; invalid scales are refused."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from jaxpar.parallel.precision.policy import LossScale
 
 RULES = jp.Rules(batch="data", embed=None, mlp=None)
 TX = optax.sgd(0.1)
-# Two finite steps in a row and it grows; the second step that is not finite since then, and each after it, halves it.
+# Two finite steps in a row double the scale. The second non-finite step since it last grew, and each one after that,
+# halves it.
 SCALE = LossScale(initial=64.0, interval=2, hysteresis=2, minimum=16.0)
 TABLE = [
     # finite?   scale before, after
     (True, 64, 64),
-    (False, 64, 64),  # borne: one of two
-    (True, 64, 64),  # one in a row
-    (False, 64, 32),  # the second since it last grew
+    (False, 64, 64),  # tolerated: the first of two
+    (True, 64, 64),  # one finite step in a row
+    (False, 64, 32),  # the second since the scale last grew
     (False, 32, 16),
     (False, 16, 16),  # not below the minimum
     (True, 16, 16),
-    (True, 16, 32),  # two in a row: grows, and bears one again
+    (True, 16, 32),  # two in a row: the scale grows and tolerates one again
     (False, 32, 32),
     (True, 32, 32),
     (True, 32, 64),
@@ -52,7 +53,7 @@ def loss(model: Any, batch: jax.Array) -> jax.Array:
 
 
 def batches() -> list[np.ndarray]:
-    """One for each row of the table; the rows of a bad one overflow fp16 on one device alone."""
+    """One batch per row of the table; a bad batch overflows fp16 on one device only."""
     good = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
     bad = good.copy()
     bad[3] = 1e6
@@ -128,8 +129,8 @@ def test_fp16_scales_unless_told_otherwise() -> None:
         (
             {"intial": 8.0},
             (
-                "precision.scale: unknown key 'intial'. Did you mean 'initial'? The keys are: initial, growth, backoff, interval, "
-                "hysteresis, minimum."
+                "precision.scale: unknown key 'intial'. Did you mean 'initial'? The keys are: initial, growth, "
+                "backoff, interval, hysteresis, minimum."
             ),
         ),
     ],
@@ -158,8 +159,8 @@ def test_a_scale_that_could_not_move() -> None:
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, loss, precision="fp16", skip_nonfinite=False)
     assert str(error.value) == (
-        "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: leave "
-        "skip_nonfinite out."
+        "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: "
+        "leave skip_nonfinite out."
     )
 
 

@@ -1,4 +1,4 @@
-"""``sharded_dot`` and the embedding lookup: the same numbers as one device, with weights gathered in whole heads."""
+"""``sharded_dot`` and the embedding lookup equal one device, with weights gathered in complete heads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = [(name, 2 if name == "key heads that do not divide" else 4) for name in 
 
 
 def in_two_rounds(mesh: Any, axes: Any) -> tuple[int, ...]:
-    """As over a closed 3-D torus, of which 8 devices have none."""
+    """Two rounds, as over a closed 3-D torus, which 8 devices cannot form."""
     devices = math.prod(mesh.shape[axis] for axis in axes)
     return (devices // 2, 2)
 
@@ -87,17 +87,17 @@ def test_projections_and_their_gradients_equal_plain_products(
 @pytest.mark.parametrize(
     ("name", "kv_heads", "matmuls", "matrix"),
     [
-        ("all alike", 4, 1, "f32[6,4,16]"),  # 4 ways, each with the columns of 2 + 1 + 1 heads
+        ("all alike", 4, 1, "f32[6,4,16]"),  # 4 shards, each with the columns of 2 + 1 + 1 heads
         ("nothing split", 4, 1, "f32[6,1,64]"),
-        ("queries split", 4, 2, "f32[6,1,32]"),  # keys and values whole, queries by themselves
+        ("queries split", 4, 2, "f32[6,1,32]"),  # keys and values replicated, queries separate
         ("gradients of some split", 4, 2, "f32[6,4,8]"),
         (
             "key heads that do not divide",
             2,
             2,
             "f32[6,1,16]",
-        ),  # 2 heads stay whole, though their 8 columns would divide
-        ("every head split", 4, 3, "f32[6,8,4]"),  # no part of a matrix: each as it is stored
+        ),  # 2 heads stay replicated, though their 8 columns would divide
+        ("every head split", 4, 3, "f32[6,8,4]"),  # no common matrix: each weight as it is stored
     ],
 )
 def test_weights_that_lie_alike_are_one_matrix(name: str, kv_heads: int, matmuls: int, matrix: str) -> None:
@@ -135,7 +135,7 @@ def test_heads_that_do_not_divide_are_refused_as_the_weight_alone_would_be() -> 
             jp.sharded_dot(x, (w, Q))
         with pytest.raises(LayoutError) as alone:
             jp.gather_weight(w, *Q)
-    problem = str(projected.value).partition(": ")[2]  # behind the line of the call
+    problem = str(projected.value).partition(": ")[2]  # the text after the name of the call
     assert problem == str(alone.value).partition(": ")[2] and "'heads'" in problem
 
 
@@ -143,8 +143,9 @@ def test_a_weight_of_another_width_is_refused() -> None:
     with jp.Layout(MESH.build(), RULES["all alike"]), pytest.raises(LayoutError) as caught:
         jp.sharded_dot(jnp.ones((2, 5, 6)), (jnp.ones((8, 4, 4)), Q))
     assert str(caught.value) == (
-        "sharded_dot(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, 5, 6): its first "
-        "dim has to be as large as the last of x. Remedy: transpose the weight, or pass what it belongs to."
+        "sharded_dot(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, "
+        "5, 6): its first dim has to be as large as the last of x. Remedy: transpose the weight, or pass what it "
+        "belongs to."
     )
 
 
@@ -160,7 +161,7 @@ LOOKUP = jp.Rules(
 
 
 def embedding_gradient(layout: jp.Layout, table: jax.Array, tokens: np.ndarray, weight: np.ndarray) -> Any:
-    """The gradient of a lookup whose rows are weighted, and the text of the program."""
+    """The gradient of a lookup with weighted rows, and the program's text."""
 
     def total(table: jax.Array) -> jax.Array:
         return jnp.sum(lookup(table, tokens, table.dtype) * weight)
@@ -176,12 +177,12 @@ def test_an_exchanged_lookup_adds_up_gradients_as_one_device_does(tokens: tuple[
     layout = jp.Layout(jp.MeshSpec(data=8).build(), LOOKUP)
     place = layout.sharding(("vocab", "embed"), (2048, 16), role="params")
     table = jax.device_put(random.normal(size=(2048, 16)).astype(np.float32), place)
-    ids = random.integers(-2, 2050, tokens)  # with some outside of the vocabulary
+    ids = random.integers(-2, 2050, tokens)  # some ids are outside the vocabulary
     weight = random.normal(size=(*tokens, 16)).astype(np.float32)
     grad, text = embedding_gradient(layout, table, ids, weight)
     want = np.zeros((2048, 16))
     np.add.at(want, np.clip(ids, 0, 2047).ravel(), weight.reshape(-1, 16))
-    assert "all-to-all" in text  # or the other way of looking up has been tested
+    assert "all-to-all" in text  # otherwise the other kind of lookup was tested
     np.testing.assert_allclose(grad, want, rtol=1e-5, atol=1e-5)
 
 
@@ -218,7 +219,7 @@ def test_a_table_that_is_gathered_by_hand_gives_the_same(over: tuple[str, ...]) 
     rules = {"batch": "data", "seq": None, "residual_seq": None, "vocab": "pipeline", "embed": None}
     split = {"params": {"embed": over or None}, "gradients": {"embed": over or None}}
     layout = jp.Layout(jp.MeshSpec(pipeline=2, data=4).build(), jp.Rules(**rules | split))
-    # More words than a device has tokens: with fewer the table would go by columns.
+    # There are more words than a device has tokens; with fewer, the table would be exchanged by columns.
     count = 9_000
     words, ids = random.normal(size=(count, 16)).astype(np.float32), random.integers(-2, count + 2, (16, 2100))
     weight = random.normal(size=(16, 2100, 16)).astype(np.float32)
@@ -240,12 +241,12 @@ def test_a_word_that_stands_everywhere_gets_its_whole_gradient_in_half_precision
     table = jax.device_put(jnp.zeros((1024, 8), jnp.bfloat16), place)
     grad, text = embedding_gradient(layout, table, np.full((8, 600), 3), np.ones((8, 600, 8), np.float32))
     assert "all-to-all" in text
-    # Summed in bfloat16, ones stop to count at 256.
+    # Summed in bfloat16, ones would stop counting at 256.
     np.testing.assert_array_equal(np.asarray(grad[3], np.float32), np.float32(jnp.bfloat16(4800)))
 
 
 def test_a_weight_gathered_in_rounds_is_gathered_where_it_was_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two gathers for one, of the same bytes on the wire and a few more; the gradient goes back as before."""
+    """Two gathers instead of one send the same bytes and a few more; the gradient is unchanged."""
     rules = jp.Rules(embed=None, mlp="model", params={"embed": "data"}, gradients={"embed": "data"})
     mesh = jp.MeshSpec(data=4, model=2)
     x, w = np.ones((4, 8), np.float32), np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
@@ -261,7 +262,7 @@ def test_a_weight_gathered_in_rounds_is_gathered_where_it_was_at_once(monkeypatc
     monkeypatch.setattr(hierarchical, "gather_rounds", in_two_rounds)
     rounds, others = report()
     assert (once.count("all-gather"), rounds.count("all-gather")) == (1, 2)
-    # Rows of 8 × 2 columns of 4 bytes: 3 of 4 parts come from others at once; in rounds 1 of 2 rows, then 2 of 4.
+    # In one round, 3 of 4 parts come from other devices. In two rounds, 1 of 2 parts does, and then 2 of 4.
     assert once.wire_bytes("all-gather") == 8 * 8 * 4 * 3 / 4
     assert rounds.wire_bytes("all-gather") == 4 * 8 * 4 * 1 / 2 + 8 * 8 * 4 * 1 / 2
     jax.tree.map(np.testing.assert_array_equal, values, others)

@@ -1,4 +1,4 @@
-"""Optimizer parallelism: what each stage stores, sends and computes, with any optimizer."""
+"""ZeRO stages: what each one stores, sends and computes, with any optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from jaxpar.errors import MeshError, RulesError
 RULES = jp.Rules(batch=("replica", "data"), embed=None, mlp=None)
 LR = 1e-3
 STEPS = 20
-# Of trajectories in fp64. In fp32 optimizers amplify the last bits of gradients, and how much depends on the processor.
+# For trajectories in fp64. In fp32, optimizers amplify the last bits of gradients, by an amount that depends on the
+# processor.
 TOLERANCE = 1e-9
 
 
@@ -97,7 +98,7 @@ EXPERTS = jp.Rules(batch="data", rows="data", embed=None, mlp=None, experts="exp
 
 
 def experts(key: jax.Array) -> dict[str, Any]:
-    """A router, and the two weights of four experts."""
+    """A router and the two weights of four experts."""
     shapes = {"router": ("embed", "experts"), "up": ("experts", "embed", "mlp"), "down": ("experts", "mlp", "embed")}
     sizes = {"experts": 4, "embed": 16, "mlp": 32}
     keys = dict(zip(shapes, jax.random.split(key, 3), strict=True))
@@ -108,14 +109,14 @@ def experts(key: jax.Array) -> dict[str, Any]:
 
 
 def mixture(model: Any, x_BE: jax.Array) -> jax.Array:
-    """Each row by the sum of its experts, as it routes itself."""
+    """The mean square of each row's sum over experts, weighted by the router."""
     gates_BX = jax.nn.softmax(x_BE @ model["router"])
     hidden_BXM = jp.hint(jnp.tanh(jnp.einsum("BE,XEM->BXM", x_BE, model["up"])), "rows", "experts", None)
     return jnp.mean(jnp.einsum("BXM,XME,BX->BE", hidden_BXM, model["down"], gates_BX) ** 2)
 
 
 def routed(zero: jp.Zero, rules: jp.Rules, devices: int) -> tuple[list[float], Any, list[str]]:
-    """Losses of three steps, the last one's gradients, and how the experts' weights lie."""
+    """Losses of three steps, the last step's gradients, and the specs of the experts' optimizer state."""
     mesh = jp.MeshSpec(data=-1, expert=2) if devices > 1 else jp.MeshSpec(data=1)
     layout = jp.Layout(mesh.build(jax.devices()[:devices]), zero.rules(rules))
     with jax.enable_x64(True):
@@ -136,7 +137,7 @@ def mixed_on_one_device() -> Any:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_beside_experts_equals_one_device(stage: int, mixed_on_one_device: Any) -> None:
-    """The batch over ``data``; from stage 2 on also over both axes, as experts have it whose rows are exchanged."""
+    """The batch is sharded over ``data``; from stage 2 on also over both axes, as expert parallelism shards it."""
     for rules in (EXPERTS, EXPERTS.replace(batch=("data", "expert"))) if stage > 1 else (EXPERTS,):
         losses, grads, lies = routed(jp.Zero(stage, min_bytes=256), rules, 8)
         assert len(lies) == 4 and all("expert" in spec and "data" in spec for spec in lies), lies
@@ -145,7 +146,7 @@ def test_every_stage_beside_experts_equals_one_device(stage: int, mixed_on_one_d
 
 
 def square(key: jax.Array) -> dict[str, Any]:
-    """Two weights whose bytes divide by anything: 2 × 64 × 64 parameters."""
+    """Two weights whose bytes divide evenly: 2 × 64 × 64 parameters."""
     return {name: jp.tag(jax.random.normal(key, (64, 64)), "embed", "mlp") for name in ("up", "down")}
 
 
@@ -160,7 +161,7 @@ def compiled(zero: jp.Zero, batch: int = 64, **options: Any) -> tuple[Any, jp.La
     return jp.train_step(layout, squares, **{**zero.step, **options}).lower(state, data).compile(), layout
 
 
-COUNTERS = 4 + 8 + 4  # the step, the key, Adam's own count
+COUNTERS = 4 + 8 + 4  # the step, the key, Adam's count
 PARAMETERS = 2 * 64 * 64
 
 
@@ -177,14 +178,14 @@ PARAMETERS = 2 * 64 * 64
     ids=str,
 )
 def test_arguments_are_of_the_formulas_bytes(zero: jp.Zero, bytes_each: int) -> None:
-    """12 bytes a parameter (its own and two moments, fp32), over the devices that share them: to the byte."""
+    """12 bytes per parameter (fp32, with two moments), divided exactly by the devices that share them."""
     step, _ = compiled(zero)
     batch = 64 * 64 * 4 // 8
     assert step.memory_analysis().argument_size_in_bytes == bytes_each + COUNTERS + batch
 
 
 def test_stages_1_and_2_gather_each_weight_once() -> None:
-    """And stage 1 scatters its gradients once: the least there is."""
+    """Stage 1 also scatters its gradients once, which is the minimum."""
     whole = PARAMETERS * 4 * 7 // 8
     for stage in (1, 2):
         step, layout = compiled(jp.Zero(stage, min_bytes=0))
@@ -192,12 +193,12 @@ def test_stages_1_and_2_gather_each_weight_once() -> None:
     step, layout = compiled(jp.Zero(1, min_bytes=0))
     report = jp.audit(step, mesh=layout.mesh)
     assert report.wire_bytes("reduce-scatter") == whole
-    assert report.wire_bytes() - 2 * whole < 64, report.table()  # norm and loss, no more
+    assert report.wire_bytes() - 2 * whole < 64, report.table()  # only norm and loss
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_microbatches_do_not_reduce_once_more(stage: int) -> None:
-    """Of eight microbatches the gradients' bytes on the wire are those of one; left to the compiler, eight times as many."""
+    """Eight microbatches reduce one microbatch's gradient bytes; per-microbatch reduction sends eight times as many."""
 
     def reduced(**options: Any) -> float:
         step, layout = compiled(jp.Zero(stage, min_bytes=0), **options)
@@ -205,7 +206,7 @@ def test_microbatches_do_not_reduce_once_more(stage: int) -> None:
         return report.wire_bytes() - report.wire_bytes("all-gather")
 
     once = PARAMETERS * 4 * 7 / 8 * (1 if stage else 2)
-    scalars = 256  # loss, norm, and what of them is summed in every round
+    scalars = 256  # loss, norm, and their parts that every round sums
     assert reduced() == pytest.approx(once, abs=scalars)
     assert reduced(grad_accum_steps=8) == pytest.approx(once, abs=scalars)
     assert reduced(grad_accum_steps=8, grad_reduction="per_microbatch") >= 8 * once
@@ -245,16 +246,16 @@ def test_stage_0_changes_nothing() -> None:
         (
             {"stage": 4},
             (
-                "optimizer: stage is 4, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and the weights where they are "
-                "used) is wanted."
+                "optimizer: stage is 4, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and the weights "
+                "where they are used) is wanted."
             ),
         ),
         ({"fsdp_group_size": 0}, "optimizer: fsdp_group_size is 0, but a number of devices, 1 or more, is wanted."),
         (
             {"fsdp_group_size": 4, "axis": "model"},
             (
-                "optimizer: fsdp_group_size splits the axis 'data', but axis is 'model'. Remedy: leave axis out, or give the sizes in "
-                "the mesh, as {replica: 4, data: 4}."
+                "optimizer: fsdp_group_size splits the axis 'data', but axis is 'model'. Remedy: leave axis out, or "
+                "give the sizes in the mesh, as {replica: 4, data: 4}."
             ),
         ),
         (
@@ -281,8 +282,8 @@ def test_groups_that_would_all_compute_the_same() -> None:
     with pytest.raises(RulesError) as error:
         jp.Zero(1, fsdp_group_size=4).rules(jp.Rules(batch="data", embed=None))
     assert str(error.value) == (
-        "optimizer: fsdp_group_size=4 makes groups along 'replica', but batch is split over 'data' alone, so each group would "
-        "compute the same. Remedy: batch: [replica, data]."
+        "optimizer: fsdp_group_size=4 makes groups along 'replica', but batch is split over 'data' alone, so each "
+        "group would compute the same. Remedy: batch: [replica, data]."
     )
 
 
@@ -292,7 +293,7 @@ SPLIT = jp.Rules(
 
 
 def attending(key: jax.Array) -> dict[str, Any]:
-    """Grouped queries: 4 query heads of 8, and in one matrix 2 key and 2 value heads."""
+    """Grouped queries: 4 query heads of 8, and one matrix with 2 key and 2 value heads."""
     q, kv, out = jax.random.split(key, 3)
     return {
         "q": jp.tag(jax.random.normal(q, (16, 4, 8)) / 4, "embed", "heads", "head_dim"),
@@ -340,7 +341,7 @@ def attention_on_one_device() -> tuple[list[float], list[Any]]:
 def test_every_stage_beside_a_split_sequence_equals_one_device(
     zero: jp.Zero, impl: str, sizes: dict[str, int], attention_on_one_device: Any
 ) -> None:
-    """Losses, gradients and updated parameters; and the optimizer's state is split, so that there was something to go wrong."""
+    """Losses, gradients and updated parameters are equal, with a sharded optimizer state."""
     layout = jp.Layout(jp.MeshSpec(data=-1, **sizes).build(), zero.rules(SPLIT))
     assert any(layout.spec(("embed", "heads", "head_dim"), (16, 4, 8), role="optimizer"))
     losses, trees = train_attention(layout, impl, **zero.step)

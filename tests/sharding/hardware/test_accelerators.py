@@ -1,4 +1,5 @@
-"""The table of devices: found by every name, every figure with a source, and the only one."""
+"""The table of accelerators: every device name finds its entry, every figure has a source, and there is no second
+table."""
 
 from __future__ import annotations
 

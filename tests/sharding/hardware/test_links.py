@@ -1,4 +1,4 @@
-"""What a collective costs on the links, computed by hand."""
+"""The time that a collective takes on the links, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxpar.sharding.mesh import AXES, MeshSpec
 
 
 def phases(topology: str, mesh: dict[str, int], kind: str, axes: tuple[str, ...], sent: float) -> dict[str, float]:
-    """Level → seconds of one execution."""
+    """Seconds of one execution for each level."""
     where = Topology.parse(topology)
     links = Links.of(where, accelerator(where.kind), mesh)
     return {phase.level: phase.seconds for phase in links.phases(collective(kind, axes, sent))}
@@ -29,14 +29,14 @@ def phases(topology: str, mesh: dict[str, int], kind: str, axes: tuple[str, ...]
 @pytest.mark.parametrize(
     ("topology", "mesh", "axes", "speed"),
     [
-        ("v5e:16x16", {"data": 16, "model": 16}, ("data",), 2 * 50e9),  # a closed ring: both ways
-        ("v5e:16x16", {"data": 16, "model": 16}, ("data", "model"), 4 * 50e9),  # two closed rings at once
-        ("v5e:4x4", {"data": 4, "model": 4}, ("model",), 50e9),  # an open line: its end is fed by one link
+        ("v5e:16x16", {"data": 16, "model": 16}, ("data",), 2 * 50e9),  # a closed ring: both directions
+        ("v5e:16x16", {"data": 16, "model": 16}, ("data", "model"), 4 * 50e9),  # two closed rings together
+        ("v5e:4x4", {"data": 4, "model": 4}, ("model",), 50e9),  # an open line: one link feeds its end
         ("v5e:4x4", {"data": 16}, ("data",), 2 * 50e9),  # two open lines
         ("v5e:4x16", {"data": 4, "model": 16}, ("data",), 50e9),
         ("v5p:4x4x4", {"data": 16, "model": 4}, ("data",), 4 * 100e9),
-        ("v5p:2x2x4", {"data": 4, "model": 4}, ("model",), 2 * 100e9),  # the inner axis takes two dims, and
-        ("v5p:2x2x4", {"data": 4, "model": 4}, ("data",), 100e9),  # below a cube nothing closes
+        ("v5p:2x2x4", {"data": 4, "model": 4}, ("model",), 2 * 100e9),  # the inner axis takes two dims
+        ("v5p:2x2x4", {"data": 4, "model": 4}, ("data",), 100e9),  # no ring closes in slices smaller than a cube
         ("v5e:1x16", {"data": 4, "model": 4}, ("model",), 50e9),  # a part of a ring is a line
         ("v5e:1x16", {"data": 4, "model": 4}, ("data",), 2 * 50e9 / 4),  # four rings over the same wires
         ("v5e:1x16", {"data": 4, "model": 4}, ("data", "model"), 2 * 50e9),
@@ -87,7 +87,7 @@ def test_all_to_all_pays_for_its_detours() -> None:
     assert ring["ICI"] == pytest.approx(16e6 * 64 / 16 / 100e9)
     assert ring["ICI"] == pytest.approx(
         gather["ICI"] / 4 * 16 / 15
-    )  # the well-known quarter of a gather, in large rings
+    )  # in large rings, the well-known quarter of a gather
     line = phases("v5e:4x4", {"data": 4, "model": 4}, "all-to-all", ("data",), 3e6)
     assert line == {"ICI": pytest.approx(4e6 / 50e9)}
     # Of 32 devices 16 are in the other slice, 15 in this one.
@@ -109,14 +109,16 @@ def shift(count: int, far: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("topology", "mesh", "axis", "pairs", "loads"),
     [
-        # A ring of 4 with a neighbour beside each: what goes on along the ring passes no one, what goes to the device opposite passes one.
+        # A ring of 4, two devices wide. A message to the next device along the ring passes no other device; a message
+        # to the opposite device passes one.
         ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, 2), {"ICI 0 +": 1}),
         ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, -2), {"ICI 0 -": 1}),
         ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, 4), {"ICI 0 +": 2}),
         ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", [(0, 1), (1, 0)], {"ICI 1 +": 1, "ICI 1 -": 1}),
-        # By one in the order of the axis: half go to the neighbour beside, half back and on.
+        # A shift by one in the order of the axis: half the messages cross to the other column, half cross back and move
+        # on along the ring.
         ("v5p:4x4x4", {"pipeline": 8, "model": 8}, "model", shift(8, 1), {"ICI 0 +": 1, "ICI 1 +": 1, "ICI 1 -": 1}),
-        # The outer half of pipeline shares its wires with both groups of model inside of it.
+        # The outer half of pipeline shares its wires with both groups of model inside it.
         ("v5p:4x4x4", {"pipeline": 2, "data": 4, "model": 8}, "pipeline", [(0, 1)], {"ICI 1 +": 2}),
         (
             "v5e:4x4",
@@ -124,7 +126,7 @@ def shift(count: int, far: int) -> list[tuple[int, int]]:
             "model",
             shift(4, 1),
             {"ICI 0 +": 1, "ICI 0 -": 1},
-        ),  # an open line: the last goes all the way back
+        ),  # an open line: the last message goes all the way back
         ("v5e:4x4", {"data": 4, "model": 4}, "model", shift(4, 2), {"ICI 0 +": 2, "ICI 0 -": 2}),
         ("v5e:1x16", {"data": 4, "model": 4}, "data", shift(4, 1), {"ICI 1 +": 4}),  # four rings over the same wires
         ("v5e:1x16", {"data": 4, "model": 4}, "data", shift(4, -1), {"ICI 1 -": 4}),
@@ -146,7 +148,7 @@ def test_a_permute_between_the_devices_of_a_chip_stays_on_it() -> None:
     assert [(p.level, p.seconds) for p in one(((0, 1), (1, 0), (2, 3), (3, 2)))] == [
         ("chip", pytest.approx(6e9 / 600e9))
     ]
-    # Both devices of a chip send to the next chip, over the link of both.
+    # Both devices of a chip send to the next chip, over the link that they share.
     assert [(p.level, p.seconds) for p in one(((0, 2), (1, 3)))] == [("ICI", pytest.approx(6e9 / 50e9))]
 
 
@@ -183,7 +185,7 @@ def test_a_gather_over_hosts_and_gpus_is_hierarchical() -> None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """A GPU topology: hosts × GPUs of a host."""
+    """A GPU topology: hosts × GPUs per host."""
 
     kind: str
     shape: tuple[int, ...]
@@ -208,13 +210,14 @@ def test_the_last_number_of_a_gpu_topology_is_a_host() -> None:
     with pytest.raises(PlanError) as caught:
         Links.of(huge, accelerator("h100"), {"data": 32})
     assert str(caught.value) == (
-        "h100:2x16 has 16 chips in one host, but at most 8 of NVIDIA H100 SXM can be. Remedy: more hosts of fewer chips."
+        "h100:2x16 has 16 chips in one host, but at most 8 of NVIDIA H100 SXM can be. Remedy: more hosts of fewer "
+        "chips."
     )
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What ``mesh_utils`` asks of a TPU device."""
+    """The attributes of a TPU device that ``mesh_utils`` reads."""
 
     id: int
     coords: tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""Names of topologies, and meshes on them."""
+"""Parsing of topology names, and meshes on topologies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ KNOWN = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"
         ("v5x:4x4", f"unknown accelerator 'v5x' in 'v5x:4x4'. Did you mean 'v5p'? Known are {KNOWN}."),
         (
             "v5e",
-            f"'v5e' names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, as {KNOWN}.",
+            (
+                "'v5e' names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, "
+                f"as {KNOWN}."
+            ),
         ),
         ("v5e:4x4x4", "'v5e:4x4x4': a v5e slice has 2 dims of 1 chip or more, but 4x4x4 has 3. Remedy: as v5e:4x4."),
         ("v4:2x0x2", "'v4:2x0x2': a v4 slice has 3 dims of 1 chip or more, but 2x0x2 has a 0. Remedy: as v4:4x4x4."),

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines against their recurrences on one device: bitwise in fp64, between calls, after a flush and from a saved state."""
+"""Asynchronous pipelines equal their recurrences on one device, bitwise in fp64, also after a flush and a restore."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ScheduleError
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""These programs run a few times: making them fast takes longer than running them."""
+"""Each program runs a few times, so compiling it with optimizations takes longer than running it."""
 WIDTH, WORDS, LAYERS, ROWS, CALLS = 4, 12, 6, 8, 3
 RULES = jp.Rules(
     batch="data",
@@ -41,7 +41,7 @@ def fp64() -> Iterator[None]:
 
 
 def make_model(key: jax.Array) -> Any:
-    """Quarters. With what follows every number of a step is a short binary fraction, so no sum depends on its order."""
+    """All weights are multiples of 1/4, so sums in fp64 are exact and do not depend on their order."""
     a, b, c = jax.random.split(key, 3)
     quarters = lambda key, *shape: jax.random.randint(key, shape, -2, 3).astype(jnp.float64) / 4
     return {
@@ -69,16 +69,16 @@ LOSS = jp.PipelineLoss(
     dims=("batch", "seq", "embed"),
 )
 TIED = replace(LOSS, head=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
-"""The embedding is used again after the layers."""
+"""The head uses the embedding again."""
 READS = replace(
     LOSS,
     layer_inputs=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4 + model["words"][batch["tokens"]].sum(-1),
 )
-"""What layers know is computed from the embedding's own version, without a gradient."""
+"""``layer_inputs`` reads the embedding in its own version, without a gradient."""
 
 
 def stepping() -> optax.GradientTransformation:
-    """Momentum that takes steps of quarters: weights stay quarters, and an update is the same or another one, never nearly the same."""
+    """Momentum whose updates are multiples of 1/4: two updates are either equal or clearly different."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count, trace = state
@@ -103,14 +103,14 @@ def batch_of(number: int) -> dict[str, jax.Array]:
 
 
 def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
-    """As each of ``ways`` devices cuts its own rows."""
+    """Cuts the batch into microbatches as each of ``ways`` devices cuts its own rows."""
     cut = jax.tree.map(lambda x: np.asarray(x).reshape(ways, count, -1, *x.shape[1:]).swapaxes(0, 1), batch)
     return [jax.tree.map(lambda x, n=n: x[n].reshape(-1, *x.shape[3:]), cut) for n in range(count)]
 
 
 @functools.cache
 def gradient(loss: jp.PipelineLoss = LOSS) -> Callable[[Any, Any], Any]:
-    """Loss and gradient of one microbatch, on one device, by jax alone."""
+    """Returns a function of loss and gradient of one microbatch, on one device, without a pipeline."""
     one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
 
     def run(params: Any, batch: Any) -> Any:
@@ -132,7 +132,7 @@ def updating() -> tuple[optax.GradientTransformation, Callable[..., Any]]:
 
 
 def two_versions(params: Any, loss: jp.PipelineLoss, count: int, ways: int) -> list[Any]:
-    """W after every call, and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
+    """Returns the weights after every call and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
     (tx, update), mean = updating(), lambda *grads: sum(grads) / count
     state, found, late = tx.init(params), [params], None
     for number in range(CALLS + 1):
@@ -147,9 +147,12 @@ def two_versions(params: Any, loss: jp.PipelineLoss, count: int, ways: int) -> l
 
 
 def every_microbatch(params: Any, loss: jp.PipelineLoss, count: int, ways: int, layers: tuple[int, ...]) -> list[Any]:
-    """W after every call, and after a flush: of stage s, W_s(m + 1) = W_s(m) - u(the gradient of microbatch m at all stages' W_r(m - 2 (S - 1 - r))).
+    """Returns the weights after every call and after a flush.
 
-    Words are the first stage's, also where they are used again after the layers: one version, one gradient of both uses, one update.
+    Stage s computes W_s(m + 1) = W_s(m) - u(g_m), where g_m is the gradient of microbatch m.
+
+    All stages r compute g_m with W_r(m - 2 (S - 1 - r)). The embedding belongs to the first stage, also where the head
+    uses it again: it has one version, one gradient of both uses and one update.
     """
     (tx, update), stages = updating(), len(layers)
     delay, ends = 2 * (stages - 1), np.cumsum(layers)
@@ -157,7 +160,7 @@ def every_microbatch(params: Any, loss: jp.PipelineLoss, count: int, ways: int, 
     of_stage = lambda w, s: w[ends[s] - layers[s] : ends[s]]
     groups |= {f"{s}": of_stage(params["blocks"]["w"], s) for s in range(stages)}
     late = {"words": delay, "head": 0, **{f"{s}": delay - 2 * s for s in range(stages)}}
-    # When a call ends, of each group the last updates are open, as microbatches are on their way.
+    # When a call ends, the last updates of each group are pending, because their microbatches are in flight.
     still = {"words": delay, "head": stages - 1, **{f"{s}": delay - s for s in range(stages)}}
     found, states = {name: [w] for name, w in groups.items()}, {name: tx.init(w) for name, w in groups.items()}
 
@@ -180,7 +183,7 @@ def every_microbatch(params: Any, loss: jp.PipelineLoss, count: int, ways: int, 
 
 @dataclass
 class Run:
-    """What calls gave: parameters at first and after each, their metrics, the state at first, before the last call, saved, and at the end; with a flush at last."""
+    """Parameters and metrics of each call, and the states at the start, before the last call and at the end."""
 
     params: list[Any]
     metrics: list[dict[str, float]]
@@ -191,7 +194,7 @@ class Run:
 
 
 def saved(state: Any) -> Any:
-    """Numbers, as a file would hold them."""
+    """Returns the arrays as a checkpoint stores them."""
     one = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return jax.tree.map(lambda x: np.array(one(x)), state)
 
@@ -226,7 +229,7 @@ CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.PipelineLoss, bool]] = [
     ),
     ({"pipeline": 2, "data": 2}, jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2), READS, True),
 ]
-"""A mesh, what is asked for, the loss, and whether it is flushed at the end."""
+"""Mesh, pipeline, loss, and whether the run ends with a flush."""
 
 
 def step_of(case: int) -> tuple[jp.Layout, jp.PipedreamStep]:
@@ -266,7 +269,8 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     for number, (a, b) in enumerate(zip(got, want if flushes else want[:-1], strict=True)):
         for (keys, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
             assert np.array_equal(x, y), (number, jax.tree_util.keystr(keys), np.abs(x - y).max())
-    # Every call moves all parameters, but for the first: there two versions have no gradient yet, and what is before the layers has none.
+    # Every call after the first changes all parameters. In the first call, 2BW has no gradient yet, and the embedding
+    # has none under both schedules.
     moved = [
         {name: np.abs(a[name] - b[name]).max() for name in ("words", "head")}
         for a, b in itertools.pairwise([first, *got])
@@ -290,7 +294,7 @@ def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
     first, later = done(0), done(2)
     pieces = [piece for number in range(2) for piece in microbatches(batch_of(number), 4, 1)]
     losses = [float(gradient()(first.params[0], piece)[0]) for piece in pieces]
-    # Two stages on, the last two losses of a batch are made in the next call, with the batch's own weights.
+    # With three stages, the last two losses of a batch are computed in the next call, with that batch's weights.
     assert first.metrics[0]["loss"] == np.mean(losses[:2]) and first.metrics[1]["loss"] == np.mean(losses[2:6])
     told = [(run["updated"], run["skipped"], run["grad_norm"] > 0) for run in first.metrics]
     assert told == [(0, 0, False), (1, 0, True), (1, 0, True), (1, 0, True)]
@@ -302,7 +306,7 @@ def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
-    """As ``jaxpar check --topology`` compiles it: every leaf's shape, dtype and place."""
+    """``jaxpar check --topology`` compiles from these shapes, dtypes and shardings."""
     layout, step = step_of(case)
     batch = jax.tree.map(lambda x: jp.shard_array(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
     told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
@@ -320,69 +324,76 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "grad_accum_steps": (
         {**TWO, "grad_accum_steps": 2},
         ConfigError,
-        "asynchronous pipeline: grad_accum_steps is 2, but the 2 microbatches of 'pipedream_2bw' are the accumulation. Remedy: leave it out, or microbatches=4.",
+        (
+            "asynchronous pipeline: grad_accum_steps is 2, but the 2 microbatches of 'pipedream_2bw' are the "
+            "accumulation. Remedy: leave it out, or microbatches=4."
+        ),
     ),
     "scale": (
         {**TWO, "precision": {"compute": "fp16", "scale": {}}},
         ConfigError,
         (
-            "asynchronous pipeline: precision scales the loss, but under 'pipedream_2bw' gradients of two steps, made with two scales, are on their way "
-            "at once. Remedy: compute in bf16, which wants no scale, or jp.schedule('1f1b')."
+            "asynchronous pipeline: precision scales the loss, but under 'pipedream_2bw' gradients of two steps, made "
+            "with two scales, are on their way at once. Remedy: compute in bf16, which wants no scale, or "
+            "jp.schedule('1f1b')."
         ),
     ),
     "norm": (
         {**EACH, "clip_norm": 1.0},
         ConfigError,
         (
-            "asynchronous pipeline: clip_norm is 1, but under 'pipedream' each stage updates by itself, and no one knows the norm of all gradients. "
-            "Remedy: clip_norm=None, or 'pipedream_2bw'."
+            "asynchronous pipeline: clip_norm is 1, but under 'pipedream' each stage updates by itself, and no one "
+            "knows the norm of all gradients. Remedy: clip_norm=None, or 'pipedream_2bw'."
         ),
     ),
     "stages": (
         {"pipeline": jp.Asynchronous("pipedream", stages=3, microbatches=4)},
         ConfigError,
         (
-            "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. Remedy: stages=2, or mesh {pipeline: 3}."
+            "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. "
+            "Remedy: stages=2, or mesh {pipeline: 3}."
         ),
     ),
     "optimizer": (
         {**TWO, "tx": jp.offload(optax.adam(0.1), min_bytes=0)},
         ConfigError,
         (
-            "asynchronous pipeline: parameters or an optimizer's state in the host's memory cannot be, as 'pipedream_2bw' keeps versions of the weights "
-            "on the devices. Remedy: leave it out, or jp.schedule('1f1b')."
+            "asynchronous pipeline: parameters or an optimizer's state in the host's memory cannot be, as "
+            "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or "
+            "jp.schedule('1f1b')."
         ),
     ),
     "pieces": (
         {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
         ConfigError,
         (
-            "pipeline: layers is [4, 1], of 5 layers in 2 pieces, but blocks has 6 layers and the schedule 2 pieces, of one layer or more each. "
-            "Remedy: 2 numbers that sum to 6."
+            "pipeline: layers is [4, 1], of 5 layers in 2 pieces, but blocks has 6 layers and the schedule 2 pieces, "
+            "of one layer or more each. Remedy: 2 numbers that sum to 6."
         ),
     ),
     "reduce": (
         {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, grad_reduction="per_microbatch")},
         ConfigError,
         (
-            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an update, whose gradients cross once. Remedy: leave it "
-            "out, or 'pipedream_2bw'."
+            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an "
+            "update, whose gradients cross once. Remedy: leave it out, or 'pipedream_2bw'."
         ),
     ),
     "layers elsewhere": (
         {**EACH, "rules": jp.Rules(**{**RULES.to_dict(), "layers": None})},
         ConfigError,
         (
-            "asynchronous pipeline: the layers of blocks are split over nothing, but under 'pipedream' each stage holds its own. Remedy: the rule "
-            "layers: pipeline."
+            "asynchronous pipeline: the layers of blocks are split over nothing, but under 'pipedream' each stage "
+            "holds its own. Remedy: the rule layers: pipeline."
         ),
     ),
     "rows": (
         {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=3)},
         LayoutError,
         (
-            "batch/targets [8, 2, 12], batch/tokens [8, 2] cannot be cut into the 3 microbatches of the pipeline over 1 devices: their first dims are "
-            "no multiples of 3. Remedy: a batch of a multiple of 3 rows, or a schedule of fewer microbatches."
+            "batch/targets [8, 2, 12], batch/tokens [8, 2] cannot be cut into the 3 microbatches of the pipeline over "
+            "1 devices: their first dims are no multiples of 3. Remedy: a batch of a multiple of 3 rows, or a "
+            "schedule of fewer microbatches."
         ),
     ),
 }
@@ -392,7 +403,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_cannot_be_is_named(case: str) -> None:
     asked, error, text = ERRORS[case]
     with pytest.raises(error, match=f"^{re.escape(text)}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a CPU's memory is the host's
+        warnings.simplefilter("ignore")  # On CPU devices, device memory is host memory.
         options = dict(asked)
         rules, tx = options.pop("rules", RULES), options.pop("tx", stepping())
         layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
@@ -405,8 +416,8 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)
     step = jp.PipedreamStep(layout, LOSS, CASES[0][1])
     text = (
-        "batch/targets is float64[4, 2, 12], but the batch on its way has float64[8, 2, 12]. Remedy: batches of one shape; or flush(state), and "
-        "start(state.landed, batch)."
+        "batch/targets is float64[4, 2, 12], but the batch on its way has float64[8, 2, 12]. Remedy: batches of one "
+        "shape; or flush(state), and start(state.landed, batch)."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
@@ -424,13 +435,16 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ]
     for case, name, asked, each, now in others:
         text = (
-            f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {each} layers and 1 devices of rows, keeps 'input', but the "
-            f"step is of '{asked.name}' over 3 stages of {now} layers and 1 devices of rows, keeps 'input'. Remedy: flush(state) by the step it came "
-            f"from, then start(state.landed, batch)."
+            f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {each} layers and 1 devices "
+            f"of rows, activation_checkpointing 'full', but the step is of '{asked.name}' over 3 stages of {now} layers and 1 devices "
+            f"of rows, activation_checkpointing 'full'. Remedy: flush(state) by the step it came from, then start(state.landed, batch)."
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
             jp.PipedreamStep(step_of(case)[0], CASES[case][2], asked).lower(done(case).state, batch_of(0))
-    text = "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = step.start(state, batch)."
+    text = (
+        "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = "
+        "step.start(state, batch)."
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         step.lower(ran.state.landed, batch_of(0))
 
@@ -441,8 +455,9 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             lambda: jp.Asynchronous("pipedream_2bw", stages=4, microbatches=5),
             ScheduleError,
             (
-                "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: over 4 stages a microbatch's gradient comes 6 ticks after its forward, and a "
-                "batch's has to be whole before the next but one begins. Remedy: 6 or more."
+                "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: over 4 stages a microbatch's gradient "
+                "comes 6 ticks after its forward, and a batch's has to be whole before the next but one begins. "
+                "Remedy: 6 or more."
             ),
         ),
         (
@@ -459,16 +474,17 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             lambda: jp.schedule("pipedream", stages=2, microbatches=4),
             ScheduleError,
             (
-                "schedule 'pipedream' is asynchronous: what it begins in a step it ends in the next, so it is no schedule of one. Remedy: "
-                "jp.PipedreamStep(..., pipeline=jp.Asynchronous('pipedream', stages=2, microbatches=4))."
+                "schedule 'pipedream' is asynchronous: what it begins in a step it ends in the next, so it is no "
+                "schedule of one. Remedy: jp.PipedreamStep(..., pipeline=jp.Asynchronous('pipedream', stages=2, "
+                "microbatches=4))."
             ),
         ),
         (
             lambda: jp.train_step(jp.Layout(jp.MeshSpec().abstract(1), RULES), LOSS, **TWO),
             ConfigError,
             (
-                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: jp.PipedreamStep, or "
-                "jp.schedule('1f1b')."
+                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: "
+                "jp.PipedreamStep, or jp.schedule('1f1b')."
             ),
         ),
     ]

@@ -30,7 +30,7 @@ Make = Callable[[jax.Array], Any]
 
 
 def layout_of(sizes: dict[str, int], *axes: Any) -> jp.Layout:
-    """Dims ``a``, ``b`` and ``c`` over ``axes``, on as many devices as ``sizes`` take."""
+    """Shards the dims ``a``, ``b`` and ``c`` over ``axes`` on a mesh of ``sizes``."""
     mesh = jp.MeshSpec(**sizes).build(jax.devices()[: math.prod(sizes.values())])
     return jp.Layout(mesh, jp.Rules(**dict(zip("abc", (*axes, None, None, None), strict=False)), layers=None))
 
@@ -51,7 +51,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def made(name: str, key: jax.Array, shape: tuple[int, ...], dims: tuple[int, ...], dtype: Any) -> jax.Array:
-    """One initializer; ``dims`` are those that it normalises over."""
+    """One initializer that normalizes over ``dims``."""
     last, flat = dims[-1], (*shape[:-1], shape[-1])
     w = normal(key, shape, dtype)
     sums: dict[str, Callable[[], jax.Array]] = {
@@ -94,7 +94,7 @@ MATRICES = ["orthogonal", "variance"]
 
 
 def model_of(seed: int) -> tuple[Make, Make]:
-    """A tagged model of random initializers of random shapes, and the same without tags."""
+    """Returns a tagged model of random initializers with random shapes, and the same model without tags."""
     draw = random.Random(seed)
     chosen = []
     for i, name in enumerate([*draw.sample(NAMES, 5), "truncated", *MATRICES]):
@@ -114,7 +114,7 @@ def initial(layout: jp.Layout, make: Make) -> Any:
 
 
 def check_equal(layout: jp.Layout, make: Make) -> Any:
-    """Initial parameters in ``layout``, held bitwise against those of one device."""
+    """Returns the initial parameters in ``layout`` and asserts that they are bitwise equal to those of one device."""
     got, want = initial(layout, make), initial(layout.on_one_device(), make)
     for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(keys))
@@ -145,7 +145,7 @@ def divides(layout: jp.Layout, shape: tuple[int, ...]) -> bool:
 
 
 class Normalised(nnx.Module):
-    """Kernels whose columns have the mean 0 and the norm 1."""
+    """A layer with a kernel whose columns have mean 0 and norm 1."""
 
     def __init__(self, rngs: nnx.Rngs):
         def kernel(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -166,7 +166,7 @@ def stacked_nnx(key: jax.Array) -> nnx.Module:
 
 
 class Centred(nn.Module):
-    """A Linen layer; ``init`` also runs the model, whose matmuls and norms lead to no parameter."""
+    """A Linen layer; ``init`` also runs the model, whose matmuls and norms do not affect any parameter."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -202,7 +202,7 @@ def test_stacked_layers_of_nnx_and_linen_are_equal_in_every_layout(make: Make) -
 
 
 def collectives(text: str) -> list[int]:
-    """The numbers in each result of a collective."""
+    """Returns the number of elements in each result of a collective."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
     return [math.prod(map(int, dims.split(","))) for found in shapes for dims in re.findall(r"f32\[([\d,]+)\]", found)]
@@ -222,7 +222,7 @@ def test_a_large_parameter_is_never_whole_on_a_device(axes: tuple[str | None, ..
 
 @pytest.mark.parametrize("shape", [(8, 1), (8, 16), (24, 5)], ids=str)
 def test_divisions_by_what_a_dim_is_reduced_to_are_those_of_one_device(shape: tuple[int, int]) -> None:
-    """XLA divides by a broadcast array in one way where a shard has one row, in another where it has more."""
+    """XLA divides by a broadcast array differently where a shard has one row."""
 
     def make(key: jax.Array) -> dict[str, Any]:
         w = jax.random.normal(key, shape)
@@ -294,9 +294,10 @@ def test_what_has_no_fixed_order_is_named_by_explain() -> None:
     assert report["params/plain"].why == report["params/mean"].why
     assert report.notes == (
         (
-            "initial values: params/gram may differ between layouts in the last bits, because the initializer uses 'dot_general', whose float "
-            "sums have no fixed order. Remedy: write the initializer with sums (jnp.sum, jnp.mean), which init evaluates in a fixed order; or "
-            "initialise once, save a checkpoint and restore it in each layout."
+            "initial values: params/gram may differ between layouts in the last bits, because the initializer uses "
+            "'dot_general', whose float sums have no fixed order. Remedy: write the initializer with sums (jnp.sum, "
+            "jnp.mean), which init evaluates in a fixed order; or initialise once, save a checkpoint and restore it "
+            "in each layout."
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Models that are plain pytrees: tags, states that are ordinary pytrees, and what cannot be trained."""
+"""Tests models that are plain pytrees: tags, training states, and errors."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
             lambda key: {},
             ModelError,
             (
-                "make_model returned dict with no parameters. Remedy: return an nnx.Module, Linen variables or a pytree of "
-                "arrays."
+                "make_model returned dict with no parameters. Remedy: return an nnx.Module, Linen variables or a "
+                "pytree of arrays."
             ),
         ),
         (
@@ -134,8 +134,8 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
             {"w": 1.0},
             ModelError,
             (
-                "make_model is a dict, but a function of a PRNG key is wanted, so that the model can be built in place. "
-                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+                "make_model is a dict, but a function of a PRNG key is wanted, so that the model can be built in "
+                "place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
             ),
         ),
         (
@@ -152,8 +152,9 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
             lambda key: {"w": jnp.ones((8, 8))},
             LayoutError,
             (
-                "params/w [8, 8] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or "
-                "allow replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero split it all the same."
+                "params/w [8, 8] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
+                "jp.tag), or allow replication with unannotated='replicate' in the rules, under which over(axis) and "
+                "jp.Zero split it all the same."
             ),
         ),
     ],

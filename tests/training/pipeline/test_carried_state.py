@@ -1,4 +1,4 @@
-"""State that a model carries under a pipeline: statistics, counters and keys, in its layers and outside of them, are refused by name."""
+"""A pipeline refuses models that carry state (statistics, counters, keys), and the error names the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Layers and a head, with state of their own: statistics, or the keys and counts of a dropout."""
+    """Layers and a head that carry batch statistics, or the keys and counts of a dropout."""
 
     def __init__(self, rngs: nnx.Rngs, inside: str = "", outside: str = ""):
         make = lambda rngs: Block(rngs, inside)
@@ -44,7 +44,7 @@ def of_modules(inside: str = "", outside: str = "") -> Any:
 
 
 def of_linen(at: str) -> Any:
-    """Variables of a model whose layers, or whose head, normalise by statistics of the batch."""
+    """Returns variables of a model whose layers or head normalize by batch statistics."""
 
     def make(key: jax.Array) -> Any:
         params = {"blocks": {"w": jp.tag(jnp.ones((LAYERS, WIDTH, WIDTH)), "layers", "embed", None)}}
@@ -60,17 +60,20 @@ def of_linen(at: str) -> Any:
 
 
 ORDER = (
-    "but microbatches pass the stages in an order of their own, so no state can be carried from one to the next. Remedy: a model without it "
-    "(LayerNorm or RMSNorm in the place of BatchNorm)."
+    "but microbatches pass the stages in an order of their own, so no state can be carried from one to the next. "
+    "Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
 )
 INSIDE = (
-    "which no pipeline can: each stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for random numbers "
-    "PipelineLoss(keys=True) in the place of keys."
+    "which no pipeline can: each stage sees its own microbatch. Remedy: keep counters and statistics out of the "
+    "stack; for random numbers PipelineLoss(keys=True) in the place of keys."
 )
 CARRIED: dict[str, tuple[Any, str]] = {
     "linen, layers": (
         of_linen("layers"),
-        f"pipeline: the model carries variables/batch_stats/blocks/norm/mean, variables/batch_stats/blocks/norm/var, {ORDER}",
+        (
+            f"pipeline: the model carries variables/batch_stats/blocks/norm/mean, "
+            f"variables/batch_stats/blocks/norm/var, {ORDER}"
+        ),
     ),
     "linen, head": (
         of_linen("head"),
@@ -91,8 +94,8 @@ CARRIED: dict[str, tuple[Any, str]] = {
     "nnx, keys of the head": (
         of_modules(outside="keys"),
         (
-            "PipelineLoss(embed=...) changed variables/drop/rngs/count, but a pipeline carries no variables. Remedy: a model that changes none; for random "
-            "numbers of layers PipelineLoss(keys=True)."
+            "PipelineLoss(embed=...) changed variables/drop/rngs/count, but a pipeline carries no variables. Remedy: "
+            "a model that changes none; for random numbers of layers PipelineLoss(keys=True)."
         ),
     ),
 }

@@ -1,4 +1,4 @@
-"""The embedding of a pipeline's batch: each stage looks up its own columns."""
+"""Tests the embedding lookup under a pipeline: each stage looks up its own columns of the table."""
 
 from __future__ import annotations
 

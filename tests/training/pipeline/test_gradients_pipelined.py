@@ -1,4 +1,4 @@
-"""Pipelines against one device: values and gradients of every schedule, beside the other axes of the mesh; what cannot be."""
+"""Every pipeline schedule gives the values and gradients of one device, also combined with other mesh axes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxpar.parallel.pipeline.schedules.orders import Pieces
 from jaxpar.testing import assert_no_collective_in_conditional
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""These programs run once: making them fast takes longer than running them."""
+"""Each program runs once, so compiling it with optimizations takes longer than running it."""
 WIDTH, WORDS, LAYERS, ROWS, SEQ = 8, 16, 8, 16, 6
 RULES = LLAMA_RULES
 
@@ -45,7 +45,7 @@ def layer(block: Any, x: jax.Array, side: jax.Array) -> jax.Array:
 
 
 def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over words that count, of which microbatches have different numbers; the embedding is used again."""
+    """Mean loss over the counted tokens, whose number differs between microbatches; the head reuses the embedding."""
     logits = jp.hint(x @ (model["head"] + model["words"].T), "batch", "seq", "vocab")
     right = jax.nn.one_hot(batch["targets"], WORDS)
     counts = (batch["targets"] > 2).astype(jnp.float32)
@@ -83,7 +83,7 @@ def run(
     rules: jp.Rules = RULES,
     **options: Any,
 ) -> tuple[dict[str, float], Any]:
-    """Metrics and gradients of one step."""
+    """Returns the metrics and the gradients of one step."""
     batch = batch_of() if batch is None else batch
     return one_step(layout_of(rules, sizes), loss, make, batch, pipeline=pipeline, **options)[:2]
 
@@ -93,7 +93,7 @@ def one_device() -> tuple[dict[str, float], Any]:
     return run({"data": 1})
 
 
-# name, mesh, microbatches, chunks, what is kept, layers of each piece
+# name, mesh, microbatches, chunks, activation_checkpointing, layers of each piece
 CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
     ("gpipe", {"pipeline": 4, "data": 2}, 8, 1, "none", ()),
     ("1f1b", {"pipeline": 4}, 2, 1, "full", ()),
@@ -108,7 +108,7 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 ]
 
 
-# Uneven layers beside other axes, one stage, a v, gradients of weights later.
+# Uneven layers combined with other axes, one stage, a V placement, and separate backward passes for weights.
 @pytest.mark.parametrize("case", [CASES[i] for i in (2, 3, 8, 9)], ids=str)
 def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
@@ -124,7 +124,7 @@ def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one
 
 
 def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_ticks() -> None:
-    """A microbatch is ROWS x SEQ x WIDTH x 4 bytes, and half of it on each stage; beside it tokens and targets, 4 bytes each."""
+    """A microbatch is ROWS x SEQ x WIDTH x 4 bytes, half on each stage; tokens and targets add 4 bytes per entry."""
 
     def temporary(microbatches: int, embedding: Any) -> int:
         layout = layout_of(RULES, {"pipeline": 2})
@@ -180,19 +180,21 @@ def test_no_collective_stands_where_stages_part() -> None:
     assert not [c for c in report.collectives if "own_layers/" in c.op_name]
 
 
-@pytest.mark.parametrize(("reduce", "layers"), [("per_microbatch", ()), ("chunk", (3, 2, 1, 2))])
+@pytest.mark.parametrize(("grad_reduction", "layers"), [("per_microbatch", ()), ("per_chunk", (3, 2, 1, 2))])
 def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
-    reduce: Any, layers: tuple[int, ...], one_device: Any
+    grad_reduction: Any, layers: tuple[int, ...], one_device: Any
 ) -> None:
     schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
-    got = run({"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, reduce=reduce, layers=layers))
+    got = run(
+        {"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, grad_reduction=grad_reduction, layers=layers)
+    )
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:
-    """The weights, one of which is used before and after the layers, lie split over ``data``; gradients and moments too."""
+    """Weights, gradients and moments are sharded over ``data``, also the embedding, which is used on both ends."""
     zero = jp.Zero(stage, min_bytes=0)
     rules = zero.rules(jp.Rules(**{dim: rule for dim, rule in RULES.to_dict().items() if dim != "params"}))
     layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2, model=2).abstract(), rules)
@@ -208,7 +210,7 @@ def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
     got = run(sizes, jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers=layers))
-    # The part of right words is of all rows: a mean of microbatches by their weights is another number.
+    # The metric "right" is a mean over all rows, which differs from the weighted mean of the microbatches.
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
 
@@ -238,7 +240,7 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
 
 
 def test_what_some_ticks_do_is_not_done_in_all() -> None:
-    """XLA:CPU takes out of a loop what is the same in every run, and so the head, what is fed and what drains would be done in every tick."""
+    """XLA:CPU hoists loop-invariant code, so the head, the feed and the drain could otherwise run in every tick."""
     layout = jp.Layout(jp.MeshSpec(pipeline=4).build(jax.devices()[:4]), RULES)
     schedule = jp.schedule("1f1b", stages=4, microbatches=8)
     with layout:
@@ -253,7 +255,7 @@ def test_what_some_ticks_do_is_not_done_in_all() -> None:
 
 
 def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times() -> None:
-    """XLA:CPU takes out of a loop what is the same in every run, and in a tick without W it would be done all the same."""
+    """XLA:CPU hoists loop-invariant code, which would run the weight gradient in ticks without a W."""
     x = jnp.ones((ROWS, WIDTH))
 
     def run(times: jax.Array, own: list[jax.Array]) -> Any:
@@ -288,7 +290,7 @@ def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
     assert len({(to, place) for *_, to, place in moves}) == total
     for found in _rounds(moves):
         assert len({move[0] for move in found}) == len({move[2] for move in found}) == len(found)
-    # Every layer of a piece is where the piece is, in the order of the model.
+    # The layers of a piece are stored where the piece runs, in the order of the model.
     at = {stage * per + i: (to, place) for stage, i, to, place in moves}
     numbers = iter(range(total))
     for piece, size in enumerate(each):
@@ -297,7 +299,7 @@ def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "per_microbatch", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
+    ("chunks", "each", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
 )
 def test_as_many_chunks_as_stages_are_exchanged_at_once(chunks: int, each: tuple[int, ...], kind: str) -> None:
     layers = Layers(32, Pieces(4, chunks, "loop"), each)
@@ -323,14 +325,18 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"loss": next_token_loss},
         ConfigError,
         (
-            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: jaxpar.PipelineLoss(layers=..., embed=..., "
-            "layer=..., head=...), which names the stack and what comes before and after it."
+            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: "
+            "jaxpar.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the stack and what comes "
+            "before and after it."
         ),
     ),
     "stages": (
         {"sizes": {"pipeline": 4}},
         ConfigError,
-        "pipeline: the schedule '1f1b' has 2 stages, but the mesh's axis 'pipeline' has 4 devices. Remedy: stages=4, or mesh {pipeline: 2}.",
+        (
+            "pipeline: the schedule '1f1b' has 2 stages, but the mesh's axis 'pipeline' has 4 devices. Remedy: "
+            "stages=4, or mesh {pipeline: 2}."
+        ),
     ),
     "no backwards": (
         {"pipeline": jp.schedule("circular", stages=2, microbatches=4)},
@@ -340,77 +346,87 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "grad_accum_steps": (
         {"grad_accum_steps": 2},
         ConfigError,
-        "pipeline: grad_accum_steps is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave grad_accum_steps out, or a schedule of 8.",
+        (
+            "pipeline: grad_accum_steps is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave "
+            "grad_accum_steps out, or a schedule of 8."
+        ),
     ),
     "reduce": (
         {"grad_reduction": "per_microbatch", "pipeline": jp.Pipeline(ONE_F_ONE_B, executor="independent")},
         ConfigError,
         (
-            "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but grad_reduction is 'per_microbatch', which scatters "
-            "gradients layer by layer. Remedy: grad_reduction='per_step', or executor='lockstep'."
+            "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but "
+            "grad_reduction is 'per_microbatch', which scatters gradients layer by layer. Remedy: "
+            "grad_reduction='per_step', or executor='lockstep'."
         ),
     ),
     "axes inside of layers": (
         {"sizes": {"pipeline": 2, "model": 2}, "pipeline": jp.Pipeline(ONE_F_ONE_B, executor="independent")},
         ConfigError,
         (
-            "pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has model 2: collectives over it "
-            "stand inside of layers, where some stages would wait for others for ever. Remedy: executor='lockstep', or a mesh of pipeline and "
-            "the axes of the batch alone."
+            "pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has "
+            "model 2: collectives over it stand inside of layers, where some stages would wait for others for ever. "
+            "Remedy: executor='lockstep', or a mesh of pipeline and the axes of the batch alone."
         ),
     ),
     "rows": (
         {"pipeline": jp.schedule("1f1b", stages=2, microbatches=5)},
         LayoutError,
         (
-            "batch/targets [16, 6], batch/tokens [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 devices: their first dims are "
-            "no multiples of 5. Remedy: a batch of a multiple of 5 rows, or a schedule of fewer microbatches."
+            "batch/targets [16, 6], batch/tokens [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 "
+            "devices: their first dims are no multiples of 5. Remedy: a batch of a multiple of 5 rows, or a schedule "
+            "of fewer microbatches."
         ),
     ),
     "layers": (
         {"pipeline": jp.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
         ConfigError,
         (
-            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number for each piece (YAML: offset: "
-            "[1, 1, 0, 0, 0, 0]), or a schedule of as many stages and chunks as divide 8."
+            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number "
+            "for each piece (YAML: offset: [1, 1, 0, 0, 0, 0]), or a schedule of as many stages and chunks as divide "
+            "8."
         ),
     ),
     "numbers of layers": (
         {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers=(5, 4))},
         ConfigError,
         (
-            "pipeline: layers is [5, 4], of 9 layers in 2 pieces, but blocks has 8 layers and the schedule 2 pieces, of one layer or more each. "
-            "Remedy: 2 numbers that sum to 8."
+            "pipeline: layers is [5, 4], of 9 layers in 2 pieces, but blocks has 8 layers and the schedule 2 pieces, "
+            "of one layer or more each. Remedy: 2 numbers that sum to 8."
         ),
     ),
     "path": (
         {"loss": replace(LOSS, layers="decoder")},
         ModelError,
-        "PipelineLoss(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; there are 'blocks', 'head', 'words'.",
+        (
+            "PipelineLoss(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; "
+            "there are 'blocks', 'head', 'words'."
+        ),
     ),
     "sequence": (
         {"sizes": {"pipeline": 2, "context": 4}},
         LayoutError,
         (
-            "batch/targets [16, 6]: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over 4 devices, which do not "
-            "divide 6. Remedy: a sequence of a multiple of 4, or no rule of 'seq' over those axes."
+            "batch/targets [16, 6]: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays "
+            "over 4 devices, which do not divide 6. Remedy: a sequence of a multiple of 4, or no rule of 'seq' over "
+            "those axes."
         ),
     ),
     "dtype of layers": (
         {"loss": replace(LOSS, layer=lambda block, x, side: layer(block, x, side).astype(jnp.bfloat16))},
         ModelError,
         (
-            "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what goes from layer to layer "
-            "keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as it was, or an embed that gives "
-            "bfloat16[4, 6, 8]."
+            "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what "
+            "goes from layer to layer keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it "
+            "was given, cast as it was, or an embed that gives bfloat16[4, 6, 8]."
         ),
     ),
     "vector metric": (
         {"loss": replace(LOSS, head=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
         ModelError,
         (
-            "PipelineLoss(head=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so scalars are wanted. Remedy: return its "
-            "mean."
+            "PipelineLoss(head=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so "
+            "scalars are wanted. Remedy: return its mean."
         ),
     ),
 }
@@ -429,8 +445,9 @@ def test_carried_state_is_named() -> None:
         return {"params": make_model(key), "statistics": {"mean": jnp.zeros(3)}}
 
     text = (
-        "pipeline: the model carries variables/statistics/mean, but microbatches pass the stages in an order of their own, so no state can be "
-        "carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
+        "pipeline: the model carries variables/statistics/mean, but microbatches pass the stages in an order of their "
+        "own, so no state can be carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in "
+        "the place of BatchNorm)."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
         run({"pipeline": 2}, ONE_F_ONE_B, make=make)
@@ -441,7 +458,7 @@ def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
         ConfigError,
         match=r"^pipeline: grad_reduction is 'never', but 'per_step', 'per_chunk' or 'per_microbatch' is wanted\.$",
     ):
-        jp.Pipeline(ONE_F_ONE_B, reduce="never")  # type: ignore[arg-type]
+        jp.Pipeline(ONE_F_ONE_B, grad_reduction="never")  # type: ignore[arg-type]
 
 
 def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
@@ -453,17 +470,18 @@ def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
 
 def test_what_is_kept_is_one_of_two_things() -> None:
     with pytest.raises(
-        ConfigError, match=r"^pipeline: activation_checkpointing is 'all', but 'input' or 'residuals' is wanted\.$"
+        ConfigError, match=r"^pipeline: activation_checkpointing is 'all', but 'full' or 'none' is wanted\.$"
     ):
         jp.Pipeline(ONE_F_ONE_B, activation_checkpointing="all")  # type: ignore[arg-type]
 
 
 def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
-    """Of parameters and moments together, in ``init`` and in ``explain``; other problems stay."""
+    """Parameters and moments are grouped in ``init`` and in ``explain``; other problems are reported separately."""
     text = (
-        "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is no multiple of pipeline=3 (rule layers = pipeline). Remedy: a "
-        "number of stages that divides 8 (1, 2, 4, 8); or stages of different size, with every stack stored whole on each stage: "
-        "Rules(indivisible={'layers': 'replicate'}) and jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML rules: "
+        "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is no multiple of pipeline=3 "
+        "(rule layers = pipeline). Remedy: a number of stages that divides 8 (1, 2, 4, 8); or stages of different "
+        "size, with every stack stored whole on each stage: Rules(indivisible={'layers': 'replicate'}) and "
+        "jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML rules: "
         "{indivisible: {layers: replicate}} and parallel: {pipeline: {offset: [1, 1, 0]}}."
     )
     rules = RULES.replace(vocab=None)

@@ -1,4 +1,4 @@
-"""What layers have of their own under a pipeline, against one device: random numbers, losses, metrics; evaluations."""
+"""Tests per-layer random numbers, losses and metrics under a pipeline, and evaluation, against one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = jp.Rules(batch="data", embed=None, experts=None, layers="pipeline", para
 
 
 def numbers(*shape: int) -> jax.Array:
-    """Some, quickly: random ones take longer to compile than all else here."""
+    """Deterministic numbers, because random ones take longer to compile than everything else here."""
     return jnp.sin(jnp.arange(np.prod(shape), dtype=jnp.float32) ** 1.5).reshape(shape)
 
 
@@ -46,7 +46,7 @@ def dropped(x: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def layer(block: Any, x: jax.Array, side: Any, keys: jax.Array) -> Any:
-    """Experts, dropped out, with the loss that balances them (it is not linear in the rows) and a metric."""
+    """Experts with dropout, a balancing loss that is not linear in the rows, and a metric."""
     shares = jax.nn.softmax(x @ block["router"])
     found = jnp.einsum("bse,bsd,edf->bsf", shares, x, block["expert"])
     most = jax.lax.stop_gradient(jnp.mean(jax.nn.one_hot(shares.argmax(-1), EXPERTS), (0, 1)))
@@ -72,7 +72,7 @@ def batch_of() -> dict[str, jax.Array]:
 def run(
     sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, make: Any = make_model, **options: Any
 ) -> tuple[dict[str, float], Any]:
-    """Metrics and gradients of one step."""
+    """Returns the metrics and the gradients of one step."""
     return one_step(layout_of(RULES, sizes), loss, make, batch_of(), pipeline=pipeline, **options)[:2]
 
 
@@ -83,7 +83,7 @@ def one_device() -> tuple[dict[str, float], Any]:
     return found
 
 
-# name, mesh, chunks, what is kept, layers of each piece, lowering
+# name, mesh, chunks, activation_checkpointing, layers of each piece, executor
 CASES: list[tuple[str, dict[str, int], int, str, tuple[int, ...], str]] = [
     ("gpipe", {"pipeline": 2}, 1, "full", (), "lockstep"),
     ("1f1b", {"pipeline": 2, "data": 2}, 1, "none", (4, 2), "lockstep"),
@@ -95,7 +95,7 @@ CASES: list[tuple[str, dict[str, int], int, str, tuple[int, ...], str]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_device: Any) -> None:
-    """A device's rows of a microbatch are one of the microbatches of one device."""
+    """The rows that a device has of a microbatch form one microbatch of the single device."""
     name, sizes, chunks, activation_checkpointing, layers, executor = case
     microbatches = PIECES // sizes.get("data", 1)
     schedule = jp.schedule(name, stages=2, microbatches=microbatches, chunks=chunks)
@@ -109,7 +109,7 @@ def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_dev
 
 
 def test_keys_are_not_kept() -> None:
-    """What a layer recomputes from is its input: keys come again from those of rows."""
+    """A layer recomputes from its input; its keys are derived again from the keys of the rows."""
 
     @jax.checkpoint
     def remade(block: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def test_keys_are_not_kept() -> None:
 
 
 def evaluate(sizes: dict[str, int], pipeline: Any, loss: Any, batch: Any) -> tuple[dict[str, float], Any]:
-    """Metrics of one evaluation, and its program."""
+    """Returns the metrics of one evaluation and its compiled program."""
     layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make_model, optax.sgd(0.1))
@@ -147,13 +147,13 @@ def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) 
     report = jp.audit(compiled, mesh=jp.MeshSpec(**sizes).abstract())
     ticks = len(forwards(schedule).ticks.rows)
     assert {c.count for c in report.select("collective-permute") if "from_neighbour" in c.source} == {ticks}
-    # What is gathered over stages is what is fed to the first, a microbatch at a time; never the layers.
+    # Only the input of the first stage is gathered over stages, one microbatch at a time; layers never are.
     gathered = report.select("all-gather", axis="pipeline")
     assert bool(gathered) == (embedding == "per_step") and all("._fed " in c.source for c in gathered)
 
 
 def test_draws_are_those_of_one_device_to_the_bit() -> None:
-    """Sums of whole numbers are exact: each draw counts by its row and place, whatever the stages, microbatches and devices."""
+    """Integer sums are exact, so the loss checks every draw by row and position for any mesh and any microbatches."""
 
     def layer(block: Any, x: jax.Array, side: Any, keys: jax.Array) -> jax.Array:
         return x + jax.vmap(lambda key: jax.random.randint(key, x.shape[1:], 0, 8).astype(x.dtype))(keys)
@@ -165,10 +165,8 @@ def test_draws_are_those_of_one_device_to_the_bit() -> None:
     want = evaluate({"data": 1}, None, loss, batch_of())[0]
     assert want["loss"] % 2**-4 == 0 and want["loss"] > 1e3
     assert evaluate({"pipeline": 2, "data": 2}, pipeline, loss, batch_of())[0] == want
-    for ways in (
-        {"grad_reduction": "per_step"},
-        {"grad_reduction": "per_microbatch"},
-    ):  # without a pipeline: microbatches of each device, and of all
+    # Without a pipeline, microbatches are those of each device, or those of all devices.
+    for ways in ({"grad_reduction": "per_step"}, {"grad_reduction": "per_microbatch"}):
         assert run({"data": 2}, loss=loss, grad_accum_steps=2, **ways)[0]["loss"] == want["loss"]
 
 
@@ -179,7 +177,8 @@ def test_the_forwards_of_a_schedule_are_one(name: str) -> None:
     found, circular = forwards(trains).validate(), jp.schedule("circular", stages=4, microbatches=8, chunks=chunks)
     assert forwards(found) is found and found.pieces == trains.pieces and found.microbatches == 8
     more = len(found.ticks.rows) - len(circular.ticks.rows)
-    assert more == (3 if trains.pieces.placement == "v" else 0)  # a v waits for its first microbatch to come back
+    # With a V placement, chunk 1 begins when its first microbatch has come back.
+    assert more == (3 if trains.pieces.placement == "v" else 0)
 
 
 TWO_STAGES = jp.Layout(jp.MeshSpec(pipeline=2).abstract(), RULES)
@@ -188,20 +187,23 @@ WRONG: dict[str, tuple[Any, str]] = {
     "three": (
         lambda block, x, side, keys: (x, 0.0, {}),
         (
-            "PipelineLoss(layer=...) returned a tuple of 3, but x or (x, aux) is wanted, aux being a scalar or a dict of scalars. Remedy: return one of "
-            "these; a layer carries no variables."
+            "PipelineLoss(layer=...) returned a tuple of 3, but x or (x, aux) is wanted, aux being a scalar or a dict "
+            "of scalars. Remedy: return one of these; a layer carries no variables."
         ),
     ),
     "vector": (
         lambda block, x, side, keys: (x, {"balance": jnp.ones(3)}),
         (
-            "PipelineLoss(layer=...) returned 'balance' of shape (3,) beside x, but layers are summed and microbatches averaged, so scalars are wanted. "
-            "Remedy: return its mean."
+            "PipelineLoss(layer=...) returned 'balance' of shape (3,) beside x, but layers are summed and "
+            "microbatches averaged, so scalars are wanted. Remedy: return its mean."
         ),
     ),
     "twice": (
         lambda block, x, side, keys: (x, {"weight": 1.0}),
-        "PipelineLoss(layer=...) returned metrics named 'weight', which head returns or weighs by. Remedy: rename them.",
+        (
+            "PipelineLoss(layer=...) returned metrics named 'weight', which head returns or weighs by. Remedy: rename "
+            "them."
+        ),
     ),
     "taken": (
         lambda block, x, side, keys: (x, {"grad_norm": 1.0}),
@@ -221,8 +223,9 @@ def test_what_a_layer_may_not_return_is_named(case: str, pipeline: Any) -> None:
 
 def test_rows_that_make_no_microbatches_are_named() -> None:
     text = (
-        "batch/code [16, 4, 8], batch/counts [16], batch/x [16, 4, 8], batch/y [16, 4] cannot be cut into the 6 microbatches of the pipeline over 1 "
-        "devices: their first dims are no multiples of 6. Remedy: a batch of a multiple of 6 rows, or a schedule of fewer microbatches."
+        "batch/code [16, 4, 8], batch/counts [16], batch/x [16, 4, 8], batch/y [16, 4] cannot be cut into the 6 "
+        "microbatches of the pipeline over 1 devices: their first dims are no multiples of 6. Remedy: a batch of a "
+        "multiple of 6 rows, or a schedule of fewer microbatches."
     )
     step = jp.eval_step(TWO_STAGES, LOSS, pipeline=jp.schedule("circular", stages=2, microbatches=6))
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
@@ -230,6 +233,9 @@ def test_rows_that_make_no_microbatches_are_named() -> None:
 
 
 def test_a_loss_that_draws_wants_a_key() -> None:
-    text = "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, key=jax.random.key(0))."
+    text = (
+        "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, "
+        "key=jax.random.key(0))."
+    )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
         LOSS({}, batch_of())

@@ -1,4 +1,4 @@
-"""Models of every kind through a pipeline, against one device: Linen modules; a Llama whose attention crosses the mesh inside of a stage."""
+"""Tests Linen modules and a Llama with sharded attention in a pipeline, against one device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Words, layers, and the words again."""
+    """Embedding, layers, and the embedding again as the head."""
 
     def setup(self) -> None:
         self.words = nn.Embed(WORDS, WIDTH, embedding_init=axes(NORMAL)("vocab", "embed"))
@@ -141,7 +141,7 @@ def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
     )
     got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), pipeline=pipeline)
     check_same(got, llama_alone())
-    # Between the devices that a stage has its sequence split over, in its layers.
+    # The collectives run inside the layers, between the devices that share a stage's sequence.
     axis = "context" if impl == "ring" else "ulysses"
     crossing = [c for c in jp.audit(got[2], mesh=layout.mesh).select(kind) if "own_layers/" in c.op_name]
     assert crossing and {c.axes for c in crossing} == {(axis,)}

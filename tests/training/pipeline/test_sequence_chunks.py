@@ -1,4 +1,4 @@
-"""Sequences that go through a pipeline in chunks: values and gradients against one device, the carry's place, what cannot be."""
+"""Tests sequences that pass a pipeline in chunks: values and gradients against one device, memory, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried, SequenceC
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""These programs run once: making them fast takes longer than running them."""
+"""Each program runs once, so compiling it with optimizations takes longer than running it."""
 WIDTH, WORDS, LAYERS, ROWS, SEQ, HEADS, GROUPS, DIM = 8, 16, 4, 8, 8, 4, 2, 4
 RULES = jp.Rules(
     batch="data",
@@ -59,7 +59,7 @@ def make_model(key: jax.Array) -> Any:
 
 
 def attended(block: Any, x: jax.Array, kv: jax.Array, start: Any, at: jax.Array) -> jax.Array:
-    """Causal attention of a chunk that begins at ``start``, with a bias by positions, to all keys and values."""
+    """Causal attention of a chunk that begins at ``start`` to all keys and values, with a position-dependent bias."""
     q = jnp.einsum("bse,ehd->bshd", x, block["q"]).reshape(*x.shape[:2], GROUPS, -1, DIM)
     keys, values = jnp.split(kv, 2, -1)
     scores = jnp.einsum("bskgd,btkd->bkgst", q, keys) + jnp.sin(at)[:, None, None, :, None]
@@ -84,13 +84,13 @@ def chunked_layer(block: Any, x: jax.Array, side: jax.Array, carry: Any, chunk: 
 
 
 def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over words that count, of which chunks have different numbers."""
+    """Mean loss over the counted tokens, whose number differs between chunks."""
     logits = jp.hint(x @ model["head"], "batch", "seq", "vocab")
     counts = (batch["targets"] > 2).astype(jnp.float32)
     right = jax.nn.one_hot(batch["targets"], WORDS)
     losses = jax.nn.logsumexp(logits, -1) - jnp.sum(logits * right, -1)
     weight = jnp.sum(counts * batch["weights"][:, None])
-    # A chunk may have none.
+    # A chunk may have no counted token.
     return jnp.sum(losses * counts * batch["weights"][:, None]) / jnp.maximum(weight, 1), {"weight": weight}
 
 
@@ -123,7 +123,7 @@ def lowered(sizes: dict[str, int], pipeline: Any = None, loss: Any = LOSS, batch
 
 
 def run(sizes: dict[str, int], pipeline: Any = None) -> tuple[dict[str, float], Any]:
-    """Metrics and gradients of one step."""
+    """Returns the metrics and the gradients of one step."""
     return one_step(layout_of(RULES, sizes), LOSS, make_model, batch_of(), pipeline=pipeline)[:2]
 
 
@@ -132,7 +132,7 @@ def one_device() -> tuple[dict[str, float], Any]:
     return run({"data": 1})
 
 
-# mesh, microbatches, chunks of a sequence, what is kept, layers of each piece, where words are looked up
+# mesh, microbatches, chunks of a sequence, activation_checkpointing, layers of each piece, embedding
 CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...], Any]] = [
     ({"pipeline": 2, "data": 2}, 4, 2, "none", (3, 1), "per_step"),
     ({"pipeline": 4, "model": 2}, 2, 4, "full", (), "per_step"),
@@ -166,9 +166,8 @@ def test_one_chunk_is_the_program_of_whole_sequences() -> None:
 LLAMA = llama.LlamaConfig(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="save_attention")
 
 
-@pytest.mark.parametrize(
-    ("remat", "most"), [("full", 1), ("save_attention", 2), ("none", None)]
-)  # times the input's size; anything but the carry
+# `most` bounds the residuals without the carry, in multiples of the input's size.
+@pytest.mark.parametrize(("remat", "most"), [("full", 1), ("save_attention", 2), ("none", None)])
 def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | None) -> None:
     config = replace(LLAMA, remat=remat, context=jp.Context(block=8))
     loss, make, chunks, seq = staged_next_token_loss(config), llama.make_llama(config), 4, 64
@@ -196,7 +195,7 @@ def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | No
 
 
 def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path) -> None:
-    """As one device does, whole: gradients of the first step, and the losses of three."""
+    """The gradients of the first step and the losses of three steps equal those of one device on full sequences."""
     file = tmp_path / "run.yaml"
     run = {
         "model": {
@@ -252,56 +251,59 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"loss": replace(LOSS, chunked_layer=None)},
         ConfigError,
         (
-            "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but the loss does not say what a layer carries from one to the "
-            "next. Remedy: PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1."
+            "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but the loss does not say what a "
+            "layer carries from one to the next. Remedy: PipelineLoss(chunked_layer=..., chunk_carry=...), or "
+            "sequence_chunks=1."
         ),
     ),
     "context parallelism": (
         {"sizes": {"pipeline": 2, "context": 2}},
         ConfigError,
         (
-            "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but the rule of 'seq' splits it over context 2: a chunk would be "
-            "some devices' alone. Remedy: sequence_chunks=1, or no rule of 'seq' over them."
+            "pipeline: the schedule 'seq1f1b' cuts each sequence into 2 chunks, but the rule of 'seq' splits it over "
+            "context 2: a chunk would be some devices' alone. Remedy: sequence_chunks=1, or no rule of 'seq' over "
+            "them."
         ),
     ),
     "split backwards": (
         {"pipeline": jp.schedule(OWN, 2, 1, sequence_chunks=2)},
         ConfigError,
         (
-            "pipeline: the schedule 'own' cuts each sequence into 2 chunks and backwards in two, but the gradients of what chunks carry come "
-            "whole. Remedy: an order without W."
+            "pipeline: the schedule 'own' cuts each sequence into 2 chunks and backwards in two, but the gradients of "
+            "what chunks carry come whole. Remedy: an order without W."
         ),
     ),
     "sequence": (
         {"pipeline": chunked(sequence_chunks=3)},
         LayoutError,
         (
-            "batch/at [8, 8]: the schedule 'seq1f1b' cuts the second dim of the batch's arrays into 3 chunks, which do not divide 8. Remedy: a "
-            "sequence of a multiple of 3, or another sequence_chunks."
+            "batch/at [8, 8]: the schedule 'seq1f1b' cuts the second dim of the batch's arrays into 3 chunks, which "
+            "do not divide 8. Remedy: a sequence of a multiple of 3, or another sequence_chunks."
         ),
     ),
     "what comes before": (
         {"loss": replace(LOSS, embed=lambda model, batch: model["words"][batch["tokens"][:, 1:]])},
         ModelError,
         (
-            "PipelineLoss(embed=...) gave float32[8, 7, 8], whose second dim the schedule 'seq1f1b' cuts into 2 chunks, which do not divide it. Remedy: "
-            "[rows, seq, ...], as long as the batch's sequences."
+            "PipelineLoss(embed=...) gave float32[8, 7, 8], whose second dim the schedule 'seq1f1b' cuts into 2 "
+            "chunks, which do not divide it. Remedy: [rows, seq, ...], as long as the batch's sequences."
         ),
     ),
     "a carry without a sequence": (
         {"loss": replace(LOSS, chunk_carry=lambda model, batch: {"kv": jnp.zeros((4, GROUPS, DIM))})},
         ModelError,
         (
-            "PipelineLoss(chunk_carry=...) has float32[4, 2, 4], but each chunk of a microbatch of 4 rows of 8 tokens writes its part. Remedy: arrays "
-            "[rows, seq, ...], here [4, 8, ...]."
+            "PipelineLoss(chunk_carry=...) has float32[4, 2, 4], but each chunk of a microbatch of 4 rows of 8 tokens "
+            "writes its part. Remedy: arrays [rows, seq, ...], here [4, 8, ...]."
         ),
     ),
     "a part in the place of the carry": (
         {"loss": replace(LOSS, chunked_layer=lambda block, x, side, carry, chunk: (x, {"kv": keys_of(block, x)}))},
         ModelError,
         (
-            "PipelineLoss(chunked_layer=...) was given a carry of float32[4, 8, 2, 8] and returned float32[4, 4, 2, 8], but it goes from chunk to chunk "
-            "as it is. Remedy: jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * part.shape[1], 1)."
+            "PipelineLoss(chunked_layer=...) was given a carry of float32[4, 8, 2, 8] and returned float32[4, 4, 2, "
+            "8], but it goes from chunk to chunk as it is. Remedy: jax.lax.dynamic_update_slice_in_dim(carry, part, "
+            "chunk * part.shape[1], 1)."
         ),
     ),
 }

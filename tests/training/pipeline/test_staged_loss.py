@@ -1,4 +1,4 @@
-"""Pieces of a ``PipelineLoss`` loss that read parameters: the same values and gradients on one device, on a mesh and in every pipeline."""
+"""A ``PipelineLoss`` whose parts read parameters has the same values and gradients with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ LOSS = jp.PipelineLoss(
     embed=lambda model, batch: model["words"][batch["tokens"]] * batch["scale"][..., None],
     layer=layer,
     head=after,
-    # Reads a parameter, but has no gradient; nor has what the batch is made of it.
+    # `prepare` reads a parameter, but no gradient flows through it or through the batch that it returns.
     prepare=lambda model, batch: {**batch, "scale": 1 + jnp.tanh(model["shift"].sum()) * batch["targets"] / 8},
-    # The table is an embedding that before and after read too, "shift" also in the layers as it is.
+    # `embed` and `head` read the embedding table too. The layers also get "shift" unchanged.
     layer_inputs=lambda model, batch: {"of_words": jnp.sin(model["words"][batch["tokens"]]), "shift": model["shift"]},
     dims=("batch", "seq", "embed"),
 )
@@ -151,7 +151,7 @@ def chunked_layer(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Ar
 CHUNKED = replace(
     LOSS,
     chunked_layer=chunked_layer,
-    # The shape alone is read, and may come of a parameter.
+    # jaxpar reads only the shape, so the carry may be computed from a parameter.
     chunk_carry=lambda model, batch: model["words"][batch["tokens"]],
 )
 
@@ -173,8 +173,8 @@ def test_evaluations_read_parameters_too(pipeline: Any, want: Any) -> None:
 
 
 OF_LAYERS = (
-    "reads params/blocks/up, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read them in PipelineLoss(layer=...), or "
-    "keep them outside of 'blocks'."
+    "reads params/blocks/up, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
+    "them in PipelineLoss(layer=...), or keep them outside of 'blocks'."
 )
 READS = {
     "indexed": lambda model: model["blocks"]["up"][0],
@@ -209,7 +209,7 @@ def test_a_piece_may_hand_on_layers_that_it_does_not_read() -> None:
 
 
 def test_prepare_has_all_parameters() -> None:
-    """It runs once, outside of the stages."""
+    """``prepare`` runs once, outside of the stages."""
     loss = replace(
         LOSS, prepare=lambda model, batch: {**batch, "scale": batch["targets"] * model["blocks"]["up"].sum()}
     )
@@ -226,6 +226,7 @@ def test_stages_of_different_versions_name_what_side_reads() -> None:
     with pytest.raises(ConfigError) as error:
         step.start(jp.init(layout, make_model, SGD), batch_of())
     assert str(error.value) == (
-        "asynchronous pipeline: PipelineLoss(layer_inputs=...) reads params/shift, params/words, of which the stages of 'pipedream' would want different versions. "
-        "Remedy: a side that reads no parameters, or the schedule 'pipedream_2bw' or '1f1b'."
+        "asynchronous pipeline: PipelineLoss(layer_inputs=...) reads params/shift, params/words, of which the stages "
+        "of 'pipedream' would want different versions. Remedy: a side that reads no parameters, or the schedule "
+        "'pipedream_2bw' or '1f1b'."
     )

@@ -1,4 +1,4 @@
-"""GradientBuckets of a chunk: every gradient is summed and scattered once, and no sum is begun where another one still waits."""
+"""Gradient buckets of a chunk: every gradient is summed and scattered once, and a sum begins only in a free slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jaxpar as jp
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.pipeline.executor.grad_buckets import turns_of
 
-# name, stages, microbatches, chunks, slots of whole sums, scatters
+# name, stages, microbatches, chunks, slots of full sums, scatters
 CASES = [
     ("interleaved", 4, 8, 4, 2, 8),
     ("interleaved", 4, 4, 8, 2, 8),
@@ -51,8 +51,9 @@ def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, i
 def test_stages_that_change_chunks_at_odds_are_named() -> None:
     schedule = jp.schedule("zb_v", stages=2, microbatches=4, chunks=2)
     text = (
-        "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in the schedule 'zb_v' of 4 microbatches "
-        "stages change chunks 5, 7 times. Remedy: grad_reduction='per_step' or 'per_microbatch', or the schedule 'interleaved'."
+        "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in "
+        "the schedule 'zb_v' of 4 microbatches stages change chunks 5, 7 times. Remedy: grad_reduction='per_step' or "
+        "'per_microbatch', or the schedule 'interleaved'."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         turns_of(schedule, schedule.table("none"))

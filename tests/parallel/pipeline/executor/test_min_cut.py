@@ -1,4 +1,4 @@
-"""Backwards cut in two: the least is kept between the halves, no product is done twice, and the gradients are those of the whole."""
+"""Split backward passes: the halves keep the least, repeat no product, and give the gradients of the full pass."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def products(equations: Any) -> int:
 
 
 def behind(equations: list[JaxprEqn], wanted: list[Any]) -> list[JaxprEqn]:
-    """Those that these values come from."""
+    """The equations that compute these values."""
     needed, found = {v for v in wanted if isinstance(v, Var)}, []
     for e in reversed(equations):
         if needed & {*e.outvars}:
@@ -43,7 +43,7 @@ def size(v: Any) -> int:
 
 
 def random_pull(draw: Any) -> Any:
-    """A program of two weights, some values that are kept and a cotangent: sums, products, norms and rows, in a random order."""
+    """A random program of two weights, residuals and a cotangent: sums, products, sines and row sums."""
     steps = draw(
         st.lists(st.tuples(st.sampled_from("+*@sr"), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=7)
     )
@@ -67,14 +67,14 @@ def random_pull(draw: Any) -> Any:
 
 
 def least_by_trying(one: Halves, early: list[JaxprEqn]) -> float:
-    """Bytes of the smallest set of values from which the second half can be done, tried one by one."""
+    """Bytes of the smallest set of values from which the second half can run, found by exhaustive search."""
     jaxpr, some = one.closed.jaxpr, one.sizes[0]
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     free, first = {*jaxpr.constvars, *jaxpr.invars[:some]}, set(map(id, early))
     dear = lambda e: e.primitive.name == "dot_general"
 
     def possible(saved: set[Var]) -> bool:
-        """Whether the first half makes all of these, and the second all gradients of them, neither a product of the other's."""
+        """Whether the first half makes these values, the second all gradients, and neither repeats a product."""
 
         def first_makes(v: Any) -> bool:
             if not isinstance(v, Var) or v not in made:
@@ -117,11 +117,16 @@ def test_the_least_is_kept(data: st.DataObject) -> None:
 def test_what_is_free_is_not_kept() -> None:
     jaxpr = jax.make_jaxpr(lambda w, x: (jnp.sin(w), x @ jnp.sin(w)))(jnp.ones((N, N)), jnp.ones((N, N))).jaxpr
     assert least_kept(jaxpr, {jaxpr.invars[0]}, [jaxpr.outvars[0]], jaxpr.eqns) == []
-    assert least_kept(jaxpr, set(), [jaxpr.outvars[0]], jaxpr.eqns) == [jaxpr.outvars[0]]  # of equals the last
+    assert least_kept(jaxpr, set(), [jaxpr.outvars[0]], jaxpr.eqns) == [
+        jaxpr.outvars[0]
+    ]  # of equal candidates, the last
 
 
 def test_a_llamas_layer_keeps_the_inputs_of_its_products_and_their_cotangents() -> None:
-    """Of 24 numbers a token and embedding that the parts of its backward meet in, 14: of q, k, v, of gate, up, of output and of down."""
+    """Of the 24 numbers per token and embedding dim in the layer's backward, 14 are kept.
+
+    They belong to q, k and v, to gate and up, to the output and to down.
+    """
     config = LlamaConfig(
         vocab=16, embed=32, mlp=64, layers=1, heads=4, kv_heads=4, head_dim=8, dtype="bfloat16", remat="full"
     )
@@ -136,7 +141,7 @@ def test_a_llamas_layer_keeps_the_inputs_of_its_products_and_their_cotangents() 
         )
         one = chunk.halves(side, chunk.kept(x, side)[1], x)
     kept = sum(math.prod(s.shape) * s.dtype.itemsize for s in one.shapes)
-    rows = 2 * 32 * 2  # of two norms' scales
+    rows = 2 * 32 * 2  # the scales of two norms
     assert kept == 14 * x.nbytes + rows
     jaxpr = one.closed.jaxpr
     assert products(one.first) + products(one.second) == products(behind(jaxpr.eqns, jaxpr.outvars))

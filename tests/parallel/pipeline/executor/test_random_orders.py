@@ -1,4 +1,4 @@
-"""Random orders of one's own, of random sizes, carried out by the executor against one device: values and gradients."""
+"""Custom orders, drawn at random with random sizes: the executor against one device, values and gradients."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from jaxpar.parallel.pipeline.schedules.table import _BUFFERS, CHANNELS, FIELDS,
 from jaxpar.sharding.layout import tracing_under
 
 MOST, WIDTH, ROWS = 4, 6, 2
-"""Microbatches at the most; of each so many rows."""
+"""The most microbatches, the width, and the rows of each microbatch."""
 CASES: list[tuple[int, int, str, ActivationCheckpointing]] = [
     (2, 2, "FBW", "none"),
     (3, 1, "FB", "full"),
     (4, 2, "FB", "none"),
 ]
-"""Stages, chunks, kinds of operations and what is kept: for each a program, which is given tables as it is given arrays."""
+"""Stages, chunks, kinds of operations, and what is kept. Each case is one program, which takes tables as arrays."""
 
 
 @dataclass(frozen=True)
 class Given(PipelineProgram):
-    """A program whose table comes at run time, for at most so many microbatches, ticks and slots."""
+    """A program that receives its table at run time, with fixed maximal microbatches, ticks and slots."""
 
     numbers: tuple[Any, Any] = (None, None)
 
@@ -58,7 +58,7 @@ def layer(weights: jax.Array, x: jax.Array, side: jax.Array) -> jax.Array:
 
 
 def head(after: jax.Array, piece: Any, y: jax.Array) -> Any:
-    """A sum of squares: value and gradient, and the cotangent of what came out."""
+    """The sum of squares with its gradient, and the cotangent of ``y``."""
     loss = lambda after, y: jnp.sum((y @ after - piece["wanted"]) ** 2)
     value, (grad, cotangent) = jax.value_and_grad(loss, (0, 1))(after, y)
     return (value, grad), (cotangent, jnp.ones(2))
@@ -67,7 +67,10 @@ def head(after: jax.Array, piece: Any, y: jax.Array) -> Any:
 def numbers_of(
     schedule: Schedule, activation_checkpointing: ActivationCheckpointing, ticks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A schedule's table among more slots, and ticks: in one before all others the first microbatch is fed, in one after them the last comes out."""
+    """A schedule's table, padded to ``ticks`` ticks and more slots.
+
+    The first microbatch is fed in a tick before all others; the last one leaves in a tick after them.
+    """
     program = PipelineProgram(schedule, layer, lambda piece: piece, head, (), activation_checkpointing)
     (rows, every), table = program.rows(), program.table
     found = np.zeros((ticks, *rows.shape[1:]), np.int32)
@@ -92,7 +95,7 @@ def numbers_of(
 def pipelined(
     stages: int, chunks: int, kinds: str, activation_checkpointing: ActivationCheckpointing
 ) -> Callable[..., Any]:
-    """Gradients of weights [stages, 1, chunks, 1, ...], the sums, and the cotangents of ``x``, by the executor."""
+    """The executor's gradients of weights [stages, 1, chunks, 1, ...], the sums, and the cotangents of ``x``."""
     layout = jp.Layout(jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None))
     order = [
         f"{kind}{m}.{c}" for kind in kinds for c in range(chunks)[:: 1 if kind == "F" else -1] for m in range(MOST)
@@ -112,7 +115,7 @@ def pipelined(
 
 @functools.cache
 def alone() -> Callable[..., Any]:
-    """The same on one device, of the weights in the order of the model [pieces, ...]."""
+    """The same on one device, with weights in the order of the model [pieces, ...]."""
 
     def loss(weights: jax.Array, after: jax.Array, x: jax.Array, pieces: Any, there: jax.Array) -> jax.Array:
         def one(x: jax.Array, piece: Any) -> jax.Array:
@@ -176,7 +179,7 @@ def batch_of() -> dict[str, np.ndarray]:
     }
 
 
-# Each of these is compiled, and so would be whatever a failure is shrunk to.
+# Every example compiles a program, and so would every attempt to shrink a failure.
 @settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(orders_of_ones_own([2], [1, 2], [1], ["FB", "FBW"]), st.sampled_from(["full", "none"]))
 def test_a_step_in_any_order_is_that_of_one_device(

@@ -1,4 +1,4 @@
-"""Stages whose first layers compute again what the others keep: against one device, in memory and FLOPs, and what cannot be."""
+"""Stages whose first layers recompute activations: against one device, in memory and FLOPs, and refused inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.schedules.residual_slots import LAYERED, kept_of, 
 from jaxpar.sharding.hardware.topology import Topology
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""These programs run once: making them fast takes longer than running them."""
+"""These programs run once: optimizing them takes longer than running them."""
 WIDTH, LAYERS, ROWS, SEQ = 8, 8, 16, 6
 RULES = jp.Rules(batch="data", seq=None, embed=None, mlp="model", layers="pipeline", params={"embed": "data"})
 
@@ -50,7 +50,7 @@ BATCH = {name: jax.random.normal(jax.random.key(n), (ROWS, SEQ, WIDTH)) for n, n
 
 
 def run(sizes: dict[str, int], pipeline: Any = None) -> Any:
-    """Loss and gradients of one step, and its program."""
+    """Loss and gradients of one step, its program, and its layout."""
     layout = layout_of(RULES, sizes)
     metrics, grads, compiled = one_step(layout, LOSS, make_model, BATCH, pipeline=pipeline)
     return metrics["loss"], grads, compiled, layout
@@ -62,7 +62,7 @@ def one_device() -> Any:
 
 
 def pipeline_of(name: str, stages: int, **options: Any) -> jp.Pipeline:
-    """Eight microbatches, residuals kept."""
+    """A pipeline of eight microbatches that keeps residuals."""
     schedule = jp.schedule(name, stages=stages, microbatches=8, **options.pop("schedule", {}))
     return jp.Pipeline(schedule, activation_checkpointing="none", **options)
 
@@ -93,7 +93,7 @@ def test_a_list_gives_the_gradients_of_one_device(case: str, one_device: Any) ->
 
 def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says() -> None:
     layout, rows, seq = layout_of(RULES, {"pipeline": 2}), 64, 64
-    # A layer with much to keep.
+    # A layer with large residuals.
     hidden = lambda x: jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(jnp.sin(x)))))
     layer = lambda block, x, side: x + hidden(x @ block["up"]) @ block["down"]
     batch = {name: jax.ShapeDtypeStruct((rows, seq, WIDTH), jnp.float32) for name in "xy"}
@@ -109,14 +109,15 @@ def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says
             found.append((memory.temp_size_in_bytes, jp.audit(compiled, mesh=layout.mesh).matmul_flops))
     schedule = pipeline_of("gpipe", 2).schedule
     kept = kept_of(schedule, (4, 3), np.full((2, 1), 4))
-    # All keep 8 microbatches of 4 layers; with the list stage 1 does so of one, and of 3 while their backward runs.
+    # Without the list, stages keep residuals of 8 microbatches of 4 layers. With it, stage 1 keeps those of one layer,
+    # and those of 3 more while their backward runs.
     assert (kept.residuals, kept.inputs, kept.again) == (11, 32, 4)
     x = jax.ShapeDtypeStruct((rows // 8, seq, WIDTH), jnp.float32)
     block = {"up": jnp.zeros((WIDTH, 2 * WIDTH)), "down": jnp.zeros((2 * WIDTH, WIDTH))}
     pull = jax.eval_shape(lambda x: jax.vjp(lambda x: layer(block, x, None), x)[1], x)
     residuals = sum(leaf.size * 4 for leaf in jax.tree.leaves(pull) if leaf.shape[:1] == x.shape[:1])
     assert found[0][0] - found[1][0] >= 0.6 * ((32 - 11) * residuals - 33 * x.size * 4) > 0
-    # Of a layer's two matmuls the residuals want the first; by one program for all stages, in every tick that has a backward.
+    # Of a layer's two matmuls, the residuals need the first. All stages run one program, in every tick with a backward.
     ticks = sum(any(op.kind == "B" for ops in row for op in ops) for row in schedule.ticks.rows)
     more = ticks * kept.again * 2 * (rows // 8 * seq) * WIDTH * 2 * WIDTH
     assert found[1][1] - found[0][1] == pytest.approx(more, rel=1e-4)
@@ -136,7 +137,7 @@ def test_slots_of_layers_are_as_few_as_the_stage_with_most_needs(data: st.DataOb
     assert kept.rounds == works.sum() and kept.again == max(recompute)
     if chunks == 1:
         live = [held * (n - r) for held, n, r in zip(schedule.stash, counts[:, 0], recompute, strict=True)]
-        # Those that recompute want residuals while their backward runs.
+        # Stages that recompute need residuals while their backward runs.
         assert kept.residuals == max(a + r for a, r in zip(live, recompute, strict=True))
         assert kept.inputs == max(held * r for held, r in zip(schedule.stash, recompute, strict=True))
 
@@ -166,14 +167,15 @@ def test_slots_that_do_something_else_are_found(altered: tuple[str, int, int, in
 ERRORS = {
     "pipeline: recompute is [1, -1], but numbers of layers, 0 or more, are wanted.": {"recompute": (1, -1)},
     (
-        "pipeline: recompute is [1, 1], but activation_checkpointing is 'full', with which every layer is computed again. Remedy: activation_checkpointing='none', or leave "
-        "recompute out."
+        "pipeline: recompute is [1, 1], but activation_checkpointing is 'full', with which every layer is computed "
+        "again. Remedy: activation_checkpointing='none', or leave recompute out."
     ): {"recompute": (1, 1), "activation_checkpointing": "full"},
     ("pipeline: recompute is [1, 1, 1], 3 numbers, but the schedule has 2 stages. Remedy: a number for each stage."): {
         "recompute": (1, 1, 1)
     },
     (
-        "pipeline: recompute is [3, 4], but stage 1 has 3 of the 8 layers of blocks in a pass. Remedy: a number up to 3 for stage 1."
+        "pipeline: recompute is [3, 4], but stage 1 has 3 of the 8 layers of blocks in a pass. Remedy: a number "
+        "up to 3 for stage 1."
     ): {"recompute": (3, 4), "layers": (5, 3)},
 }
 
@@ -200,19 +202,20 @@ def test_a_run_says_how_many_layers_of_each_stage_recompute() -> None:
     pipeline = make_job(load_run(CONFIG, ["parallel.pipeline.microbatches=16"])).pipeline
     assert pipeline is not None and pipeline.recompute == (10, 8, 6, 4, 2, 0, 0, 0)
     text = (
-        "parallel.pipeline: recompute is [10, 8, 6, 4, 2, 0, 0, 0], but by remat 'full' every layer keeps its input alone: there is nothing to "
-        "choose. Remedy: parallel.remat: none (or dots, save_outputs), what the other layers keep."
+        "parallel.pipeline: recompute is [10, 8, 6, 4, 2, 0, 0, 0], but by remat 'full' every layer keeps its input "
+        "alone: there is nothing to choose. Remedy: parallel.remat: none (or dots, save_outputs), what the other "
+        "layers keep."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         make_job(load_run(CONFIG, ["parallel.pipeline.microbatches=16", "parallel.remat=full"]))
 
 
 def test_the_configuration_of_the_70b_uses_all_its_rules() -> None:
-    """In two copies, halves of sequences, the residual stream is laid out by a pipeline alone; and no gradient is summed in 16 bits."""
+    """Every rule is used, and no gradient is summed in 16 bits."""
     job, topology = make_job(load_run(CONFIG)), Topology.parse("v5p:4x4x4")
     assert job.model.copies == 2 and job.step_options()["pipeline"].embedding == "per_microbatch"
     given = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.check(aim(job.layout(64), topology), job.make_model, job.tx, **given)
     assert report.problems == () and report.unused == () and not [note for note in report.notes if "16-bit" in note]
-    # The compiler: 66.8 GiB (docs/pipeline.md).
+    # The compiler reports 66.8 GiB (docs/pipeline.md).
     assert report.memory is not None and report.memory.total == pytest.approx(66.8 * 2**30, rel=0.05)

@@ -1,4 +1,4 @@
-"""The tables of pipelines that are not emptied between calls, carried out with numbers in the place of arrays."""
+"""Tables of pipelines that stay filled between calls, executed with numbers instead of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.schedules.table import FIELDS
 @pytest.mark.parametrize("activation_checkpointing", ("full", "none"))
 @pytest.mark.parametrize(("stages", "batch"), [(1, 1), (1, 3), (2, 2), (3, 4), (3, 7), (4, 6), (5, 9)])
 def test_a_window_reads_what_was_written(activation_checkpointing: Any, stages: int, batch: int) -> None:
-    """Calls carried out with numbers of microbatches in the place of arrays, and a flush."""
+    """Calls and a flush, executed with the numbers of microbatches instead of arrays."""
     full = AsyncSchedule("pipedream_2bw", stages, batch, batch)
     size = full.table(activation_checkpointing).sizes
     turn = lambda slot, of, call: (slot + (call - 1) * batch) % size[of] if slot < size[of] else slot

@@ -1,4 +1,4 @@
-"""Schedules: published figures, tables carried out against every order, and what each mistake is told."""
+"""Schedules: published figures, tables that are replayed for every order, output, and error texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = [(1, 3), (2, 4), (3, 6), (4, 12)]
 
 
 def sized(name: str, stages: int, microbatches: int, chunks: int = 2, parts: int = 3, **options: Any) -> Schedule:
-    """A schedule by name, with chunks where it takes them."""
+    """The named schedule, with chunks and sequence parts where it supports them."""
     many = chunks if NAMES[name].chunks == "any" else None
     sequence_chunks = parts if NAMES[name].sequences else 1
     return jp.schedule(name, stages, microbatches, chunks=many, sequence_chunks=sequence_chunks, **options)
@@ -53,7 +53,7 @@ def test_bubbles_by_ticks_are_the_formulas(stages: int, microbatches: int) -> No
         found = jp.schedule("breadth_first", *one, chunks=chunks)
         assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
         assert max(found.stash) == (chunks - 1) * microbatches + 2 * stages - 1
-        # A sequence in parts is a batch of as many microbatches more, in the time of the bubble as in chunks of a model.
+        # Sequences in parts are more microbatches; the bubble takes as long as with as many chunks of a model.
         found = jp.schedule("seq1f1b", *one, sequence_chunks=chunks)
         assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
         assert max(found.stash) == 2 * stages + chunks - 2
@@ -65,19 +65,22 @@ def test_bubbles_by_ticks_are_the_formulas(stages: int, microbatches: int) -> No
 
 @pytest.mark.parametrize(("stages", "microbatches"), [*SIZES, (6, 11), (8, 15), (4, 32)])
 def test_zero_bubbles_stand_still_as_long_as_their_papers_say(stages: int, microbatches: int) -> None:
-    """ZB-H1: (p - 1) (F + B - W) and p microbatches; ZB-H2: (p - 1) (F + B - 2 W) and 2 p - 1; ZB-V: nothing and p; all with F = B = W = 1."""
+    """Idle time and held microbatches are those of the papers, with F = B = W = 1.
+
+    ZB-H1: (p - 1) (F + B - W) and p. ZB-H2: (p - 1) (F + B - 2 W) and 2 p - 1. ZB-V: 0 and p.
+    """
     most = {"zb_h1": stages, "zb_h2": 2 * stages - 1, "zb_v": 2 * stages}
     waits = {"zb_h1": stages - 1, "zb_h2": 0, "zb_v": 0}
     for name, wait in waits.items():
         if microbatches < 2 * stages - 1 and name != "zb_h1":
-            continue  # the published order is for more
+            continue  # the published order needs more microbatches
         one = jp.schedule(name, stages, microbatches)
         found = simulate(one, timing="stages")
         assert found.idle == pytest.approx(wait)
         assert max(one.held) <= most[name]
-        # The last stage (of a v: of its first half) begins so late; nothing can be faster.
+        # The last stage (in a v, that of its first half) cannot begin earlier, so no schedule is faster.
         assert found.time == pytest.approx(3 * microbatches + (stages - 1) / one.pieces.chunks)
-        # Each stage alone, and all in step with their neighbours, are as fast: an operation a tick.
+        # Synchronizing with neighbours costs no time: every tick has one operation.
         assert one.simulate(timing="neighbours") == pytest.approx(found.time)
     textbook = simulate(jp.schedule("1f1b", stages, microbatches), timing="stages")
     assert textbook.idle == pytest.approx(3 * (stages - 1))
@@ -85,14 +88,18 @@ def test_zero_bubbles_stand_still_as_long_as_their_papers_say(stages: int, micro
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 4), (3, 7), (4, 20), (8, 16)])
 def test_dualpipe_waits_no_longer_than_published(stages: int, microbatches: int) -> None:
-    """(PP / 2 - 1) (F&B + B - 3 W) of PP pieces, B being a whole backward, and PP + 1 pieces kept; here a backward's inputs go on before its W."""
+    """Idle time and held pieces stay within the published bounds.
+
+    For PP pieces they are (PP / 2 - 1) (F&B + B - 3 W), where B is a full backward, and PP + 1 held pieces. Here, a
+    backward's input gradients go on before its W.
+    """
     one = jp.schedule("dualpipe_v", stages, microbatches)
     assert max(one.held) == 2 * stages + 1
     assert simulate(one, timing="stages").idle == pytest.approx((stages - 1) / 2)
     for f, b, w in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.7), (1.0, 2.0, 1.0)):
         published = (stages - 1) * ((f + b + w) + (b + w) - 3 * w) / 2
         assert simulate(one, {"F": f, "B": b, "W": w}, "stages").idle <= published + 1e-9
-    # What it is for: a forward of one chunk beside a backward of the other.
+    # The purpose of the schedule: a forward of one chunk runs in the same tick as a backward of the other.
     together = [ops for row in one.ticks.rows for ops in row if {"F", "B"} <= {op.kind for op in ops}]
     crossed = [ops for ops in together if len({op.chunk for op in ops}) == 2]
     assert len(crossed) >= stages * 2 * (microbatches - 2 * stages) + stages
@@ -108,12 +115,13 @@ def test_sequence_chunks() -> None:
     ]
     assert needs(Op("F", 3), 1, 2, 2) == [("F", 2, 1), ("F", 3, 0)]
     assert needs(Op("B", 2), 0, 2, 2) == [("F", 2, 0), ("B", 3, 0), ("B", 2, 1)]
-    # What the chunks of a microbatch carry lies in one slot till the last backward; its cotangent from one backward to the next.
+    # The carry of a microbatch's chunks stays in one slot until the last backward. Its cotangent lives from one
+    # backward to the next.
     table = one.table()
     assert (table.sizes["carry"], table.sizes["back"], jp.schedule("1f1b", 2, 2).table().sizes["carry"]) == (2, 1, 0)
     on = table.column("f_on")[:, 1] == 1
     assert table.column("f_carry")[on, 1].tolist() == [0, 0, 1, 1]
-    # The stash of the first stage, in whole sequences: that of 1F1B shrinks nearly by the number of chunks.
+    # In complete sequences, the first stage's stash is nearly that of 1F1B divided by the number of chunks.
     assert max(jp.schedule("seq1f1b", 4, 8, sequence_chunks=4).stash) / 4 == (2 * 4 - 1 + 3) / 4
 
 
@@ -129,7 +137,7 @@ def test_stash_does_not_grow_with_microbatches(microbatches: int) -> None:
 
 def test_costs() -> None:
     whole, split = jp.schedule("1f1b", 1, 4), jp.schedule("zb_uniform", 1, 4)
-    # Where it is not split, a backward costs what both of its parts do.
+    # A backward that is not split costs as much as both of its parts.
     assert whole.simulate({"F": 1, "B": 2, "W": 3}) == split.simulate({"F": 1, "B": 2, "W": 3}) == 24
     assert whole.simulate({"F": 1, "B": 2}) == 12
     with pytest.raises(ScheduleError) as error:
@@ -149,14 +157,14 @@ def test_costs() -> None:
     assert str(error.value) == "schedule '1f1b': how is 'tick', but one of ticks, neighbours, stages is wanted."
 
 
-# Every order, every table.
+# Orders and tables.
 
 
 @settings(max_examples=40, deadline=None)
 @given(orders_of_ones_own())
 def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[list[Op]], dict[str, Any]]) -> None:
     orders, sizes = given
-    one = jp.schedule(orders, **sizes)  # replays both tables
+    one = jp.schedule(orders, **sizes)  # jp.schedule replays both tables
     assert one == jp.schedule([" ".join(map(str, order)) for order in orders], **sizes)
     assert one.simulate(timing="stages") <= one.simulate(timing="neighbours") + 1e-9 <= one.simulate() + 2e-9
     for activation_checkpointing in get_args(ActivationCheckpointing):
@@ -181,7 +189,7 @@ def test_schedules_by_name_make_tables_that_do_what_they_say(
         microbatches *= stages
     elif name in ("breadth_first", "dualpipe_v"):
         microbatches += 2 * stages - 1
-    one = sized(name, stages, microbatches, chunks, parts=chunks, fused=fused)  # replays both tables
+    one = sized(name, stages, microbatches, chunks, parts=chunks, fused=fused)  # jp.schedule replays both tables
     if name not in ("gpipe", "breadth_first"):
         assert max(one.stash) <= stages * (one.pieces.chunks + 1) + one.sequence_chunks
     for row in one.ticks.rows:
@@ -206,7 +214,7 @@ def test_a_replay_finds_every_wrong_number(name: str, activation_checkpointing: 
         named = {"input": "act", "cotangent": "cot", "residuals": "res", "own": "own", "carry": "carry", "back": "back"}
         buffer = named.get(name[2:], name[:3])
         if not on or value == empty.get(buffer, -1):
-            continue  # not read, or to the slot that nobody reads
+            continue  # not read, or written to the unused slot
         tried += 1
         stages = right.stages.copy()
         stages[tick, stage, field] = value + 1 if name[1] != "_" or "_on" not in name else 0
@@ -245,7 +253,7 @@ def test_a_replay_says_what_is_wrong() -> None:
     assert told(4, 0, b_first=0) == "stage 0: b_first is 0 at piece 0"
 
 
-# Bad input.
+# Invalid input.
 
 
 @pytest.mark.parametrize(
@@ -259,43 +267,58 @@ def test_a_replay_says_what_is_wrong() -> None:
         ({"microbatches": 2.0}, "schedule '1f1b': microbatches is 2.0, but a number, 1 or more, is wanted."),
         (
             {"chunks": 2},
-            "schedule '1f1b': chunks is 2, but here each stage has one piece of the model. Remedy: leave chunks out, or 'interleaved'.",
+            (
+                "schedule '1f1b': chunks is 2, but here each stage has one piece of the model. Remedy: leave chunks "
+                "out, or 'interleaved'."
+            ),
         ),
         (
             {"name": "zb_v", "chunks": 3},
-            "schedule 'zb_v': chunks is 3, but a v has two, down the stages and up again. Remedy: leave chunks out, or 'interleaved'.",
+            (
+                "schedule 'zb_v': chunks is 3, but a v has two, down the stages and up again. Remedy: leave chunks "
+                "out, or 'interleaved'."
+            ),
         ),
         (
             {"sequence_chunks": 2},
-            "schedule '1f1b': sequence_chunks is 2, but sequences go through it whole. Remedy: leave it out, or 'seq1f1b'.",
+            (
+                "schedule '1f1b': sequence_chunks is 2, but sequences go through it whole. Remedy: leave it out, or "
+                "'seq1f1b'."
+            ),
         ),
         (
             {"placement": "v"},
-            "schedule '1f1b': placement is 'v', but a name says itself where the pieces lie. Remedy: leave placement out.",
+            (
+                "schedule '1f1b': placement is 'v', but a name says itself where the pieces lie. Remedy: leave "
+                "placement out."
+            ),
         ),
         (
             {"name": "interleaved", "microbatches": 6, "chunks": 2},
             (
-                "schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of 4, as 8, or "
-                "'breadth_first', which takes any number from 4 on."
+                "schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a "
+                "multiple of 4, as 8, or 'breadth_first', which takes any number from 4 on."
             ),
         ),
         (
             {"name": "circular", "microbatches": 3},
             (
-                "schedule 'circular': 3 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple of 4, as 4, or "
-                "'breadth_first', which takes any number from 4 on."
+                "schedule 'circular': 3 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple "
+                "of 4, as 4, or 'breadth_first', which takes any number from 4 on."
             ),
         ),
         (
             {"name": "breadth_first", "microbatches": 3, "chunks": 2},
-            "schedule 'breadth_first': 3 microbatches are fewer than 4 stages, so each of 2 chunks would begin late. Remedy: 4 or more.",
+            (
+                "schedule 'breadth_first': 3 microbatches are fewer than 4 stages, so each of 2 chunks would begin "
+                "late. Remedy: 4 or more."
+            ),
         ),
         (
             {"name": "dualpipe_v", "microbatches": 7},
             (
-                "schedule 'dualpipe_v': 7 microbatches are fewer than 8, two for each of 4 stages, which it takes to fill both directions. "
-                "Remedy: 8 or more, or 'zb_v', which takes any number."
+                "schedule 'dualpipe_v': 7 microbatches are fewer than 8, two for each of 4 stages, which it takes to "
+                "fill both directions. Remedy: 8 or more, or 'zb_v', which takes any number."
             ),
         ),
     ],
@@ -327,21 +350,29 @@ ONCE = "Remedy: each stage does each operation once, F before B before W."
         (
             ["F0 B0 F1 B1", "F1 B1 F0 B0"],
             {},
-            ("in tick 1 nothing can go on: stage 0 waits at B0 for B0 of stage 1, stage 1 waits at F1 for F1 of stage 0. Remedy: an order in "
-            "which one of these comes earlier."),
+            (
+                "in tick 1 nothing can go on: stage 0 waits at B0 for B0 of stage 1, stage 1 waits at F1 for F1 of "
+                "stage 0. Remedy: an order in which one of these comes earlier."),
         ),
         (
             ["F1 F0 B1 B0", "F0 F1 B1 B0"],
             {"microbatches": 1, "sequence_chunks": 2},
-            "in tick 0 nothing can go on: stage 0 waits at F1 for F0 of stage 0. Remedy: an order in which one of these comes earlier.",
+            (
+                "in tick 0 nothing can go on: stage 0 waits at F1 for F0 of stage 0. Remedy: an order in which one of "
+                "these comes earlier."
+            ),
         ),
         (
             ["F0 F0.1 B0.1 B0", "F0 F0.1 B0 B0.1"],
             {"microbatches": 1, "chunks": 2},
-            ("in tick 4 nothing can go on: stage 0 waits at B0.1 for B0.1 of stage 1, stage 1 waits at B0 for B0.1 of stage 0. Remedy: an order "
-            "in which one of these comes earlier."),
+            (
+                "in tick 4 nothing can go on: stage 0 waits at B0.1 for B0.1 of stage 1, stage 1 waits at B0 for B0.1 "
+                "of stage 0. Remedy: an order in which one of these comes earlier."),
         ),
-        (["F0 F1 B0 X1", ""], {}, "operation 3 of stage 0 is 'X1', but a kind (F, B, W), a microbatch and, if it is not 0, a chunk are wanted, as 'F0' or 'B3.1'."),
+        (["F0 F1 B0 X1", ""], {}, (
+            "operation 3 of stage 0 is 'X1', but a kind (F, B, W), a microbatch and, if it is not 0, a chunk are "
+            "wanted, as 'F0' or 'B3.1'."
+        )),
         (["", ""], {"placement": "u"}, "placement is 'u', but 'loop' or 'v' is wanted."),
     ],
     ids=str,
@@ -352,18 +383,16 @@ def test_orders_that_cannot_be(orders: list[str], options: dict[str, Any], text:
     assert str(error.value) == f"schedule 'own': {text}"
 
 
-# Shown.
+# Output.
 
 
 def test_as_text() -> None:
     one = jp.schedule("zb_v", 2, 3)
     assert str(one) == (
-        "zb_v: 2 stages of 2 chunks in a v, 3 microbatches\n"
-        "ticks   19\n"
-        "bubble  41.9% of 15.5 by ticks, 5.3% of 9.5 by neighbours, 5.3% of 9.5 by stages (0 between a stage's first and last operation)\n"
-        "stash   4, 4; until W 4, 4\n"
-        "buffers act 5, cot 2, own 3 with activation checkpointing 'full'\n"
-        "buffers act 2, cot 2, res 4, own 3 with activation checkpointing 'none'"
+        "zb_v: 2 stages of 2 chunks in a v, 3 microbatches\nticks   19\nbubble  41.9% of 15.5 by ticks, 5.3% of 9.5 "
+        "by neighbours, 5.3% of 9.5 by stages (0 between a stage's first and last operation)\nstash   4, 4; until W "
+        "4, 4\nbuffers act 5, cot 2, own 3 with activation checkpointing 'full'\nbuffers act 2, cot 2, res 4, own 3 "
+        "with activation checkpointing 'none'"
     )
     assert jp.schedule("1f1b", 2, 3).show(width=32) == (
         "tick     0   1      2      3\n"
@@ -383,7 +412,7 @@ def test_drawn(how: How, tmp_path: Path) -> None:
     one = jp.schedule("dualpipe_v", 2, 4)
     figure = one.draw(tmp_path / "one.svg" if how == "ticks" else None, costs={"F": 1, "B": 2, "W": 1}, how=how)
     ax = figure.axes[0]
-    # One collection of bars for each stage, kind and chunk, as long as their costs.
+    # One collection of bars per stage, kind and chunk, with the costs as lengths.
     assert len(ax.collections) == 2 * 3 * 2
     bars = [path.get_extents() for bars in ax.collections for path in bars.get_paths()]
     assert len(bars) == 2 * 3 * 2 * 4
@@ -411,7 +440,10 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     ]
     for arguments, text in (
         ([*sizes], f"no schedule is named. Schedules: {', '.join(NAMES)}."),
-        (["gpipe", "1f1b", *sizes, "--draw", "a.png"], "a picture is of one schedule, not of gpipe, 1f1b. Remedy: one name."),
+        (
+            ["gpipe", "1f1b", *sizes, "--draw", "a.png"],
+            "a picture is of one schedule, not of gpipe, 1f1b. Remedy: one name.",
+        ),
         (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is no cost. Remedy: as F=1,B=2."),
     ):  # fmt: skip
         assert main(["schedule", *arguments]) == 1
