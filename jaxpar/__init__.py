@@ -1,7 +1,7 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
-``__init__.pyi`` lists the public names, once, for editors, type checkers and the interpreter. They load on first use, so
-``import jaxpar`` imports no jax. Where jax is already loaded, it creates jaxpar's jax contexts, so that none is created later
+``__init__.pyi`` lists the public names, once, for editors, type checkers and the interpreter. They load on first use,
+so ``import jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's jax contexts, so that none is created
 while jax traces (:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp

@@ -11,6 +11,8 @@ from .checkpoint.save import save as save
 from .inference.cached_model import DecoderFns as DecoderFns
 from .inference.generator import Generator as Generator
 from .inference.kv_cache import cached_attention as cached_attention
+from .inference.kv_cache import fill_cache as fill_cache
+from .inference.kv_cache import init_cache as init_cache
 from .inference.sampling import Sampling as Sampling
 from .parallel.attention.attention import attention as attention
 from .parallel.attention.attention_local import attention_local as attention_local
@@ -29,6 +31,7 @@ from .parallel.pipeline.options import Asynchronous as Asynchronous
 from .parallel.pipeline.options import Pipeline as Pipeline
 from .parallel.pipeline.schedules.registry import schedule as schedule
 from .parallel.pipeline.staged_loss import PipelineLoss as PipelineLoss
+from .parallel.pipeline.staged_loss import stacked_part as stacked_part
 from .parallel.precision.int8 import Int8 as Int8
 from .parallel.precision.policy import Precision as Precision
 from .parallel.zero.gather import gather_weight as gather_weight

@@ -47,7 +47,7 @@ print(f"{jax.device_count()} devices")
 
 # %%
 causal = jp.Mask(causal=True)
-causal.draw(seq=4096, ways=4, order="contiguous", block=128)
+jp.draw_mask(causal, seq=4096, ways=4, order="contiguous", block=128)
 
 # %% [markdown]
 # The work is uneven: the last device computes seven times as much as the first.
@@ -64,7 +64,7 @@ print(jp.balance(causal, 4096, 4, "contiguous", block=128).report())
 # Cut the sequence into twice as many pieces as there are devices. Give each device one piece from the front and its mirror image from the back.
 
 # %%
-causal.draw(seq=4096, ways=4, order="zigzag", block=128)
+jp.draw_mask(causal, seq=4096, ways=4, order="zigzag", block=128)
 
 # %% [markdown]
 # Now all have the same work in every hop. *Striped* gives each device every n-th token, which is nearly as even.
@@ -99,7 +99,7 @@ print(jp.balance(causal, 4096, 4, "zigzag", block=64, segment_ids=documents).rep
 # %%
 order = jp.balanced_packing(documents, 4, chunks=16)
 print(jp.balance(causal, 4096, 4, order, block=64, segment_ids=documents).report())
-causal.draw(seq=4096, ways=4, order=order, block=64, segment_ids=documents)
+jp.draw_mask(causal, seq=4096, ways=4, order=order, block=64, segment_ids=documents)
 
 # %% [markdown]
 # ## Attention under a layout

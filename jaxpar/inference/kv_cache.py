@@ -44,7 +44,7 @@ def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int
     return {"keys": made, "values": made}
 
 
-def filled(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
+def fill_cache(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
     """Return one layer of a cache that holds the keys or values of full prompts.
 
     Args:

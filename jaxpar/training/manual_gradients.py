@@ -39,7 +39,7 @@ from jaxpar.training.state import TrainState
 def manual_gradients(
     layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
 ) -> GradientResult:
-    """Returns gradients summed per device and reduced once; not reduced if the optimizer does it (``how.per_device_grads``).
+    """Returns gradients summed per device and reduced once, or not at all (``how.per_device_grads``).
 
     Args:
       layout: the ambient layout.

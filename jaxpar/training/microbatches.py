@@ -30,8 +30,8 @@ class StepConfig:
     """The checked arguments of :func:`jaxpar.train_step` that gradients depend on, under the same names.
 
     Attributes:
-      per_device_grads: the optimizer reduces gradients itself. Gradients are then per-device, with a leading dim sharded over the
-        batch's axes.
+      per_device_grads: the optimizer reduces gradients itself. Gradients are then per-device, with a leading dim
+        sharded over the batch's axes.
     """
 
     grad_accum_steps: int = 1

@@ -14,15 +14,15 @@ from jaxpar.training.model import Names, Path
 class SelfReducing(Protocol):
     """An optimizer that receives each device's own gradients and reduces them in its update.
 
-    The step computes gradients with a leading dim, [devices, ...], sharded over the axes of the batch, and does not reduce
-    them. Parameters and moments are replicated over these axes.
+    The step computes gradients with a leading dim, [devices, ...], sharded over the axes of the batch, and does not
+    reduce them. Parameters and moments are replicated over these axes.
     """
 
     def init(self, params: Any, dims: Mapping[Path, Names]) -> Any:
         """Returns the first state, for parameters with these logical dims."""
 
     def check_options(self, options: Iterable[tuple[str, Any, Any]]) -> None:
-        """Raises ConfigError for the first option of a step (name, value, the only value allowed) that it does not support."""
+        """Raises ConfigError for the first option (name, value, the only value allowed) that it does not support."""
 
     def place(
         self,
@@ -37,7 +37,7 @@ class SelfReducing(Protocol):
     def problems(
         self, layout: Layout, path: Path, shape: tuple[int, ...], dims: Mapping[Path, Names]
     ) -> tuple[str, ...]:
-        """Returns what makes a parameter impossible to train, as texts; the state's path is that of its first moment."""
+        """Returns what makes a parameter impossible to train, as texts."""
 
     def update_sharded(
         self, layout: Layout, dims: Mapping[Path, Names], grads: Any, state: Any, params: Any

@@ -1,4 +1,4 @@
-"""Files and folders that survive a kill: an exclusive lock, a file that is replaced atomically, a folder that is synced."""
+"""Files and folders that survive a kill: exclusive locks, atomic replacement, synced folders."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
     assert slow["own_seconds"][1] > 0.5 and slow["own_seconds"][1] > 2 * slow["own_seconds"][0]
     assert len(slow["waited_seconds"]) == 2
     found = check(tmp_path / "out/checkpoints" / str(last))
-    assert found.about["passed"] == [[4, 5]] and found.about["position"] == ended[0]["position"]
+    assert found.metadata["passed"] == [[4, 5]] and found.metadata["position"] == ended[0]["position"]
 
 
 def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def work(port: str, rank: str, folder: str) -> None:
         summary = loop.train(job, console)
     finally:
         print(screen.getvalue())
-    about = check(Path(folder) / "out/checkpoints" / str(summary.steps)).about
+    about = check(Path(folder) / "out/checkpoints" / str(summary.steps)).metadata
     told = {"steps": summary.steps, "signal": summary.signal, "passed": summary.passed, "screen": screen.getvalue()}
     (Path(folder) / f"{rank}.json").write_text(json.dumps({**told, "position": about["position"]}))
 

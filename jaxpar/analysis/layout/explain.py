@@ -49,11 +49,12 @@ def explain(
       make_model: as for :func:`jaxpar.init`. Only its shapes are computed.
       tx: any optax transform.
       batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(shape, dtype), *dims)`` leaves, with global shapes.
-      loss_fn: as for :func:`jaxpar.train_step`. With ``loss_fn`` and ``batch``, the loss is traced once. The report then
-        also lists the activations that the model constrains, the implementation that attention ``auto`` selects and
-        why, and an estimate of a step's memory on the device that the mesh names (``MeshSpec.on``). Only then is
+      loss_fn: as for :func:`jaxpar.train_step`. With ``loss_fn`` and ``batch``, the loss is traced once. The report
+        then also lists the activations that the model constrains, the implementation that attention ``auto`` selects
+        and why, and an estimate of a step's memory on the device that the mesh names (``MeshSpec.on``). Only then is
         :attr:`Report.unused` exact.
-      step: keyword arguments of :func:`jaxpar.train_step`, such as ``{"grad_accum_steps": 4}``, for the memory estimate.
+      step: keyword arguments of :func:`jaxpar.train_step`, such as ``{"grad_accum_steps": 4}``, for the
+        memory estimate.
 
     Returns:
       A :class:`Report`. It lists the layout's problems; ``explain`` does not raise them.

@@ -96,7 +96,8 @@ class Saver:
         if found is None:
             if asked.resume == "required":
                 raise CheckpointError(
-                    f"checkpoint: resume is required, but {self._manager.directory} holds none. Remedy: the directory of "
+                    f"checkpoint: resume is required, but {self._manager.directory} holds none. Remedy: the directory "
+                    f"of "
                     "the run to go on with, or resume: auto."
                 )
             return None

@@ -85,7 +85,8 @@ class LlamaConfig:
         check_count(self.copies, self.copies_dim)
         if halved(self) and self.context.load_balance is not None:
             raise ConfigError(
-                f"overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's load_balance is "
+                f"overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's "
+                f"load_balance is "
                 f"{self.context.load_balance!r}. Remedy: leave it out, or overlap.dim: batch."
             )
         if self.copies > 1 and not isinstance(self.reshard_after_forward, bool):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpar import Int8, hint, sharded_dot
 from jaxpar.errors import ConfigError
 from jaxpar.inference.cached_model import DecoderFns, Stack
-from jaxpar.inference.kv_cache import cached_attention, filled, init_cache
+from jaxpar.inference.kv_cache import cached_attention, fill_cache, init_cache
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, rope_table
@@ -100,7 +100,7 @@ def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slot
         made: dict[str, Any] = {}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            made.update(keys=filled(k, slots, kept), values=filled(v, slots, kept))
+            made.update(keys=fill_cache(k, slots, kept), values=fill_cache(v, slots, kept))
             return block.attention.context(q, k, v, None)
 
         return block(x_BSE, rope, attend=attend), made

@@ -37,6 +37,7 @@ class Llama(nnx.Module):
 
     >>> import jaxpar as jp
     >>> from flax import nnx
+    >>> from jaxpar.models.llama import preset
     >>> rules = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None, norm=None, heads=None, kv_heads=None,
     ...                  head_dim=None, mlp=None, vocab=None, layers=None)
     >>> with jp.Layout(jp.MeshSpec(data=-1).build(), rules):

@@ -95,7 +95,8 @@ class Context:
             return None, None, arrays_BS
         if order == BALANCED and order_BS is None:
             raise LayoutError(
-                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. Remedy: "
+                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. "
+                f"Remedy: "
                 f"batch['order'] = np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' "
                 f"data.packing: true, or load_balance: zigzag."
             )
@@ -157,7 +158,8 @@ class Context:
         """
         if self.load_balance == BALANCED:
             raise ConfigError(
-                "context: load_balance is 'balanced', which a pipeline's stages cannot take. Remedy: load_balance: zigzag."
+                "context: load_balance is 'balanced', which a pipeline's stages cannot take. Remedy: "
+                "load_balance: zigzag."
             )
         _, ring = self._settled(q, k, ways)
         order = self.load_balance or ("zigzag" if q.shape[1] * ways % (2 * ring) == 0 else "contiguous")

@@ -10,12 +10,13 @@ import audit_programs as programs
 import pytest
 
 import jaxpar as jp
+from jaxpar.analysis.hlo.audit import Audit
 
 SOURCE = Path(programs.__file__).read_text(encoding="utf-8").splitlines()
 WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-def table(report: jp.inspect.audit.Audit) -> dict[str, tuple[tuple[str, ...], int, int, float]]:
+def table(report: Audit) -> dict[str, tuple[tuple[str, ...], int, int, float]]:
     """Axes, executions, result bytes and bytes on the wire of one execution by kind, for programs with one collective
     of each kind."""
     assert len({c.kind for c in report.collectives}) == len(report.collectives)
@@ -165,7 +166,7 @@ def test_slices_that_make_no_scatter(line_mesh, grid_mesh):
         )
 
 
-def rings(report: jp.inspect.audit.Audit) -> collections.Counter[str]:
+def rings(report: Audit) -> collections.Counter[str]:
     """The number of executions of each kind as a ring of permutes."""
     found: collections.Counter[str] = collections.Counter()
     for c in report.collectives:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpar as jp
+from jaxpar.analysis.hlo.audit import Audit
 
 
 @pytest.fixture(scope="module")
-def report(grid_mesh) -> jp.inspect.audit.Audit:
+def report(grid_mesh) -> Audit:
     return jp.audit(programs.two_matmuls(grid_mesh, 64, 3).compile(), mesh=grid_mesh)
 
 

@@ -131,7 +131,7 @@ def test_gradients_by_hand(name: str, sharded: bool, accumulate: int, batch: int
     make, loss, tx, expected = MODELS[name]
     rules = LAYOUT.rules.replace(unannotated="replicate", params={"embed": "data"} if sharded else {})
     layout = jp.Layout(LAYOUT.mesh, rules)
-    step = {"accumulate": accumulate} if accumulate > 1 else None
+    step = {"grad_accum_steps": accumulate} if accumulate > 1 else None
     memory = jp.explain(layout, make, tx, batch=rows(batch, 256), loss_fn=loss, step=step).memory
     assert memory is not None and memory.unknown == memory.assumed == ()
     assert memory.gradients == expected // (4 if sharded else 1)

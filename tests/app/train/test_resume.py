@@ -93,7 +93,9 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
     assert sums(folder, 4) == sums(whole, 4) and sums(folder, 6) == sums(whole, 6)
     one, other = (check(at / "6").metadata for at in (folder, whole))
     assert (
-        "scale/scale" in sums(folder, 6) and one["position"] == other["position"] and one["config"] == other["config"]
+        "loss_scale/scale" in sums(folder, 6)
+        and one["position"] == other["position"]
+        and one["config"] == other["config"]
     )
     records, never = (
         [json.loads(line) for line in (at.parent / "metrics.jsonl").read_text().splitlines()] for at in (folder, whole)

@@ -149,7 +149,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def state(folder: Path, step: int) -> Any:
     """Returns the checksums of all values of a step, and its position in the data."""
     found = check(folder / "checkpoints" / str(step))
-    return {path: (t.dtype, t.shape, t.sums) for path, t in found.tensors.items()}, found.about["position"]
+    return {path: (t.dtype, t.shape, t.sums) for path, t in found.tensors.items()}, found.metadata["position"]
 
 
 def test_after_steps_that_were_not_finite_a_run_is_one_that_never_saw_the_batches(ran: Any) -> None:
@@ -181,15 +181,15 @@ def test_a_spike_under_a_loss_scale_is_undone_and_a_resume_is_the_same(ran: Any,
     assert "step 6 is a spike: its loss is " in screen and "Batches 5 to 6 are passed over." in screen
     assert "step 9 is a spike: its loss is " in screen and "Batches 11 to 11 are passed over." in screen
     assert summary.rollbacks == 2 and summary.passed == [[5, 6], [11, 11]] and summary.losses == expected.losses
-    assert state(folder, 10) == state(never, 10) and "scale/scale" in state(folder, 10)[0]
+    assert state(folder, 10) == state(never, 10) and "loss_scale/scale" in state(folder, 10)[0]
     # The checkpoint after the rollback stores what was skipped, so a run that resumes from an older one skips it too.
-    assert check(folder / "checkpoints/8").about["passed"] == [[5, 6], [11, 11]]
+    assert check(folder / "checkpoints/8").metadata["passed"] == [[5, 6], [11, 11]]
     for step in (8, 10):
         shutil.move(folder / f"checkpoints/{step}", tmp_path / f"{step}")
     _, screen, again = ran("spike", spiky, *settings, bad={6, 11})
     assert "resumed from step 6" in screen and again.rollbacks == 2 and again.passed == [[5, 6], [11, 11]]
     assert state(folder, 10) == state(never, 10) and again.losses == expected.losses
-    assert check(folder / "checkpoints/10").about["rollbacks"] == 2
+    assert check(folder / "checkpoints/10").metadata["rollbacks"] == 2
     spent = again.goodput["spent"]  # of both starts
     assert spent["compile"] > summary.goodput["spent"]["compile"] and spent["lost"] > summary.goodput["spent"]["lost"]
     assert again.goodput["began"] == summary.goodput["began"] and spent["restart"] > 0

@@ -294,7 +294,7 @@ def test_draw_renders_and_saves(ways: int, tmp_path: Path) -> None:
 
 
 def test_the_legend_has_the_work() -> None:
-    figure = CAUSAL.draw(seq=32, ways=2, order="contiguous")
+    figure = jp.draw_mask(CAUSAL, seq=32, ways=2, order="contiguous")
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert legend[:2] == ["device 0: 136 scores (52% of the mean)", "device 1: 392 scores (148% of the mean)"]
@@ -317,7 +317,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = "draw_mask() needs the package 'matplotlib', which is not installed. Remedy: pip install 'jaxpar[plots]'."
     with pytest.raises(MissingExtraError, match=f"^{re.escape(text)}$"):
-        CAUSAL.draw(seq=16)
+        jp.draw_mask(CAUSAL, seq=16)
 
 
 def test_a_mask_costs_no_matplotlib() -> None:

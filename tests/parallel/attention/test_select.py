@@ -296,7 +296,8 @@ def test_merge_inside_a_map_that_keeps_count() -> None:
             "split_kv",
             Q,
             (
-                "attention(impl='merge'): it wants queries whole, and keys split over axes that split nothing of the "
+                "attention(impl='split_kv'): it wants queries whole, and keys split over axes that split nothing "
+                "of the "
                 "queries, but the queries' sequence is split over 'context', the keys' over 'context'. Remedy: "
                 "impl='auto'."
             ),

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 
@@ -145,7 +146,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradients() -> None:
 def test_tokens_may_lie_in_any_order(order: str, wanted: dict[str, list[np.ndarray]]) -> None:
     case = "causal, documents, soft cap, sinks"
     kv_heads, options = CASES[case]
-    at = jp.attn.order.permutation(order, SEQ, 4)
+    at = permutation(order, SEQ, 4)
     x = tuple(a[:, at] for a in arrays(kv_heads))
     found = run(layout(context=4), "ring", x, options | {"order": order, "segment_ids": documents()[:, at]})
     back = np.argsort(at)
@@ -454,7 +455,7 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
         ),
         (
             {"context": 4},
-            {"impl": "gather", "keep": "all"},
+            {"impl": "gather", "keep_gathered_kv": "all"},
             ConfigError,
             "attention: keep_gathered_kv is 'all', but True or False is wanted.",
         ),

@@ -254,8 +254,9 @@ def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
         llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(load_balance="zigzag"))
     assert str(said.value) == (
-        "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's order is 'zigzag'. "
-        "Remedy: leave the order out, or overlap.dim: batch."
+        "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's "
+        "load_balance is 'zigzag'. "
+        "Remedy: leave it out, or overlap.dim: batch."
     )
 
 

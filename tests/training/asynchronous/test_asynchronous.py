@@ -18,6 +18,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ScheduleError
+from jaxpar.sharding.layout import tracing_under
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Each program runs a few times, so compiling it with optimizations takes longer than running it."""
@@ -114,7 +115,7 @@ def gradient(loss: jp.PipelineLoss = LOSS) -> Callable[[Any, Any], Any]:
     one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
 
     def run(params: Any, batch: Any) -> Any:
-        with jp.layout.tracing_under(one):
+        with tracing_under(one):
             return jax.value_and_grad(lambda params: loss(params, batch)[0])(params)
 
     return jax.jit(run)
@@ -436,8 +437,10 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     for case, name, asked, each, now in others:
         text = (
             f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {each} layers and 1 devices "
-            f"of rows, activation_checkpointing 'full', but the step is of '{asked.name}' over 3 stages of {now} layers and 1 devices "
-            f"of rows, activation_checkpointing 'full'. Remedy: flush(state) by the step it came from, then start(state.landed, batch)."
+            f"of rows, activation_checkpointing 'full', but the step is of '{asked.name}' over 3 stages of {now} "
+            f"layers and 1 devices "
+            f"of rows, activation_checkpointing 'full'. Remedy: flush(state) by the step it came from, then "
+            f"start(state.landed, batch)."
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
             jp.PipedreamStep(step_of(case)[0], CASES[case][2], asked).lower(done(case).state, batch_of(0))

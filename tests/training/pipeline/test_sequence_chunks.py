@@ -178,7 +178,7 @@ def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | No
         model = make(key)
         leaves, block = stacked_part(model, loss.path)
         how = SequenceCarry(
-            lambda w, *args: loss.chunked_layer(block(w), *args), lambda batch: loss.carry(model, batch), chunks
+            lambda w, *args: loss.chunked_layer(block(w), *args), lambda batch: loss.chunk_carry(model, batch), chunks
         )  # type: ignore[misc]
         pieces = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, chunks, 1, seq // chunks), x.dtype), batch)
         weights, no = [w[None] for w in leaves], jnp.asarray(0)

@@ -54,7 +54,8 @@ def turns_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBucket
         raise ConfigError(
             "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but "
             f"in the schedule {schedule.name!r} of {schedule.microbatches} microbatches stages change chunks "
-            f"{', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: grad_reduction='per_step' or 'per_microbatch', "
+            f"{', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: grad_reduction='per_step' or "
+            f"'per_microbatch', "
             "or the schedule 'interleaved'."
         )
     ends = [max(turns[number][-1] for turns in each) for number in range(len(each[0]))]

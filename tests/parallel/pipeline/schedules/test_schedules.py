@@ -20,7 +20,7 @@ from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.orders import Op
 from jaxpar.parallel.pipeline.schedules.registry import NAMES
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.parallel.pipeline.schedules.simulate import How, simulate
+from jaxpar.parallel.pipeline.schedules.simulate import Timing, simulate
 from jaxpar.parallel.pipeline.schedules.table import FIELDS, ActivationCheckpointing, Table
 from jaxpar.parallel.pipeline.schedules.ticks import needs
 from jaxpar.parallel.pipeline.schedules.verify import replay
@@ -154,7 +154,7 @@ def test_costs() -> None:
     assert str(error.value) == f"schedule '1f1b': the costs F=0, B=0 cannot be. {remedy}"
     with pytest.raises(ScheduleError) as error:
         whole.simulate(timing="tick")  # type: ignore[arg-type]
-    assert str(error.value) == "schedule '1f1b': how is 'tick', but one of ticks, neighbours, stages is wanted."
+    assert str(error.value) == "schedule '1f1b': timing is 'tick', but one of ticks, neighbours, stages is wanted."
 
 
 # Orders and tables.
@@ -407,20 +407,22 @@ def test_as_text() -> None:
     assert len(repr(one)) < 200, "the orders are for str and show"
 
 
-@pytest.mark.parametrize("how", get_args(How))
-def test_drawn(how: How, tmp_path: Path) -> None:
+@pytest.mark.parametrize("timing", get_args(Timing))
+def test_drawn(timing: Timing, tmp_path: Path) -> None:
     one = jp.schedule("dualpipe_v", 2, 4)
-    figure = one.draw(tmp_path / "one.svg" if how == "ticks" else None, costs={"F": 1, "B": 2, "W": 1}, how=how)
+    figure = one.draw(
+        tmp_path / "one.svg" if timing == "ticks" else None, costs={"F": 1, "B": 2, "W": 1}, timing=timing
+    )
     ax = figure.axes[0]
     # One collection of bars per stage, kind and chunk, with the costs as lengths.
     assert len(ax.collections) == 2 * 3 * 2
     bars = [path.get_extents() for bars in ax.collections for path in bars.get_paths()]
     assert len(bars) == 2 * 3 * 2 * 4
     assert sum(bar.width for bar in bars) == pytest.approx(2 * 4 * 4)
-    assert max(bar.x1 for bar in bars) == pytest.approx(one.simulate({"F": 1, "B": 2, "W": 1}, how))
+    assert max(bar.x1 for bar in bars) == pytest.approx(one.simulate({"F": 1, "B": 2, "W": 1}, timing))
     assert len({tuple(bars.get_facecolor()[0]) for bars in ax.collections}) == 3 * 2
-    assert f"by {how}" in ax.get_title(loc="left")
-    assert how != "ticks" or (tmp_path / "one.svg").stat().st_size > 1000
+    assert f"by {timing}" in ax.get_title(loc="left")
+    assert timing != "ticks" or (tmp_path / "one.svg").stat().st_size > 1000
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
