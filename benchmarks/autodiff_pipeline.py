@@ -22,8 +22,8 @@ from jaxpar.parallel.pipeline.staged_loss import stacked_part
 AXIS = "pipeline"
 
 
-def autodiff_gpipe(staged: jp.PipelineLoss, microbatches: int) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss of a :class:`jaxpar.PipelineLoss` with its layers sharded over the axis ``pipeline``.
+def autodiff_gpipe(staged: jp.pipeline.PipelineLoss, microbatches: int) -> Callable[[Any, Any], jax.Array]:
+    """Return the loss of a :class:`jaxpar.pipeline.PipelineLoss` with its layers sharded over the axis ``pipeline``.
 
     It is for ``jp.train_step`` without ``pipeline=``. ``layer_inputs`` must be equal for all rows, as positions are.
     """

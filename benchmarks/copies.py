@@ -44,7 +44,7 @@ def line(run: Run, copies: int, settings: list[str]) -> str:
     changes = [*run.settings, *settings, f"parallel.overlap.ways={copies}"]
     job = make_job(load_run(str(CONFIGS / f"{run.config}.yaml"), changes))
     layout = job.layout(DEVICES)
-    program = jp.compile_for(
+    program = jp.analysis.compile_for(
         TOPOLOGY,
         layout,
         job.make_model,

@@ -91,8 +91,12 @@ def main() -> int:
             ("cold, one by one", 0),
         ):
             path = Path(folder) / name.replace(", ", "-").replace(" ", "-")
-            state = jp.init(layout, make, jp.offload(tx, to="disk", path=path))
-            runs[name] = (stack.enter_context(jp.DiskOffloadedStep(layout, loss, state, ahead=ahead)), state, path)
+            state = jp.init(layout, make, jp.offload.to_disk(tx, path=path))
+            runs[name] = (
+                stack.enter_context(jp.offload.disk_offloaded_train_step(layout, loss, state, ahead=ahead)),
+                state,
+                path,
+            )
         times: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(options.steps + 1):
             for name, (step, state, path) in runs.items():

@@ -64,14 +64,14 @@ def counted(topology: str, stage: int, asked: dict[str, Any]) -> tuple[dict[str,
     batch = {k: jp.tag(jax.ShapeDtypeStruct((16, 256), "int32"), "batch", "seq") for k in ("tokens", "targets")}
     options = zero.step or {"grad_reduction": "per_step"}
     make = make_llama(MODEL)
-    step = jp.compile_for(
+    step = jp.analysis.compile_for(
         topology,
         layout,
         make,
         optax.adamw(1e-3),
         next_token_loss,
         batch,
-        fusion=jp.CollectiveFusion(**asked),
+        fusion=jp.overlap.CollectiveFusion(**asked),
         precision="bf16",
         **options,
     )

@@ -37,7 +37,7 @@ DOCS, MARKS = ROOT / "docs" / "memory.md", ("<!-- table -->", "<!-- end of table
 
 
 def inputs(point: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that ``jp.explain`` and ``jp.compile_for`` share, for one point."""
+    """Return the arguments that ``jp.explain`` and ``jp.analysis.compile_for`` share, for one point."""
     data = merge(load_yaml(ROOT / "configs" / "layouts" / f"{point['layout']}.yaml"), {"mesh": point["mesh"]})
     layout = jp.Layout.from_dict(data, devices=Topology.parse(point["topology"]).devices)
     rest = _vit(point) if point.get("family") == "vit" else _llama(point)
@@ -139,7 +139,7 @@ def compile_missing(file: Path, names: Sequence[str]) -> None:
         if point is None or (name not in names if names else "compiled" in point):
             continue
         try:
-            program = jp.compile_for(point["topology"], **inputs(point), **options(point))
+            program = jp.analysis.compile_for(point["topology"], **inputs(point), **options(point))
         except jp.errors.CompileError as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue

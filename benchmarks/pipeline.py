@@ -49,7 +49,7 @@ class Row:
     """A schedule of the table.
 
     Attributes:
-      name: as for :func:`jaxpar.schedule`.
+      name: as for :func:`jaxpar.pipeline.schedule`.
       formula: the bubble of S stages, M microbatches and V chunks, from the papers.
       chunks: chunks of the model on each stage.
       sequence_chunks: chunks of a sequence. The executor of this benchmark takes full sequences, so a schedule with
@@ -65,7 +65,9 @@ class Row:
 
     def schedule(self, stages: int, microbatches: int) -> Schedule:
         chunks = None if self.chunks == 1 else self.chunks
-        return jp.schedule(self.name, stages, microbatches, chunks=chunks, sequence_chunks=self.sequence_chunks)
+        return jp.pipeline.schedule(
+            self.name, stages, microbatches, chunks=chunks, sequence_chunks=self.sequence_chunks
+        )
 
 
 def plain(s: int, m: int, v: int) -> float:
@@ -141,8 +143,11 @@ def measured(schedule: Schedule, unit: float, repeats: int, executor: Any) -> fl
 def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float, repeats: int) -> float:
     """Return the fastest of several calls of an asynchronous pipeline in seconds, in steady state."""
     layout, loss, make, batch = problem(stages, 1, microbatches, unit)
-    step = jp.PipedreamStep(
-        layout, loss, jp.Asynchronous(name, stages, microbatches, activation_checkpointing="none"), donate=False
+    step = jp.pipeline.pipedream_train_step(
+        layout,
+        loss,
+        jp.pipeline.Asynchronous(name, stages, microbatches, activation_checkpointing="none"),
+        donate=False,
     )
     state = step.start(jp.init(layout, make, optax.sgd(0.0)), batch)
     compiled = step.lower(state, batch).compile()
@@ -150,12 +155,14 @@ def measured_asynchronous(name: str, stages: int, microbatches: int, unit: float
     return least(lambda: compiled(state, batch), repeats)
 
 
-def problem(stages: int, chunks: int, microbatches: int, unit: float) -> tuple[jp.Layout, jp.PipelineLoss, Any, Any]:
+def problem(
+    stages: int, chunks: int, microbatches: int, unit: float
+) -> tuple[jp.Layout, jp.pipeline.PipelineLoss, Any, Any]:
     """Return layout, loss, model and batch with sleeping layers, one for each chunk of a stage."""
     layout = jp.Layout(
         jp.MeshSpec(pipeline=stages).build(jax.devices()[:stages]), jp.Rules(batch=None, embed=None, layers="pipeline")
     )
-    loss = jp.PipelineLoss(
+    loss = jp.pipeline.PipelineLoss(
         layers="blocks",
         embed=lambda model, batch: batch["x"],
         layer=sleeping_layer(unit / chunks),

@@ -94,7 +94,7 @@ def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, ja
     return jnp.sum(losses * counts) / jnp.maximum(weight, 1), {"weight": weight}
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=lambda block, x, side: mixed(block, x, x, 0),
@@ -126,7 +126,7 @@ def pipeline_of(
     """Return the schedule's pipeline; with ``uneven`` its first piece has one more layer and its last one fewer."""
     chunks = SCHEDULES[name]
     cut = 4 if name == "seq1f1b" else 1
-    schedule = jp.schedule(name, stages=stages, microbatches=MICROBATCHES, chunks=chunks, sequence_chunks=cut)
+    schedule = jp.pipeline.schedule(name, stages=stages, microbatches=MICROBATCHES, chunks=chunks, sequence_chunks=cut)
     each = [LAYERS // (stages * chunks)] * (stages * chunks)
     each[0] += 1
     each[-1] -= 1

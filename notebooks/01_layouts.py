@@ -32,9 +32,7 @@ import optax
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.analysis.layout.draw_shards import draw
-from jaxpar.models.llama import make_llama, preset
-from jaxpar.models.losses import next_token_loss
+from jaxpar.models import make_llama, next_token_loss, preset
 from jaxpar.nnx import axes
 
 # %% [markdown]
@@ -107,7 +105,7 @@ jp.explain(dp, make_model, tx)
 # There is one block, and all eight devices hold it.
 
 # %%
-draw(dp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
+jp.analysis.draw_shards(dp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
 
 # %% [markdown]
 # ## Change one rule
@@ -124,7 +122,7 @@ jp.explain(fsdp, make_model, tx)
 # The model was not touched.
 
 # %%
-draw(fsdp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
+jp.analysis.draw_shards(fsdp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
 
 # %% [markdown]
 # The optimizer state follows the parameters, so it is split too.
@@ -145,7 +143,7 @@ both = jp.Layout(
     jp.MeshSpec(data=4, model=2).build(),
     jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"}),
 )
-draw(both, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
+jp.analysis.draw_shards(both, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
 
 # %% [markdown]
 # ## Make a mistake
@@ -205,7 +203,7 @@ print(
 
 # %%
 gate = next(row for row in checked.rows if row.path == "params/blocks/mlp/gate")
-draw(large, *gate.dims, shape=gate.shape, role="params", path=gate.path)
+jp.analysis.draw_shards(large, *gate.dims, shape=gate.shape, role="params", path=gate.path)
 
 # %% [markdown]
 # With plain data parallelism the same model would lie whole on every device.

@@ -31,7 +31,6 @@ import numpy as np
 from IPython.display import HTML
 
 import jaxpar as jp
-from jaxpar.parallel.attention.select import Spread, choice, sends
 
 jp.simulate_devices(8)
 print(f"{jax.device_count()} devices")
@@ -47,16 +46,16 @@ print(f"{jax.device_count()} devices")
 
 # %%
 causal = jp.Mask(causal=True)
-jp.draw_mask(causal, seq=4096, ways=4, order="contiguous", block=128)
+jp.context.draw_mask(causal, seq=4096, ways=4, order="contiguous", block=128)
 
 # %% [markdown]
 # The work is uneven: the last device computes seven times as much as the first.
 #
 # In a *ring* keys and values go from neighbour to neighbour. In each hop all wait for the slowest device.
-# The sum of these slowest ones is the *critical path*. `jp.balance` compares it with the mean.
+# The sum of these slowest ones is the *critical path*. `jp.context.balance` compares it with the mean.
 
 # %%
-print(jp.balance(causal, 4096, 4, "contiguous", block=128).report())
+print(jp.context.balance(causal, 4096, 4, "contiguous", block=128).report())
 
 # %% [markdown]
 # ## Zigzag
@@ -64,7 +63,7 @@ print(jp.balance(causal, 4096, 4, "contiguous", block=128).report())
 # Cut the sequence into twice as many pieces as there are devices. Give each device one piece from the front and its mirror image from the back.
 
 # %%
-jp.draw_mask(causal, seq=4096, ways=4, order="zigzag", block=128)
+jp.context.draw_mask(causal, seq=4096, ways=4, order="zigzag", block=128)
 
 # %% [markdown]
 # Now all have the same work in every hop. *Striped* gives each device every n-th token, which is nearly as even.
@@ -72,7 +71,7 @@ jp.draw_mask(causal, seq=4096, ways=4, order="zigzag", block=128)
 
 # %%
 for order in ("contiguous", "striped", "zigzag"):
-    found = jp.balance(causal, 4096, 4, order, block=128)
+    found = jp.context.balance(causal, 4096, 4, order, block=128)
     print(f"{order:10}  critical path {found.ratio:.3f} × the mean, of computed tiles {found.tile_ratio:.3f} ×")
 
 # %% [markdown]
@@ -80,7 +79,7 @@ for order in ("contiguous", "striped", "zigzag"):
 # Tiles outside are not visited, and a ring skips the hops that bring nothing.
 
 # %%
-jp.draw_mask(jp.Mask(causal=True, window=700, prefix=256), seq=4096, ways=4, order="contiguous", block=128)
+jp.context.draw_mask(jp.Mask(causal=True, window=700, prefix=256), seq=4096, ways=4, order="contiguous", block=128)
 
 # %% [markdown]
 # ## Packed documents
@@ -90,16 +89,16 @@ jp.draw_mask(jp.Mask(causal=True, window=700, prefix=256), seq=4096, ways=4, ord
 
 # %%
 documents = np.repeat(range(6), [300, 1900, 120, 1000, 80, 696])
-print(jp.balance(causal, 4096, 4, "zigzag", block=64, segment_ids=documents).report())
+print(jp.context.balance(causal, 4096, 4, "zigzag", block=64, segment_ids=documents).report())
 
 # %% [markdown]
-# `jp.balanced_packing` cuts the row into more pieces and gives them to the devices so that they come out even.
+# `jp.context.balanced_packing` cuts the row into more pieces and gives them to the devices so that they come out even.
 # What it returns are the positions of the tokens, as they lie: `tokens[:, order]` brings them there, and `jp.attention(..., order=order)` is told.
 
 # %%
-order = jp.balanced_packing(documents, 4, chunks=16)
-print(jp.balance(causal, 4096, 4, order, block=64, segment_ids=documents).report())
-jp.draw_mask(causal, seq=4096, ways=4, order=order, block=64, segment_ids=documents)
+order = jp.context.balanced_packing(documents, 4, chunks=16)
+print(jp.context.balance(causal, 4096, 4, order, block=64, segment_ids=documents).report())
+jp.context.draw_mask(causal, seq=4096, ways=4, order=order, block=64, segment_ids=documents)
 
 # %% [markdown]
 # ## Attention under a layout
@@ -129,9 +128,9 @@ SEQ, HEADS, HEAD_DIM = 256, 8, 16
 def why(kv_heads, asked="auto"):
     q = jax.ShapeDtypeStruct((1, SEQ, HEADS, HEAD_DIM), jnp.float32)
     k = jax.ShapeDtypeStruct((1, SEQ, kv_heads, HEAD_DIM), jnp.float32)
-    spread = Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
-    return choice(asked, q, k, spread, layout.sizes), {
-        impl: sends(impl, q, k, spread, layout.sizes) for impl in ("ring", "gather", "ulysses", "hybrid")
+    spread = jp.context.Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
+    return jp.context.choice(asked, q, k, spread, layout.sizes), {
+        impl: jp.context.sends(impl, q, k, spread, layout.sizes) for impl in ("ring", "gather", "ulysses", "hybrid")
     }
 
 
@@ -225,7 +224,7 @@ HTML(f"<table><tr><th>impl</th><th>ms on simulated devices</th></tr>{rows}</tabl
 # %% [markdown]
 # ## What you have seen
 #
-# - A mask is a rule on positions. `jp.draw_mask` shows which device computes what, `jp.balance` how evenly.
+# - A mask is a rule on positions. `jp.context.draw_mask` shows which device computes what, `jp.context.balance` how evenly.
 # - Under a causal mask zigzag is even and contiguous is not. Packed documents want an order of their own.
 # - Ring, gather, Ulysses and hybrid give the same result. They differ in what they send.
 # - `auto` takes what takes the least time, or what sends the fewest bytes where nothing is known of the devices, and says why.

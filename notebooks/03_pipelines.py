@@ -32,7 +32,6 @@ import optax
 from IPython.display import HTML
 
 import jaxpar as jp
-from jaxpar.parallel.pipeline.schedules.simulate import simulate
 
 jp.simulate_devices(8)
 print(f"{jax.device_count()} devices")
@@ -47,7 +46,7 @@ print(f"{jax.device_count()} devices")
 
 # %%
 STAGES, MICROBATCHES = 4, 8
-gpipe = jp.schedule("gpipe", STAGES, MICROBATCHES)
+gpipe = jp.pipeline.schedule("gpipe", STAGES, MICROBATCHES)
 gpipe.draw()
 
 # %% [markdown]
@@ -61,12 +60,12 @@ print(gpipe)
 # So the stash does not grow with the microbatches: the first stage keeps at most 2 · 4 − 1 = 7 of them, be there 8 or 800.
 
 # %%
-one_f_one_b = jp.schedule("1f1b", STAGES, MICROBATCHES)
+one_f_one_b = jp.pipeline.schedule("1f1b", STAGES, MICROBATCHES)
 one_f_one_b.draw()
 
 # %%
 for microbatches in (8, 16, 32):
-    found = [max(jp.schedule(name, STAGES, microbatches).stash) for name in ("gpipe", "1f1b")]
+    found = [max(jp.pipeline.schedule(name, STAGES, microbatches).stash) for name in ("gpipe", "1f1b")]
     print(f"{microbatches:2} microbatches: GPipe keeps {found[0]:2}, 1F1B {found[1]}")
 
 # %% [markdown]
@@ -76,7 +75,7 @@ for microbatches in (8, 16, 32):
 # That is the same work in steps half as long, and twice as many sends. The second pieces are pale.
 
 # %%
-interleaved = jp.schedule("interleaved", STAGES, MICROBATCHES, chunks=2)
+interleaved = jp.pipeline.schedule("interleaved", STAGES, MICROBATCHES, chunks=2)
 interleaved.draw()
 
 # %% [markdown]
@@ -84,7 +83,7 @@ interleaved.draw()
 # so these fill the gaps.
 
 # %%
-zero_bubble = jp.schedule("zb_h1", STAGES, MICROBATCHES)
+zero_bubble = jp.pipeline.schedule("zb_h1", STAGES, MICROBATCHES)
 zero_bubble.draw(timing="stages")
 
 # %% [markdown]
@@ -101,8 +100,8 @@ zero_bubble.draw(timing="ticks")
 asked = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_uniform": 1, "zb_h1": 1, "zb_v": 2}
 rows = ""
 for name, chunks in asked.items():
-    one = jp.schedule(name, STAGES, MICROBATCHES, chunks=chunks)
-    bubbles = "".join(f"<td>{simulate(one, timing=how).bubble:.1%}</td>" for how in ("ticks", "stages"))
+    one = jp.pipeline.schedule(name, STAGES, MICROBATCHES, chunks=chunks)
+    bubbles = "".join(f"<td>{jp.pipeline.simulate(one, timing=how).bubble:.1%}</td>" for how in ("ticks", "stages"))
     rows += f"<tr><td>{name}</td>{bubbles}<td>{max(one.held) / chunks:g}</td></tr>"
 HTML(
     "<table><tr><th>schedule</th><th>bubble, one program</th><th>bubble, each stage for itself</th>"
@@ -115,7 +114,7 @@ HTML(
 # Write down for each stage what it does: `F0` is the forward of microbatch 0, `B0` its backward.
 
 # %%
-own = jp.schedule(["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"], stages=2, microbatches=3)
+own = jp.pipeline.schedule(["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"], stages=2, microbatches=3)
 print(own.show())
 own.draw()
 
@@ -125,14 +124,14 @@ own.draw()
 
 # %%
 try:
-    jp.schedule(["F0 B0 F1 B1", "F0 F1 B0 B1"], stages=2, microbatches=2)
+    jp.pipeline.schedule(["F0 B0 F1 B1", "F0 F1 B0 B1"], stages=2, microbatches=2)
 except jp.errors.ScheduleError as error:
     print(error)
 
 # %% [markdown]
 # ## A model in three parts
 #
-# A pipeline must know which part of a model is the stack of layers, and what comes before and after it. `jp.PipelineLoss` is a loss that says so.
+# A pipeline must know which part of a model is the stack of layers, and what comes before and after it. `jp.pipeline.PipelineLoss` is a loss that says so.
 #
 # The model: an embedding, eight equal layers, and a head. The layers' weights are stacked along a first dim, `layers`.
 # The task: say which word comes next, where words follow each other by a fixed table.
@@ -168,7 +167,7 @@ def after(model, x, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
-loss = jp.PipelineLoss(layers="blocks", embed=before, layer=layer, head=after)
+loss = jp.pipeline.PipelineLoss(layers="blocks", embed=before, layer=layer, head=after)
 
 # %%
 rng = np.random.default_rng(0)
@@ -188,7 +187,7 @@ tx = optax.adam(1e-2)
 jp.explain(piped, make_model, tx)
 
 # %% [markdown]
-# Called, `jp.PipelineLoss` is an ordinary loss: the layers run one after the other. So one device can use it too.
+# Called, `jp.pipeline.PipelineLoss` is an ordinary loss: the layers run one after the other. So one device can use it too.
 
 # %%
 alone = jp.Layout(jp.MeshSpec(pipeline=1, data=1).build(jax.devices()[:1]), rules)
@@ -273,4 +272,4 @@ HTML(f"<table><tr><th>kind</th><th>over</th><th>KiB sent, 1f1b</th><th>KiB sent,
 # - 1F1B keeps as much whatever the number of microbatches. Interleaving makes the bubble smaller, for more sends.
 # - Zero-bubble orders are for stages that go on by themselves. One program for all wants another order.
 # - An order that waits for itself is an error that names who waits for whom.
-# - `jp.PipelineLoss` names the layers. With it any schedule gives the gradients of one device.
+# - `jp.pipeline.PipelineLoss` names the layers. With it any schedule gives the gradients of one device.

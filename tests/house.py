@@ -18,6 +18,7 @@ FLOORS = (
     ("training",),
     ("checkpoint", "analysis"),
     ("inference", "testing"),
+    ("pipeline", "context", "offload", "overlap"),
     ("models",),
     ("app",),
 )

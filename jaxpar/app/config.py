@@ -67,7 +67,7 @@ class RematConfig:
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """Which tensors share one collective; see :class:`jaxpar.CollectiveFusion`."""
+    """Which tensors share one collective; see :class:`jaxpar.overlap.CollectiveFusion`."""
 
     reduce: str | int | list[int] = "auto"
     gather: str | int | list[int] = "auto"
@@ -100,8 +100,8 @@ class PipelineConfig:
     """How layers are assigned to the stages of the mesh axis ``pipeline``; see :class:`jaxpar.Pipeline`.
 
     Attributes:
-      schedule: a name for :func:`jaxpar.schedule`. ``pipedream_2bw`` and ``pipedream`` are not drained between steps;
-        see :class:`jaxpar.PipedreamStep`.
+      schedule: a name for :func:`jaxpar.pipeline.schedule`. ``pipedream_2bw`` and ``pipedream`` are not drained between
+        steps; see :func:`jaxpar.pipeline.pipedream_train_step`.
       microbatches: number of microbatches of a batch.
       virtual_stages: pieces of the model on each stage, for schedules that take several.
       sequence_chunks: parts of each sequence, for ``seq1f1b``.
@@ -129,7 +129,8 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """Into how many parts the layers split each device's rows or tokens; see :func:`jaxpar.interleave_batches`."""
+    """Into how many parts the layers split each device's rows or tokens; see
+    :func:`jaxpar.overlap.interleave_batches`."""
 
     ways: int = 1
     dim: Literal["batch", "seq"] = "batch"
@@ -151,8 +152,8 @@ class ParallelConfig:
       context: how attention runs over a sharded sequence: ``{impl: ring}``.
       pipeline: how layers are assigned to stages: ``{schedule: 1f1b, microbatches: 8}``.
       overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one communicating while the other
-        computes; see :func:`jaxpar.interleave_batches`. ``{ways: 2, dim: seq}`` halves each sequence, for devices with
-        a single row.
+        computes; see :func:`jaxpar.overlap.interleave_batches`. ``{ways: 2, dim: seq}`` halves each sequence, for
+        devices with a single row.
     """
 
     optimizer: ZeroConfig | None = None

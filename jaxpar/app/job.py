@@ -53,8 +53,8 @@ class Job:
     layout_data: Mapping[str, Any]
     zero: jp.Zero
     precision: jp.Precision
-    fusion: jp.CollectiveFusion
-    pipeline: jp.Pipeline | jp.Asynchronous | None = None
+    fusion: jp.overlap.CollectiveFusion
+    pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None = None
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
         """Return the layout, including optimizer parallelism.
@@ -98,8 +98,8 @@ class Job:
         """The keyword arguments of :func:`jaxpar.eval_step`."""
         if self.pipeline is None:
             return {"precision": self.precision}
-        if isinstance(self.pipeline, jp.Asynchronous):
-            one = jp.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
+        if isinstance(self.pipeline, jp.pipeline.Asynchronous):
+            one = jp.pipeline.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
             return {"precision": self.precision, "pipeline": jp.Pipeline(one, layers=self.pipeline.layers)}
         return {name: self.step_options()[name] for name in ("precision", "pipeline")}
 
@@ -130,7 +130,7 @@ class Job:
                 f"parallel.context: load_balance is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 "
                 f"pieces for each of the ring's {ways} devices. Remedy: a multiple of {2 * ways}."
             )
-        return {**how, "arrange": functools.partial(jp.balanced_packing, ways=ways, chunks=chunks)}
+        return {**how, "arrange": functools.partial(jp.context.balanced_packing, ways=ways, chunks=chunks)}
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
         """XLA options for a platform, as ``jax.stages.Lowered.compile`` takes them; ``None`` if none are configured."""
@@ -210,7 +210,7 @@ def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
         raise ConfigError(f"parallel.{error}") from error
 
 
-def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.Asynchronous | None) -> Callable[..., Any]:
+def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None) -> Callable[..., Any]:
     return next_token_loss if pipeline is None else staged_next_token_loss(model)
 
 
@@ -218,10 +218,10 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
     """The optimizer, with its state and the parameters offloaded as ``parallel.offload`` configures."""
     asked = config.parallel.offload
     if asked.parameters is not None:
-        if asked.optimizer is None:
+        if asked.optimizer != "host":
             raise ConfigError(
-                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated "
-                "beside them and is larger, does not. Remedy: {parameters: host, optimizer: host}."
+                "parallel.offload: parameters: host requires optimizer: host, because the update reads both, got "
+                f"optimizer: {asked.optimizer or 'null'}. Remedy: {{parameters: host, optimizer: host}}."
             )
         if model.reshard_after_forward is not True:
             raise ConfigError(
@@ -250,9 +250,9 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
     if asked.optimizer is None:
         return tx
     try:
-        return jp.offload(
-            tx, to=asked.optimizer, path=asked.path, parameters=asked.parameters is not None, min_bytes=asked.min_bytes
-        )
+        if asked.path is not None:
+            return jp.offload.to_disk(tx, asked.path, min_bytes=asked.min_bytes)
+        return jp.offload.to_host(tx, parameters=asked.parameters is not None, min_bytes=asked.min_bytes)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
@@ -268,7 +268,9 @@ def _zero(config: RunConfig) -> jp.Zero:
         raise type(error)(f"parallel.{error}") from error
 
 
-def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.CollectiveFusion) -> None:
+def _check_one_bit(
+    config: RunConfig, precision: jp.Precision, zero: jp.Zero, fusion: jp.overlap.CollectiveFusion
+) -> None:
     """Reject options that ``one_bit_adam`` does not support; the error names both keys."""
     groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
     others = [
@@ -284,10 +286,10 @@ def _check_one_bit(config: RunConfig, precision: jp.Precision, zero: jp.Zero, fu
             raise ConfigError(f"optimizer.name is {ONE_BIT}, which does not go with {key}: {why}. Remedy: {remedy}.")
 
 
-def _fusion(config: RunConfig) -> jp.CollectiveFusion:
+def _fusion(config: RunConfig) -> jp.overlap.CollectiveFusion:
     asked = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
     try:
-        return jp.CollectiveFusion(**asked)
+        return jp.overlap.CollectiveFusion(**asked)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 

@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 
 def make_pipeline(
     asked: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
-) -> jp.Pipeline | jp.Asynchronous | None:
+) -> jp.Pipeline | jp.pipeline.Asynchronous | None:
     """Return the pipeline that ``parallel.pipeline`` configures, or ``None`` without one.
 
     Args:
@@ -40,7 +40,7 @@ def make_pipeline(
     try:
         if asked.schedule in ASYNCHRONOUS:
             return _asynchronous(asked, stages, layers)
-        schedule = jp.schedule(
+        schedule = jp.pipeline.schedule(
             asked.schedule,
             stages,
             asked.microbatches,
@@ -63,7 +63,7 @@ def make_pipeline(
         raise ConfigError(f"parallel.pipeline: {error}") from error
 
 
-def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str | jp.RematPolicy) -> None:
+def check_recompute(pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None, remat: str | jp.RematPolicy) -> None:
     """Reject ``recompute`` under a remat policy that already recomputes every layer.
 
     Raises:
@@ -77,7 +77,7 @@ def check_recompute(pipeline: jp.Pipeline | jp.Asynchronous | None, remat: str |
         )
 
 
-def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchronous:
+def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.pipeline.Asynchronous:
     """The pipeline of a schedule that is not drained between steps."""
     asks: tuple[tuple[str, Any, Any], ...] = (
         ("virtual_stages", asked.virtual_stages, 1),
@@ -93,7 +93,7 @@ def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.Asynchr
                 f"model, and all stages do the same in every tick. Remedy: leave {name} out."
             )
     offset = _layers(asked.offset, layers, stages)
-    return jp.Asynchronous(
+    return jp.pipeline.Asynchronous(
         asked.schedule, stages, asked.microbatches, asked.activation_checkpointing, offset, asked.grad_reduction
     )
 

@@ -87,7 +87,8 @@ def save(
       state: a :class:`jaxpar.TrainState`, or any pytree of jax arrays.
       layout: its mesh and rules are recorded in the manifest.
       metadata: further values for the manifest, as JSON: a configuration, the position in the data.
-      disk: the :class:`jaxpar.DiskOffloadedStep` of a state whose optimizer state is on disk; its files are saved too.
+      disk: the :func:`jaxpar.offload.disk_offloaded_train_step` of a state whose optimizer state is on disk; its files
+        are saved too.
       verify: read the files back and compare them with the arrays in memory.
 
     Raises:
@@ -132,7 +133,7 @@ def begin(
     if disk is None and on_disk(state):
         raise CheckpointError(
             "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the "
-            "jp.DiskOffloadedStep at work."
+            "jp.offload.disk_offloaded_train_step at work."
         )
     count = getattr(state, "step", None)
     if step is None and isinstance(count, jax.Array) and count.shape == ():

@@ -31,7 +31,7 @@ class Stack:
         cache.
       token: ``token(layers, x, positions, cache, group) -> (x, cache)``: runs one token [batch, 1, ...] of each row.
         With ``group`` (number, groups) the rows belong to one group, and row ``i`` is the cache's row
-        ``i * groups + number``; see :func:`jaxpar.cached_attention`.
+        ``i * groups + number``; see :func:`jaxpar.inference.cached_attention`.
     """
 
     path: tuple[str, ...]

@@ -45,7 +45,7 @@ class Decoding:
     """State of a decode step. The step donates it.
 
     Attributes:
-      cache: the cache, as the model defines it (:class:`jaxpar.DecoderFns`).
+      cache: the cache, as the model defines it (:class:`jaxpar.inference.DecoderFns`).
       tokens: the last token of each row [batch] int32, not yet in the cache.
       at: the position of that token [batch] int32.
       left: how many more tokens each row may generate [batch] int32; 0 where the row has ended.

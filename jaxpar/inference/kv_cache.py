@@ -32,10 +32,10 @@ NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
 
 
 def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Return the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.DecoderFns`.
+    """Return the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.inference.DecoderFns`.
 
-    Each has the shape [layers, batch, kv_heads, slots, head_dim]. With dtype int8 each is an :class:`jaxpar.Int8` with
-    a scale per token and head.
+    Each has the shape [layers, batch, kv_heads, slots, head_dim]. With dtype int8 each is an
+    :class:`jaxpar.inference.Int8` with a scale per token and head.
     """
     shape = (layers, batch, kv_heads, slots, head_dim)
     made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
@@ -53,7 +53,7 @@ def fill_cache(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
       dtype: dtype of the cache; that of ``x_BSKD`` if not given.
 
     Returns:
-      [batch, kv_heads, slots, head_dim]; for int8 an :class:`jaxpar.Int8`.
+      [batch, kv_heads, slots, head_dim]; for int8 an :class:`jaxpar.inference.Int8`.
     """
     x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
     missing = slots - x_BKSD.shape[2]
@@ -78,9 +78,9 @@ def cached_attention(
     Args:
       q_B1HD: queries [batch, 1, heads, head_dim].
       k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
-      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim]: arrays, or :class:`jaxpar.Int8` with a
-        scale per token and head. With int8, new keys and values are rounded, and the scales multiply scores and
-        probabilities.
+      cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim]: arrays, or
+        :class:`jaxpar.inference.Int8` with a scale per token and head. With int8, new keys and values are rounded, and
+        the scales multiply scores and probabilities.
       layer: index of the layer; it may be traced.
       at_B: position of each row's token [batch] int, which is its slot.
       group: (number, groups): the rows given are one group of the cache's rows, and row ``i`` is the cache's row

@@ -22,13 +22,13 @@ from jaxpar.training.state import PlacedLeaf, TrainState, place
 def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[PlacedLeaf]]:
     """Return the parameters after ``prepare`` as shapes with shardings, and as leaves for :func:`report`.
 
-    A plain array keeps its sharding. An :class:`jaxpar.Int8` shards its integers by the parameter's logical dims, and
-    its scales by those of the dims that remain.
+    A plain array keeps its sharding. An :class:`jaxpar.inference.Int8` shards its integers by the parameter's logical
+    dims, and its scales by those of the dims that remain.
 
     Args:
       layout: the layout of the generator.
       state: an abstract training state.
-      prepare: ``prepare(params) -> params`` of :class:`jaxpar.DecoderFns`.
+      prepare: ``prepare(params) -> params`` of :class:`jaxpar.inference.DecoderFns`.
 
     Raises:
       LayoutError: the mesh does not divide all parameters; it lists every problem.

@@ -1,4 +1,4 @@
-"""``DiskOffloadedStep``: a train step whose optimizer state is on disk, for state that exceeds host memory.
+"""``disk_offloaded_train_step``: a train step whose optimizer state is on disk, for state that exceeds host memory.
 
 After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). One program computes loss and gradients. The step then
 updates the parameters piece by piece (a layer of a stacked parameter, or an unstacked parameter). It reads the moments
@@ -52,7 +52,7 @@ def gradient_step(
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
 ) -> jax.stages.Wrapped:
-    """Returns the first program of a :class:`DiskOffloadedStep`.
+    """Returns the first program of :func:`disk_offloaded_train_step`.
 
     Args:
       layout, loss_fn, grad_accum_steps, weight_gather, grad_reduction, precision, fusion, clip_norm, skip_nonfinite: as
@@ -89,23 +89,32 @@ def gradient_step(
     return jax.jit(run, compiler_options=options or None)
 
 
-class DiskOffloadedStep:
-    """``step(state, batch) -> (state, metrics)`` like :func:`jaxpar.train_step`, with the optimizer state on disk.
-
-    The host runs the step, so it is not a jitted function. It is a context manager; outside of one, call :meth:`close`.
-    When a step returns, its moments are committed to disk. If the process is killed, the disk holds the moments of the
-    previous step, of this one, or both; a restart uses those that belong to its state.
+def disk_offloaded_train_step(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    *,
+    ahead: int = AHEAD,
+    restore: str | Path | None = None,
+    donate: bool = True,
+    note: Callable[[str, int], None] = lambda what, group: None,
+    **options: Any,
+) -> DiskOffloadedStep:
+    """Returns ``step(state, batch) -> (state, metrics)`` like :func:`jaxpar.train_step`, with optimizer state on disk.
 
     Args:
       layout, loss_fn: as for :func:`jaxpar.train_step`.
-      state: made by :func:`jaxpar.init` with ``jp.offload(tx, to="disk", path=...)``, or restored. At step 0, if the
-        folder has no record, the moments are created; otherwise those of the state's step are read from the folder.
+      state: made by :func:`jaxpar.init` with ``jp.offload.to_disk(tx, path)``, or restored. At step 0, if the folder
+        has no record, the moments are created; otherwise those of the state's step are read from the folder.
       ahead: how many pieces are read before their turn; 0 reads, updates and writes one after the other.
-      restore: a folder written by :meth:`snapshot`, whose moments replace those in the path.
+      restore: a folder written by :meth:`DiskOffloadedStep.snapshot`, whose moments replace those in the path.
       donate: donate the old parameters' memory to the new ones. If a step then fails, the parameters are lost; without
         ``donate``, the step can be repeated.
       note: callback with an event (``reading``, ``read``, ``update`` or ``written``) and the number of the piece.
       options: the other arguments of :func:`jaxpar.train_step`, except ``return_grads`` and ``pipeline``.
+
+    Returns:
+      A context manager that can be called as a step; outside of ``with``, call its ``close``.
 
     Raises:
       ConfigError: the optimizer's state cannot be on disk.
@@ -117,31 +126,43 @@ class DiskOffloadedStep:
     >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 4)), "embed", None)}
     >>> loss_fn = lambda model, x: ((x @ model["w"]) ** 2).mean()
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     state = jp.init(layout, make_model, jp.offload(optax.adam(1e-3), to="disk", path=folder, min_bytes=0))
-    ...     with DiskOffloadedStep(layout, loss_fn, state) as step:
+    ...     state = jp.init(layout, make_model, jp.offload.to_disk(optax.adam(1e-3), folder, min_bytes=0))
+    ...     with disk_offloaded_train_step(layout, loss_fn, state) as step:
     ...         state, metrics = step(state, numpy.ones((8, 16), "float32"))
     ...         step.bytes_on_disk, int(state.step)
     (512, 1)
+    """
+    if not is_count(ahead, 0):
+        raise ConfigError(f"disk_offloaded_train_step: ahead must be a number of pieces, 0 or more, got {ahead!r}.")
+    return DiskOffloadedStep(
+        layout, gradient_step(layout, loss_fn, **options), state, ahead=ahead, restore=restore, donate=donate, note=note
+    )
+
+
+class DiskOffloadedStep:
+    """The step that :func:`disk_offloaded_train_step` returns.
+
+    The host runs the step, so it is not a jitted function. When a step returns, its moments are committed to disk. If
+    the process is killed, the disk holds the moments of the previous step, of this one, or both; a restart uses those
+    that belong to its state.
     """
 
     def __init__(
         self,
         layout: Layout,
-        loss_fn: Callable[..., Any],
+        gradients: jax.stages.Wrapped,
         state: TrainState,
         *,
-        ahead: int = AHEAD,
-        restore: str | Path | None = None,
-        donate: bool = True,
-        note: Callable[[str, int], None] = lambda what, group: None,
-        **options: Any,
+        ahead: int,
+        restore: str | Path | None,
+        donate: bool,
+        note: Callable[[str, int], None],
     ):
         self._groups = groups_of(layout, state)
         tx = disk_of(state)
-        if tx is None or not is_count(ahead, 0):
-            raise ConfigError(f"DiskOffloadedStep: ahead is {ahead!r}, but a number of groups, 0 or more, is wanted.")
+        assert tx is not None
         self._layout, self._tx, self._slots, self._donate, self._note = layout, tx.inner, ahead + 1, donate, note
-        self._gradients: Any = gradient_step(layout, loss_fn, **options)
+        self._gradients: Any = gradients
         self._weights = [to_spec(t.resolved) for t in place(layout, state) if t.role == "params"]
         self._homes = [NamedSharding(layout.mesh, spec) for spec in self._weights]
         # A row holds each distinct shard of this process once, one after the other.
@@ -195,7 +216,7 @@ class DiskOffloadedStep:
         if number != self._step:
             raise DiskError(
                 f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: go "
-                f"on with the state that the last step returned, or open a DiskOffloadedStep with this one."
+                f"on with the state that the last step returned, or make a disk_offloaded_train_step with this one."
             )
         sizes = [sum(self._parts[m.number][0] for m in self._groups[g].stored) for g, _ in self._pieces]
         staging = Staging(sizes, self._read, self._write, slots=self._slots, note=self._note)

@@ -74,9 +74,9 @@ def train_step(
         pipeline, use ``Pipeline(grad_reduction="per_microbatch")``). By default it is ``per_step`` if
         ``grad_accum_steps`` is above 1 and the batch's axes shard no parameter.
       precision: dtypes of the compute, the gathers and the reductions; see :class:`jaxpar.Precision`.
-      fusion: which tensors share one collective; see :class:`jaxpar.CollectiveFusion`.
-      pipeline: runs the layers of a :class:`jaxpar.PipelineLoss` ``loss_fn`` on the stages of the axis ``pipeline``, by
-        this schedule; see :class:`jaxpar.Pipeline`.
+      fusion: which tensors share one collective; see :class:`jaxpar.overlap.CollectiveFusion`.
+      pipeline: runs the layers of a :class:`jaxpar.pipeline.PipelineLoss` ``loss_fn`` on the stages of the axis
+        ``pipeline``, by this schedule; see :class:`jaxpar.Pipeline`.
       clip_norm: global norm that the gradients are scaled down to.
       skip_nonfinite: keep parameters, optimizer state and carried variables unchanged when the loss or a gradient is
         not finite; ``metrics["skipped"]`` reports it. ``state.step`` still increments, so the next step has another
@@ -105,7 +105,7 @@ def train_step(
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
             f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: "
-            f"jp.PipedreamStep, or jp.schedule('1f1b')."
+            f"jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
         )
     how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
     options = how.fusion.compiler_options(layout)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -48,12 +49,18 @@ def test_import_is_light_and_help_does_not_import_jax() -> None:
     assert lines[0] == "[]" and lines[-1] == "exit 0 []"
 
 
-def test_every_public_name_has_its_home() -> None:
-    for name in jp.__all__:
-        assert getattr(jp, name) is not None
-    assert set(jp.__all__) <= set(dir(jp))
-    with pytest.raises(AttributeError, match="module 'jaxpar' has no attribute 'shard'"):
-        _ = jp.shard  # type: ignore[attr-defined]
+@pytest.mark.parametrize("package", [jp, jp.analysis, jp.inference, jp.models], ids=lambda package: package.__name__)
+def test_every_public_name_loads(package: Any) -> None:
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'shard'"):
+        _ = package.shard
+
+
+def test_the_public_names_fit_on_a_screen() -> None:
+    flat = [name for name in jp.__all__ if not isinstance(getattr(jp, name), ModuleType)]
+    assert len(flat) <= 35
 
 
 def test_devices_are_simulated_only_where_there_is_no_accelerator() -> None:

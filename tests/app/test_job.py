@@ -65,7 +65,7 @@ def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> N
     text = np.where(np.arange(1000) % 9 == 8, 0, 1)
     (first, *_) = eval_batches(text, batch=2, seq=64, max_batches=1, **job.reading(job.layout()))
     assert first["segment_ids"][0].tolist() == [i // 9 for i in range(64)]
-    order = jp.balanced_packing(first["segment_ids"], 4, chunks=8)
+    order = jp.context.balanced_packing(first["segment_ids"], 4, chunks=8)
     np.testing.assert_array_equal(first["order"], [order, order])
     plain = job_of(data={"packing": True})
     assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
@@ -107,10 +107,10 @@ def test_collectives_and_the_hosts_memory_have_keys(job_of: Any) -> None:
     job = job_of(
         parallel={"fusion": fusion, "offload": {"optimizer": "host", "min_bytes": "1KiB"}, "reshard_after_forward": 4}
     )
-    assert job.step_options()["fusion"] == jp.CollectiveFusion(reduce=1 << 20, scatter=(1, 2))
+    assert job.step_options()["fusion"] == jp.overlap.CollectiveFusion(reduce=1 << 20, scatter=(1, 2))
     assert job.tx.min_bytes == 1024
     assert job.model.reshard_after_forward == 4
-    assert job_of().step_options()["fusion"] == jp.CollectiveFusion()
+    assert job_of().step_options()["fusion"] == jp.overlap.CollectiveFusion()
 
 
 def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
@@ -120,10 +120,10 @@ def test_parameters_wait_beside_the_optimizers_state(job_of: Any) -> None:
 
 def test_attention_over_a_split_sequence_has_keys(job_of: Any) -> None:
     asked = {"impl": "ring", "grad_dtype": "bfloat16"}
-    assert job_of(parallel={"context": asked}).model.context == jp.Context("ring", grad_dtype="bfloat16")
+    assert job_of(parallel={"context": asked}).model.context == jp.context.Context("ring", grad_dtype="bfloat16")
     kept = {"impl": "gather", "keep_gathered_kv": True}
-    assert job_of(parallel={"context": kept}).model.context == jp.Context("gather", keep_gathered_kv=True)
-    assert job_of().model.context == jp.Context()
+    assert job_of(parallel={"context": kept}).model.context == jp.context.Context("gather", keep_gathered_kv=True)
+    assert job_of().model.context == jp.context.Context()
 
 
 def test_layers_go_over_stages(job_of: Any) -> None:
@@ -143,7 +143,7 @@ def test_layers_go_over_stages(job_of: Any) -> None:
         "none",
         (5, 4, 4, 3),
     )
-    assert isinstance(job.loss_fn, jp.PipelineLoss) and options["precision"].gather == "float32"
+    assert isinstance(job.loss_fn, jp.pipeline.PipelineLoss) and options["precision"].gather == "float32"
     assert job.eval_options() == {name: options[name] for name in ("precision", "pipeline")}
     assert job.layout(8).spec(("embed", "vocab"), (128, 256)) == jax.sharding.PartitionSpec(None, "pipeline")
 
@@ -151,8 +151,8 @@ def test_layers_go_over_stages(job_of: Any) -> None:
 def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
     job = job_of(**keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "offset": [1, -1]}})
-    pipeline = jp.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
-    assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.PipelineLoss)
+    pipeline = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
+    assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.pipeline.PipelineLoss)
     text = (
         "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no "
         "step is that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
@@ -306,8 +306,8 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": {"parameters": "host"}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, but the optimizer's state, which is updated "
-                "beside them and is larger, does not. Remedy: {parameters: host, optimizer: host}."
+                "parallel.offload: parameters: host requires optimizer: host, because the update reads both, got "
+                "optimizer: null. Remedy: {parameters: host, optimizer: host}."
             ),
         ),
         (
@@ -346,8 +346,8 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": {"parameters": "host", "optimizer": "disk", "path": "moments"}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory beside the optimizer's state, but to is "
-                "'disk'. Remedy: to='host', or leave parameters out."
+                "parallel.offload: parameters: host requires optimizer: host, because the update reads both, got "
+                "optimizer: disk. Remedy: {parameters: host, optimizer: host}."
             ),
         ),
         (

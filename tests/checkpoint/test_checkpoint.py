@@ -223,7 +223,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, mlp: Any) -> None:
             jp.save(tmp_path / "x", value)
     with pytest.raises(CheckpointError, match=r"^metadata: Out of range float values are not JSON compliant"):
         jp.save(tmp_path / "x", {"a": one}, metadata={"loss": float("nan")})
-    disk = jp.init(mlp.one_device, mlp.make, jp.offload(TX, to="disk", path=tmp_path / "d", min_bytes=0))
+    disk = jp.init(mlp.one_device, mlp.make, jp.offload.to_disk(TX, path=tmp_path / "d", min_bytes=0))
     with pytest.raises(CheckpointError, match=r"^the optimizer's state is on disk, .* Remedy: disk=step"):
         jp.save(tmp_path / "x", disk)
     assert list(tmp_path.iterdir()) == []
@@ -231,15 +231,15 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, mlp: Any) -> None:
 
 def test_a_state_on_disk_is_saved_with_its_files(tmp_path: Path, mlp: Any) -> None:
     layout, batch = mlp.one_device, mlp.batch()
-    first = jp.init(layout, mlp.make, jp.offload(TX, to="disk", path=tmp_path / "d", min_bytes=0))
-    with jp.DiskOffloadedStep(layout, mlp.loss, first, donate=False) as step:
+    first = jp.init(layout, mlp.make, jp.offload.to_disk(TX, path=tmp_path / "d", min_bytes=0))
+    with jp.offload.disk_offloaded_train_step(layout, mlp.loss, first, donate=False) as step:
         one, _ = step(first, batch)
         jp.save(tmp_path / "one", one, disk=step)
         two, _ = step(one, batch)
     assert problems_of(tmp_path / "one") == [] and any(n.startswith("disk/") for n in read(tmp_path / "one").files)
-    tx = jp.offload(TX, to="disk", path=tmp_path / "e", min_bytes=0)
+    tx = jp.offload.to_disk(TX, path=tmp_path / "e", min_bytes=0)
     again = jp.restore(tmp_path / "one", jp.abstract_state(layout, mlp.make, tx))
-    with jp.DiskOffloadedStep(layout, mlp.loss, again, restore=tmp_path / "one" / "disk") as step:
+    with jp.offload.disk_offloaded_train_step(layout, mlp.loss, again, restore=tmp_path / "one" / "disk") as step:
         assert same(step(again, batch)[0].params, two.params)
 
 

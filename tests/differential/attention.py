@@ -1,4 +1,4 @@
-"""``jp.attention`` and ``jp.attention_local`` with every mask, option and mesh, against fp64 numpy."""
+"""``jp.attention`` and ``jp.context.attention_local`` with every mask, option and mesh, against fp64 numpy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Case:
     """An attention call; the defaults are one query, one key and no options.
 
     Attributes:
-      form: ``global`` is jp.attention, ``local`` jp.attention_local in a shard_map, ``manual`` jp.attention in a
-        shard_map over data.
+      form: ``global`` is jp.attention, ``local`` jp.context.attention_local in a shard_map, ``manual`` jp.attention in
+        a shard_map over data.
       data, context, ulysses, model: sizes of the mesh.
       batch, heads: sequences per device of data, and query heads per key head.
       causal: ``None`` omits the argument; then a query sees no later key except through a prefix.
@@ -69,7 +69,7 @@ class Case:
     dropout: float = 0.0
     order: str | None = None
     kv_grad_dtype: str | None = None
-    keep: bool = False
+    keep_gathered_kv: bool = False
     block: int | None = None
     pad: bool = False
     seed: int = 0
@@ -203,7 +203,7 @@ def _options(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
         values["order"] = dice.one("contiguous", "zigzag", "striped", *(("given", "traced") if alike else ()))
     if ring and values["dtype"] in ("float32", "bfloat16"):
         values["kv_grad_dtype"] = dice.maybe(0.15, "float32", "bfloat16")
-    values["keep"] = impl == "gather" and dice.chance(0.3)
+    values["keep_gathered_kv"] = impl == "gather" and dice.chance(0.3)
     return values
 
 

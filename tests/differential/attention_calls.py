@@ -64,8 +64,8 @@ def options_of(case: Any, arrays: dict[str, Array]) -> tuple[dict[str, Any], dic
         (traced if case.traced_offset else fixed)["q_offset"] = (
             np.int32(case.q_offset) if case.traced_offset else case.q_offset
         )
-    if case.keep:
-        fixed["keep"] = True
+    if case.keep_gathered_kv:
+        fixed["keep_gathered_kv"] = True
     if case.dropout:
         fixed["dropout"], traced["key"] = case.dropout, jax.random.key(case.seed)
     if case.order in ("contiguous", "zigzag", "striped"):
@@ -179,6 +179,6 @@ def _local(case: Any, x: Any, fixed: dict[str, Any], arrays: dict[str, Any]) -> 
 
     def call(x: Any, arrays: Any) -> jax.Array:
         q, k, v = x
-        return jp.attention_local(q, k, v, impl=case.impl, axis=axes, **fixed, **arrays)
+        return jp.context.attention_local(q, k, v, impl=case.impl, axis=axes, **fixed, **arrays)
 
     return jax.shard_map(call, in_specs=((q, kv, kv), specs), out_specs=q, check_vma=False)(x, arrays)

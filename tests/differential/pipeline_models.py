@@ -132,7 +132,7 @@ def reference(case: Any) -> tuple[dict[str, Any], Any]:
     return jax.device_get(metrics), jax.device_get(gradients)
 
 
-def staged(case: Any) -> jp.PipelineLoss:
+def staged(case: Any) -> jp.pipeline.PipelineLoss:
     """The same model as a staged loss."""
 
     def one(block: Any, x: Any, side: Any, keys: Any = None) -> Any:
@@ -156,7 +156,7 @@ def staged(case: Any) -> jp.PipelineLoss:
         dtype = np.dtype(case.dtype)
         zeros = lambda model, batch: {"x": jnp.zeros((*batch["tokens"].shape, case.width), dtype)}
         options |= {"chunked_layer": carried, "chunk_carry": zeros}
-    return jp.PipelineLoss(
+    return jp.pipeline.PipelineLoss(
         layers="blocks",
         embed=before,
         layer=jax.checkpoint(one) if case.remat else one,
@@ -189,7 +189,7 @@ def _pipeline(case: Any) -> jp.Pipeline | None:
     if case.schedule == "none":
         return None
     options = {} if case.sequence_chunks == 1 else {"sequence_chunks": case.sequence_chunks}
-    schedule = jp.schedule(
+    schedule = jp.pipeline.schedule(
         case.schedule, case.stages, case.microbatches, chunks=case.chunks, fused=case.fused, **options
     )
     uneven = case.layers if case.told and len(set(case.layers)) > 1 else ()

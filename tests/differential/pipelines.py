@@ -19,7 +19,7 @@ class Case:
     """A pipeline; the defaults are two layers over two stages, one microbatch of one row and one token.
 
     Attributes:
-      schedule: a name of ``jp.schedule``; ``none`` runs the layers without a pipeline.
+      schedule: a name of ``jp.pipeline.schedule``; ``none`` runs the layers without a pipeline.
       rows: the rows of each microbatch per device of data.
       layers: the layers of each piece of the model, in order. Uneven ones are passed to ``jp.Pipeline``, and the
         rules accept them, unless ``told`` is False.

@@ -119,7 +119,7 @@ def test_a_request_is_alone_beside_others(reference: Reference) -> None:
 def test_drawn_with_each_requests_own_key_until_a_stop(reference: Reference) -> None:
     stop = range(0, 64, 8)
     model, params = (
-        generator(one_device(), stop=stop, sampling=jp.Sampling(temperature=1.5, top_k=20, top_p=0.9)),
+        generator(one_device(), stop=stop, sampling=jp.inference.Sampling(temperature=1.5, top_k=20, top_p=0.9)),
         reference.params,
     )
     steps = np.array(list(model.stream(params, PROMPTS, most=12, seeds=[1, 2, 3, 4])))
@@ -202,7 +202,7 @@ def test_queries_find_their_keys_however_heads_are_sharded(case: str) -> None:
     rules = jp.Rules(batch=None, head_dim=None, cache_seq="context", **rule)
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
     with jp.Layout(jp.MeshSpec(**mesh).build(devices), rules):
-        o, after = jax.jit(jp.cached_attention)(q, k, v, cache, 1, at)
+        o, after = jax.jit(jp.inference.cached_attention)(q, k, v, cache, 1, at)
     for row, last in enumerate(at):
         cache["keys"][1, row, :, last], cache["values"][1, row, :, last] = k[row, 0], v[row, 0]
         for head in range(heads):
@@ -224,7 +224,7 @@ def test_what_is_drawn_from() -> None:
 
     def shares(**how: Any) -> np.ndarray:
         with jp.Layout(one_device(), rules):
-            drawn = draw(jp.Sampling(**how), many, keys, at)
+            drawn = draw(jp.inference.Sampling(**how), many, keys, at)
         return np.bincount(np.asarray(drawn), minlength=5) / 4000
 
     np.testing.assert_allclose(shares(temperature=1.0), [0.02, 0.5, 0.08, 0.3, 0.1], atol=0.03)
@@ -237,11 +237,11 @@ def test_what_is_drawn_from() -> None:
     for layout in (jp.Layout(one_device(), RULES), split):
         with layout:
             laid = jp.shard_array(layout, np.asarray(other), "batch", "vocab")
-            every.append(draw(jp.Sampling(1.0, 9, 0.8), laid, keys[:8], at[:8]).tolist())
+            every.append(draw(jp.inference.Sampling(1.0, 9, 0.8), laid, keys[:8], at[:8]).tolist())
     assert every[0] == every[1]
     ties = jnp.array([[0.0, 2, 2, 1, 2], [0, 0, jnp.nan, 1, 2]])
     with jp.Layout(one_device(), rules):
-        assert next_tokens(jp.Sampling(), ties, keys[:2], at[:2]).tolist() == [1, BROKEN]
+        assert next_tokens(jp.inference.Sampling(), ties, keys[:2], at[:2]).tolist() == [1, BROKEN]
 
 
 def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
@@ -355,13 +355,13 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         ),
         (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots is 0, but 1 or more is wanted."),
         (
-            lambda: jp.Sampling(temperature=-1),
+            lambda: jp.inference.Sampling(temperature=-1),
             ConfigError,
             "sampling: temperature is -1, but a finite number is wanted: 0 (the likeliest) or more.",
         ),
         *(
             (
-                lambda value=value: jp.Sampling(1.0, top_k=value),
+                lambda value=value: jp.inference.Sampling(1.0, top_k=value),
                 ConfigError,
                 (
                     f"sampling: top_k is {value}, but a whole number of 1 or more is wanted. Remedy: leave it out to "
@@ -371,7 +371,7 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             for value in (0, -1, 2.5, float("nan"))
         ),
         (
-            lambda: generator(one_device(), sampling=jp.Sampling(1.0, top_k=65)),
+            lambda: generator(one_device(), sampling=jp.inference.Sampling(1.0, top_k=65)),
             ConfigError,
             (
                 "sampling: top_k is 65, but the model's vocabulary has 64. Remedy: fewer, or leave it out to draw "
@@ -380,7 +380,7 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         ),
         *(
             (
-                lambda value=value: jp.Sampling(1.0, top_p=value),
+                lambda value=value: jp.inference.Sampling(1.0, top_p=value),
                 ConfigError,
                 (
                     f"sampling: top_p is {value}, but a share above 0, up to 1, is wanted. Remedy: leave it out to "
@@ -391,14 +391,14 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         ),
         *(
             (
-                lambda value=value: jp.Sampling(value),
+                lambda value=value: jp.inference.Sampling(value),
                 ConfigError,
                 f"sampling: temperature is {value}, but a finite number is wanted: 0 (the likeliest) or more.",
             )
             for value in (float("inf"), float("nan"))
         ),
         (
-            lambda: jp.Sampling(top_k=3),
+            lambda: jp.inference.Sampling(top_k=3),
             ConfigError,
             (
                 "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a "
@@ -445,7 +445,7 @@ def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_m
     )
     whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
     with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):
-        local = lambda q, k, v, cache: jp.cached_attention(q, k, v, cache, 0, jnp.zeros(2, jnp.int32))
+        local = lambda q, k, v, cache: jp.inference.cached_attention(q, k, v, cache, 0, jnp.zeros(2, jnp.int32))
         jax.shard_map(local, in_specs=specs, out_specs=(whole, whole), check_vma=False)(x(4), x(2), x(2), cache)
 
 

@@ -98,7 +98,7 @@ def test_fp64_has_gradients_of_all_its_arguments() -> None:
 WAYS = {
     "plain": ({}, {"data": 8}),
     "ZeRO 1, 2 microbatches": (jp.Zero(1, min_bytes=0).step | {"grad_accum_steps": 2}, {"data": 8}),
-    "pipeline": ({"pipeline": jp.schedule("1f1b", stages=2, microbatches=2)}, {"pipeline": 2, "data": 4}),
+    "pipeline": ({"pipeline": jp.pipeline.schedule("1f1b", stages=2, microbatches=2)}, {"pipeline": 2, "data": 4}),
 }
 
 
@@ -116,7 +116,7 @@ def test_a_loss_scale_of_2_to_the_16_stays(way: str) -> None:
         table, head = (jax.random.normal(k, (vocab, EMBED)) / 4 for k in keys[1:])
         return {"blocks": {"w": blocks}, "table": table, "head": head.T, "norm": jnp.ones(EMBED)}
 
-    loss = jp.PipelineLoss(
+    loss = jp.pipeline.PipelineLoss(
         layers="blocks",
         embed=lambda model, batch: model["table"][batch["tokens"]],
         layer=lambda block, x, side: x + jnp.tanh(x @ block["w"]),

@@ -101,7 +101,7 @@ def test_arrays_are_grouped_by_why_their_rows_do_not_divide() -> None:
 
 
 def test_a_keyed_loss_names_the_same_arrays() -> None:
-    staged = jp.PipelineLoss(
+    staged = jp.pipeline.PipelineLoss(
         layers="blocks",
         embed=lambda model, batch: batch["x"],
         layer=lambda block, x, side, keys: x @ block["w"],

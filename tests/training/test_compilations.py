@@ -78,7 +78,7 @@ LOCAL = """
 from jax.sharding import Mesh, PartitionSpec
 
 mesh, spec = Mesh(np.array(jax.devices()), ("context",)), PartitionSpec(None, "context")
-inside = lambda x: jp.attention_local(x, x, x, impl=IMPL)
+inside = lambda x: jp.context.attention_local(x, x, x, impl=IMPL)
 
 @jax.jit
 def attend(x):

@@ -98,7 +98,7 @@ def layout_of(stage: int) -> jp.Layout:
 
 def begin(path: Path, stage: int = 1, tx: Any = None) -> tuple[jp.Layout, jp.TrainState]:
     layout = layout_of(stage)
-    return layout, jp.init(layout, make, jp.offload(tx or optax.adam(LR), to="disk", path=path, min_bytes=0))
+    return layout, jp.init(layout, make, jp.offload.to_disk(tx or optax.adam(LR), path=path, min_bytes=0))
 
 
 def whole(shards: list[np.ndarray], like: jax.Array) -> np.ndarray:
@@ -118,11 +118,13 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Pa
     tx, min_bytes, stage, expected_paths, pieces, most = RUNS[name]
     layout, options = layout_of(stage), {"clip_norm": 0.5, **jp.Zero(stage=stage).step}
     here = jp.init(layout, make, tx())
-    away = jp.offload(tx(), to="disk", path=tmp_path, min_bytes=min_bytes)
+    away = jp.offload.to_disk(tx(), path=tmp_path, min_bytes=min_bytes)
     there = replace(here, opt_state=away.init(here.params), metadata=replace(here.metadata, tx=away))
     there = jax.tree.map(jnp.copy, there)  # The step in memory donates its own state.
     plain, seen = jp.train_step(layout, loss, **options), []
-    with jp.DiskOffloadedStep(layout, loss, there, note=lambda what, _: seen.append(what), **options) as step:
+    with jp.offload.disk_offloaded_train_step(
+        layout, loss, there, note=lambda what, _: seen.append(what), **options
+    ) as step:
         before = step.traffic[1]
         for i in range(4):
             here, expected = plain(here, batch(i, bad=1))
@@ -158,7 +160,7 @@ from pathlib import Path
 from test_disk_step import batch, begin, loss
 from jaxpar.parallel.offload.disk_store import Store
 layout, state = begin(Path(sys.argv[1]))
-step = jp.DiskOffloadedStep(layout, loss, state)
+step = jp.offload.disk_offloaded_train_step(layout, loss, state)
 write = Store.write
 def dying(self, number, row, buffer):
     if int(state.step) == 2 and row == 1:
@@ -173,10 +175,10 @@ for i in range(5):
 
 
 def reopen(
-    first: jp.DiskOffloadedStep, layout: jp.Layout, state: jp.TrainState, **options: Any
-) -> jp.DiskOffloadedStep:
+    first: jp.offload.disk_offloaded_train_step, layout: jp.Layout, state: jp.TrainState, **options: Any
+) -> jp.offload.disk_offloaded_train_step:
     """Opens another step over the same folder and reuses the compiled programs."""
-    step = jp.DiskOffloadedStep(layout, loss, state, donate=False, **options)
+    step = jp.offload.disk_offloaded_train_step(layout, loss, state, donate=False, **options)
     step._gradients, step._updates, step._tail = first._gradients, first._updates, first._tail
     return step
 
@@ -187,7 +189,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
     with subprocess.Popen(run, stderr=subprocess.PIPE, text=True) as killed:
         layout, state = begin(tmp_path / "whole")
         states = [state]
-        with jp.DiskOffloadedStep(layout, loss, state, donate=False) as first:
+        with jp.offload.disk_offloaded_train_step(layout, loss, state, donate=False) as first:
             for i in range(4):
                 states.append(first(states[-1], batch(i))[0])
             expected = result(first, states[4])
@@ -195,7 +197,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
                 first(states[3], batch(3))
             assert str(error.value) == (
                 f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on "
-                f"with the state that the last step returned, or open a DiskOffloadedStep with this one."
+                f"with the state that the last step returned, or make a disk_offloaded_train_step with this one."
             )
         # The state is one step old, as after a kill between two checkpoints.
         with reopen(first, layout, states[3]) as step:
@@ -205,7 +207,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
         with pytest.raises(
             DiskError, match="holds the optimizer's state of step 6 and step 5, but the training state is at step 0"
         ):
-            jp.DiskOffloadedStep(layout, loss, states[0])
+            jp.offload.disk_offloaded_train_step(layout, loss, states[0])
         with reopen(first, layout, states[3], restore=tmp_path / "three") as step:
             full_disk(step, states[3])
             assert same(result(step, step(states[3], batch(3))[0]), expected)
@@ -224,7 +226,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
         assert same(result(step, resumed), expected)
 
 
-def full_disk(step: jp.DiskOffloadedStep, state: jp.TrainState) -> None:
+def full_disk(step: jp.offload.disk_offloaded_train_step, state: jp.TrainState) -> None:
     """Fails a step in the middle because the disk is full; the input state stays on disk."""
 
     def full(*_: Any) -> int:
@@ -238,7 +240,7 @@ def full_disk(step: jp.DiskOffloadedStep, state: jp.TrainState) -> None:
             step(state, batch(3))
 
 
-def result(step: jp.DiskOffloadedStep, state: jp.TrainState) -> dict[str, np.ndarray]:
+def result(step: jp.offload.disk_offloaded_train_step, state: jp.TrainState) -> dict[str, np.ndarray]:
     paths = [f"opt_state/0/{moment}/{name}" for moment in ("mu", "nu") for name in ("up", "last")]
     found = {path: np.concatenate([x.ravel() for x in step.moments(path)]) for path in paths}
     return found | {name: np.asarray(x) for name, x in state.params.items()}
@@ -257,9 +259,9 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     ids=["clipped", "muon"],
 )
 def test_optimizers_that_need_all_at_once_are_refused(tx: Any, said: str, tmp_path: Path) -> None:
-    shapes = shape_state(layout_of(0), make, jp.offload(tx(), to="disk", path=tmp_path / "new", min_bytes=0))
+    shapes = shape_state(layout_of(0), make, jp.offload.to_disk(tx(), path=tmp_path / "new", min_bytes=0))
     with pytest.raises(ConfigError) as error:
-        jp.DiskOffloadedStep(layout_of(0), loss, shapes)
+        jp.offload.disk_offloaded_train_step(layout_of(0), loss, shapes)
     assert (
         str(error.value)
         == refusal(shapes)
@@ -269,7 +271,7 @@ def test_optimizers_that_need_all_at_once_are_refused(tx: Any, said: str, tmp_pa
             f"host (to='host')."
         )
     )
-    report = jp.explain(layout_of(0), make, jp.offload(tx(), to="disk", path=tmp_path / "new", min_bytes=0))
+    report = jp.explain(layout_of(0), make, jp.offload.to_disk(tx(), path=tmp_path / "new", min_bytes=0))
     assert report.problems == (str(error.value),) and report.notes == ()
     assert not (tmp_path / "new").exists()
 
@@ -279,41 +281,41 @@ def history(p: Any) -> Any:
 
 
 def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path) -> None:
-    layout, away = layout_of(1), {"to": "disk", "path": tmp_path / "new", "min_bytes": 0}
+    layout, away = layout_of(1), {"path": tmp_path / "new", "min_bytes": 0}
     longer = optax.GradientTransformation(history, lambda g, s, p=None: (g, s))
     adam = optax.adam(LR)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (
-            lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, jp.offload(longer, **away))),
+            lambda: jp.offload.disk_offloaded_train_step(
+                layout, loss, shape_state(layout, make, jp.offload.to_disk(longer, **away))
+            ),
             (
                 "offload: opt_state/last [4, 5, 16] is no moment of a parameter's shape, so it cannot come from the "
                 "disk piece by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
             ),
         ),
         (
-            lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, adam)),
+            lambda: jp.offload.disk_offloaded_train_step(layout, loss, shape_state(layout, make, adam)),
             (
-                "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) "
-                "in the place of tx, for jp.init too; or jp.train_step."
+                "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: jp.offload.to_disk(tx, path) "
+                "instead of tx, also in jp.init; or jp.train_step."
             ),
         ),
         (
-            lambda: jp.DiskOffloadedStep(layout, loss, shape_state(layout, make, jp.offload(adam, **away)), ahead=-1),
-            "DiskOffloadedStep: ahead is -1, but a number of groups, 0 or more, is wanted.",
+            lambda: jp.offload.disk_offloaded_train_step(
+                layout, loss, shape_state(layout, make, jp.offload.to_disk(adam, **away)), ahead=-1
+            ),
+            "disk_offloaded_train_step: ahead must be a number of pieces, 0 or more, got -1.",
         ),
         (
-            lambda: jp.train_step(layout, loss).trace(shape_state(layout, make, jp.offload(adam, **away)), batch(0)),
+            lambda: jp.train_step(layout, loss).trace(
+                shape_state(layout, make, jp.offload.to_disk(adam, **away)), batch(0)
+            ),
             (
                 "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: "
-                "jp.DiskOffloadedStep in the place of jp.train_step, or to='host'."
+                "jp.offload.disk_offloaded_train_step in the place of jp.train_step, or jp.offload.to_host."
             ),
         ),
-        (
-            lambda: jp.offload(adam, to="tape"),  # type: ignore[arg-type]
-            "offload: to is 'tape', but 'host' or 'disk' is wanted.",
-        ),
-        (lambda: jp.offload(adam, to="disk"), "offload: to='disk' wants a path, the folder of its files."),
-        (lambda: jp.offload(adam, path="x"), "offload: a path is for to='disk' alone."),
     ]
     for call, text in wrong:
         with pytest.raises(ConfigError) as error:
@@ -333,7 +335,7 @@ def test_explain_counts_what_is_on_disk_for_no_device() -> None:
             loss_fn=loss,
             step={"weight_gather": "per_step", "grad_reduction": "per_step"},
         )
-        for tx in (optax.adam(LR), jp.offload(optax.adam(LR), to="disk", path="/fast", min_bytes=0))
+        for tx in (optax.adam(LR), jp.offload.to_disk(optax.adam(LR), path="/fast", min_bytes=0))
     )
     row = found["opt_state/0/mu/up"]
     assert (row.device_bytes, row.disk_bytes, row.bytes) == (0, 120, 960)

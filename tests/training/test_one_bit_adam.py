@@ -403,7 +403,7 @@ STEP: dict[str, tuple[dict[str, Any], str]] = {
         ),
     ),
     "groups": (
-        {"fusion": jp.CollectiveFusion(reduce=(1,))},
+        {"fusion": jp.overlap.CollectiveFusion(reduce=(1,))},
         (
             "fusion: reduce is [1], but the optimizer is one_bit_adam: its signs cross all at once, and all else by "
             "its own reductions. Remedy: leave fusion.reduce out."

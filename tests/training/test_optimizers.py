@@ -333,7 +333,7 @@ def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
         "slow_step_size=0.5)."
     )
     with pytest.raises(ConfigError) as error:
-        jp.abstract_state(mlp.layout(), mlp.make, jp.offload(lookahead, to="disk", path=tmp_path))
+        jp.abstract_state(mlp.layout(), mlp.make, jp.offload.to_disk(lookahead, path=tmp_path))
     assert str(error.value) == (
         "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: "
         "to='host', or leave offload out."

@@ -154,7 +154,7 @@ def test_a_layout_equals_one_device(model: str, name: str, layout_of: Any, on_on
 
 def test_a_split_sequence_equals_one_device(layout_of: Any, on_one_device: Any) -> None:
     """Ring attention over Ulysses pairs; tokens stay in zigzag order from the first layer to the loss."""
-    task = llama(16, context=jp.Context("hybrid"), remat="save_attention")
+    task = llama(16, context=jp.context.Context("hybrid"), remat="save_attention")
     assert_equal(layout_of("hybrid"), task, on_one_device("llama", "context"))
 
 

@@ -62,7 +62,7 @@ def linear(model: Model, x: jax.Array, batch: Any) -> Any:
     return found, {"weight": jnp.sum(batch["count"]), "doubled": 2 * found}
 
 
-STAGED = jp.PipelineLoss("blocks", lambda model, batch: batch["x"], layer, linear)
+STAGED = jp.pipeline.PipelineLoss("blocks", lambda model, batch: batch["x"], layer, linear)
 
 
 def keyed(model: Model, batch: Any, key: jax.Array) -> Any:
@@ -91,7 +91,7 @@ KINDS: dict[str, tuple[str, Any, str]] = {
     "a mean without its `weight`": ("", dataclasses.replace(STAGED, head=unweighted), "threefry2x32"),
     "a loss that is not linear in rows": ("", dataclasses.replace(STAGED, head=curved), "threefry2x32"),
 }
-PIPED = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
+PIPED = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=2, microbatches=2))
 # The columns of the table: mesh, ZeRO stage, step options.
 MODES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "compiler": ({"data": 4}, 3, {}),

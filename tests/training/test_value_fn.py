@@ -54,7 +54,7 @@ def keyed(model: Any, batch: Any, key: jax.Array) -> Any:
     return ends(model["head"], layers_of(model, batch["x"] + noise), batch)
 
 
-STAGED = jp.PipelineLoss(
+STAGED = jp.pipeline.PipelineLoss(
     "blocks",
     lambda model, batch: batch["x"],
     layer,
@@ -86,7 +86,7 @@ class Mode:
         return jp.Layout(jp.MeshSpec(**self.sizes).build(jax.devices()[:count]), rules)
 
 
-PIPED = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
+PIPED = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=2, microbatches=2))
 MODES = {
     "plain": Mode(keyed, {"data": 2}, folds=False),
     "grad_accum_steps": Mode(plain, {"data": 2}, {"grad_accum_steps": 2}, devices=2, microbatches=2),

@@ -51,10 +51,10 @@ def after(model: Any, x: jax.Array, batch: Any) -> Any:
     return mean(errors, batch["mask"]), {"weight": jnp.sum(batch["mask"]), "wrong": wrong}
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     "blocks", lambda model, batch: batch["x"], layer, after, layer_inputs=lambda model, batch: batch["mask"]
 )
-BARE = jp.PipelineLoss(
+BARE = jp.pipeline.PipelineLoss(
     "blocks",
     lambda model, batch: batch["x"],
     lambda block, x, side: layer(block, x, side)[0],
@@ -81,7 +81,7 @@ def stepped(layout: jp.Layout, batch: Any, loss: Any = LOSS, **options: Any) -> 
 
 def piped(name: str, microbatches: int, **options: Any) -> dict[str, Any]:
     kept = {key: options.pop(key) for key in ("activation_checkpointing", "executor") if key in options}
-    return {"pipeline": jp.Pipeline(jp.schedule(name, stages=2, microbatches=microbatches, **options), **kept)}
+    return {"pipeline": jp.Pipeline(jp.pipeline.schedule(name, stages=2, microbatches=microbatches, **options), **kept)}
 
 
 ZERO = jp.Zero(1, min_bytes=0)
@@ -119,7 +119,7 @@ def test_chunks_of_sequences_without_counted_tokens_add_nothing() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_an_evaluation_by_a_pipeline_leaves_them_out(seed: int) -> None:
     batch, found = batch_of(seed), []
-    for sizes, pipeline in (({"data": 1}, None), ({"pipeline": 2, "data": 2}, jp.schedule("1f1b", 2, 2))):
+    for sizes, pipeline in (({"data": 1}, None), ({"pipeline": 2, "data": 2}, jp.pipeline.schedule("1f1b", 2, 2))):
         layout = on(sizes)
         with jax.default_matmul_precision("highest"), layout:
             state = jp.init(layout, make_model, optax.sgd(0.1))

@@ -65,7 +65,7 @@ def check(got: Any, want: Any) -> None:
 
 
 def schedule(name: str, **options: Any) -> Any:
-    return jp.schedule(name, stages=2, microbatches=4, **options)
+    return jp.pipeline.schedule(name, stages=2, microbatches=4, **options)
 
 
 PIPELINES: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_generation(mesh: dict[str, int]) -> None:
         generators.one_device(),
         jp.MeshSpec(**mesh).build(jax.devices()[: int(np.prod(list(mesh.values())))]),
     ):
-        model = generators.generator(built, config=config, sampling=jp.Sampling(1.0, 20, 0.9))
+        model = generators.generator(built, config=config, sampling=jp.inference.Sampling(1.0, 20, 0.9))
         params = jp.init(model.layout, make_llama(config), optax.identity()).params
         made.append(model.generate(params, generators.PROMPTS, most=5))
     assert made[0] == made[1]

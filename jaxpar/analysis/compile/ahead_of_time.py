@@ -34,7 +34,7 @@ from jaxpar.parallel.offload.placement import KIND
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.asynchronous.step import PipedreamStep
+from jaxpar.training.asynchronous.step import pipedream_train_step
 from jaxpar.training.disk_step import gradient_step
 from jaxpar.training.model import MakeModel, Tagged
 from jaxpar.training.offload.disk_state import disk_of
@@ -108,8 +108,8 @@ def compile_for(
       compiler_options: XLA's options, such as ``{"xla_tpu_scoped_vmem_limit_kib": 65536}``, as in
         ``jax.stages.Lowered.compile``. Flags in the environment (``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) do not reach the
         compiler.
-      options: keyword arguments of :func:`jaxpar.train_step`, or of :class:`jaxpar.PipedreamStep` if ``pipeline`` is
-        asynchronous.
+      options: keyword arguments of :func:`jaxpar.train_step`, or of :func:`jaxpar.pipeline.pipedream_train_step` if
+        ``pipeline`` is asynchronous.
 
     Returns:
       The compiled program.
@@ -145,7 +145,7 @@ def step_for(
     state = abstract_state(layout, make_model, tx, options.get("precision"))
     inputs = placed(layout, batch)
     if isinstance(options.get("pipeline"), Asynchronous):
-        going = PipedreamStep(layout, loss_fn, **options)
+        going = pipedream_train_step(layout, loss_fn, **options)
         return going, going.abstract(state, inputs), inputs
     return (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options), state, inputs
 

@@ -85,7 +85,7 @@ def owners(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> dict[Block, list[i
     return found
 
 
-def draw(
+def draw_shards(
     layout: Layout,
     *dims: str | None,
     shape: Sequence[int],
@@ -114,7 +114,7 @@ def draw(
 
     >>> import jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=4).abstract(), jp.Rules(embed="data", mlp=None))
-    >>> draw(layout, "embed", "mlp", shape=(64, 128), path="up").axes[0].get_ylabel()
+    >>> draw_shards(layout, "embed", "mlp", shape=(64, 128), path="up").axes[0].get_ylabel()
     'embed 64 → data 4'
     """
     spec = layout.spec(dims, shape, role=role, dtype=dtype, path=path)
@@ -210,7 +210,7 @@ def _drawn(sides: Sequence[_Side]) -> tuple[int, ...]:
 def _new_axes(picture: _Picture) -> Any:
     columns, rows = len(picture.columns.blocks()), len(picture.rows.blocks())
     size = min(1.6 + max(0.85 * columns, 4.0), 10.0), 1.5 + max(0.38 * rows, 0.9)
-    return new_figure("draw()", figsize=size, layout="constrained").subplots()
+    return new_figure("draw_shards()", figsize=size, layout="constrained").subplots()
 
 
 def _edges(blocks: Sequence[int | None]) -> list[float]:

@@ -57,7 +57,7 @@ class Wanted:
     """
 
     most: int = 128
-    sampling: jp.Sampling = field(default_factory=jp.Sampling)
+    sampling: jp.inference.Sampling = field(default_factory=jp.inference.Sampling)
     seed: int = 0
     slots: int | None = None
     batch: int | None = None

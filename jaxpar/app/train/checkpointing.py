@@ -20,6 +20,7 @@ from jaxpar.app.job import Job
 from jaxpar.checkpoint.manager import CheckpointManager, Restored
 from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.training.disk_step import DiskOffloadedStep
 
 _OWN = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
 """Configuration keys that do not affect the results."""
@@ -166,7 +167,7 @@ class Saver:
         if self._manager is None:
             return
         began = time.perf_counter()
-        disk = runner if isinstance(runner, jp.DiskOffloadedStep) else None
+        disk = runner if isinstance(runner, DiskOffloadedStep) else None
         told = {**metadata, "config": _plain(self._job), "name": self._job.name}
         metric = _metric(self._job, metadata)
         self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, metadata=told, disk=disk)

@@ -14,6 +14,8 @@ import numpy as np
 import jaxpar as jp
 from jaxpar.app.job import BATCH_DIMS, Job
 from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.training.asynchronous.step import PipedreamStep
+from jaxpar.training.disk_step import DiskOffloadedStep
 
 
 class StepPrograms:
@@ -27,14 +29,14 @@ class StepPrograms:
 
     def __init__(self, job: Job, layout: jp.Layout):
         self._job, self._layout, self._opened = job, layout, ExitStack()
-        self._flight: jp.PipedreamStep | None = None
+        self._flight: PipedreamStep | None = None
         self._first: Any = None
         self.like: Any = None
         self.late = 0
         """How many steps later a bad batch may show, because it is still in the pipeline."""
         self.step: Callable[..., Any]
-        if isinstance(job.pipeline, jp.Asynchronous):
-            self.late, self._flight = 1, jp.PipedreamStep(layout, job.loss_fn, **job.step_options())
+        if isinstance(job.pipeline, jp.pipeline.Asynchronous):
+            self.late, self._flight = 1, jp.pipeline.pipedream_train_step(layout, job.loss_fn, **job.step_options())
             self._first = self._initial()
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             self.like = jax.tree.map(abstract, self._first)
@@ -64,7 +66,7 @@ class StepPrograms:
 
     def rewind(self, state: Any, disk: Path | None) -> None:
         """Prepare to continue from a restored state; arguments as for :meth:`compile`."""
-        if isinstance(self.step, jp.DiskOffloadedStep) and disk is not None:
+        if isinstance(self.step, DiskOffloadedStep) and disk is not None:
             self.step.rewind(state, disk)
 
     def _initial(self) -> Any:
@@ -99,7 +101,7 @@ def step_of(
     state: Any,
     batch: Any,
     *,
-    flight: jp.PipedreamStep | None = None,
+    flight: PipedreamStep | None = None,
     restore: Path | None = None,
 ) -> Iterator[Callable[..., Any]]:
     """The compiled step; it may hold a folder on disk for as long as the context is open.
@@ -110,7 +112,9 @@ def step_of(
     """
     options = job.compiler_options(platform_of(layout.mesh))
     if job.config.parallel.offload.optimizer == "disk":
-        with jp.DiskOffloadedStep(layout, job.loss_fn, state, restore=restore, **job.step_options()) as step:
+        with jp.offload.disk_offloaded_train_step(
+            layout, job.loss_fn, state, restore=restore, **job.step_options()
+        ) as step:
             step.compile(state, batch, options)
             yield step
     elif flight is not None:

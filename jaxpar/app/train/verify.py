@@ -35,7 +35,7 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
             "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: "
             "--set parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
         )
-    if isinstance(job.pipeline, jp.Asynchronous):
+    if isinstance(job.pipeline, jp.pipeline.Asynchronous):
         raise ConfigError(
             f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are of weights of steps "
             "before, so no step is that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."

@@ -43,7 +43,7 @@ class LlamaConfig:
       reshard_after_forward: gather sharded weights again for the backward pass. A number gathers them again within
         groups of that many devices. False keeps the gathered weights.
       context: how attention splits the sequence over devices.
-      copies: run the layers on this many parts of each device's batch (:func:`jaxpar.interleave_batches`).
+      copies: run the layers on this many parts of each device's batch (:func:`jaxpar.overlap.interleave_batches`).
       copies_dim: ``batch`` splits each device's rows into these parts, ``seq`` its tokens.
 
     Raises:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import Int8, hint, sharded_dot
+from jaxpar import hint, sharded_dot
 from jaxpar.errors import ConfigError
+from jaxpar.inference import Int8
 from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.inference.kv_cache import cached_attention, fill_cache, init_cache
 from jaxpar.models.embedding import lookup
@@ -42,9 +43,9 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
     Args:
       config: the configuration of the training; ``remat`` and ``copies`` have no effect here.
-      weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.Int8`); norms are
-        unchanged. ``None`` stores matrices in the compute dtype. :meth:`jaxpar.Generator.prepare` quantizes the
-        weights.
+      weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.inference.Int8`);
+        norms are unchanged. ``None`` stores matrices in the compute dtype. :meth:`jaxpar.Generator.prepare` quantizes
+        the weights.
       cache: ``int8`` stores keys and values as 8-bit integers with a scale per token and head. ``None`` stores them in
         the compute dtype.
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import PipelineLoss, hint
+from jaxpar import hint
 from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig, halved
@@ -18,13 +18,14 @@ from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty
 from jaxpar.models.losses import linear_cross_entropy
 from jaxpar.parallel.attention.context import split_ways
 from jaxpar.parallel.attention.split.token_order import permutation
+from jaxpar.pipeline import PipelineLoss
 from jaxpar.training.remat import RematPolicy
 
 type TokenBatch = dict[str, jax.Array]
 
 
 def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
-    """Return :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.PipelineLoss`.
+    """Return :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.pipeline.PipelineLoss`.
 
     Batches hold ``tokens`` and ``targets`` [batch, seq] int. Every layer recomputes by ``config.remat``.
 

@@ -182,8 +182,8 @@ def _numbered(q: jax.Array, beside: AttentionArrays, dims: Dims) -> tuple[Attent
     if beside.key is None:
         return beside, 0
     remedy = (
-        "rules that name them for 'batch' and 'heads'; or jp.attention_local(batch_axis=..., q_heads_axis=...), which "
-        "is for a shard_map of one's own."
+        "rules that name them for 'batch' and 'heads'; or jp.context.attention_local(batch_axis=..., "
+        "q_heads_axis=...), which is for a shard_map of one's own."
     )
     rows, heads = manual_of(dims[0]), manual_of(dims[2])
     sequences, head = counted(q, rows, heads, (), per_sequence=beside.key.ndim == 2, remedy=remedy)

@@ -79,7 +79,7 @@ def attention_local(
     >>> from jax.sharding import PartitionSpec as P
     >>> x = jnp.ones((1, 16, 2, 4))
     >>> with jax.set_mesh(jp.MeshSpec(context=-1).build()):
-    ...     ring = lambda x: jp.attention_local(x, x, x, impl="ring", order="zigzag")
+    ...     ring = lambda x: jp.context.attention_local(x, x, x, impl="ring", order="zigzag")
     ...     y = jax.jit(jax.shard_map(ring, in_specs=P(None, "context"), out_specs=P(None, "context")))(x)
     >>> bool(jnp.allclose(y, x))
     True

@@ -21,7 +21,7 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.utils.checks import is_count
 
 BALANCED = "balanced"
-"""A ring order that balances packed documents; each batch contains it, from :func:`jaxpar.balanced_packing`."""
+"""A ring order that balances packed documents; each batch contains it, from :func:`jaxpar.context.balanced_packing`."""
 HEADS_AXIS = ("ulysses",)
 type Laid = str | jax.Array | None
 """A token order: a name, the position of each token [seq], or ``None`` for the natural order."""
@@ -97,8 +97,8 @@ class Context:
             raise LayoutError(
                 f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. "
                 f"Remedy: "
-                f"batch['order'] = np.tile(jp.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar train' "
-                f"data.packing: true, or load_balance: zigzag."
+                f"batch['order'] = np.tile(jp.context.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar "
+                f"train' data.packing: true, or load_balance: zigzag."
             )
         at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
         name = order if order_BS is None else at

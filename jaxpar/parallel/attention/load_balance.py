@@ -132,7 +132,7 @@ def balance(
       seq: number of queries, and of keys.
       ways: number of devices that shard the sequence.
       order: the order of the tokens on the devices, or the position of each stored token ``[seq]``, such as
-        :func:`jaxpar.balanced_packing` returns.
+        :func:`jaxpar.context.balanced_packing` returns.
       block: the maximum number of tokens on a tile's side, as for :func:`jaxpar.attention`.
       segment_ids: integers ``[seq]`` in the order of positions. A token sees only its own segment; negative ids are
         padding.
@@ -196,7 +196,7 @@ def places(order: Order | np.ndarray[Any, Any], seq: int, ways: int) -> Ints:
     if given.shape != (seq,) or not np.array_equal(np.sort(given), np.arange(seq)):
         raise LayoutError(
             f"balance: order is {given.dtype}{list(given.shape)}, but a permutation of {seq} positions is wanted. "
-            f"Remedy: jp.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
+            f"Remedy: jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
         )
     if seq % ways:
         raise LayoutError(f"balance: {seq} tokens cannot be split over {ways} devices. Remedy: a multiple of {ways}.")

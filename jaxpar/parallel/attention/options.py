@@ -22,7 +22,7 @@ KV_GRAD_DTYPES = ("float32", "bfloat16")
 
 
 class Options(TypedDict, total=False):
-    """Keyword options of :func:`jaxpar.attention` and :func:`jaxpar.attention_local`.
+    """Keyword options of :func:`jaxpar.attention` and :func:`jaxpar.context.attention_local`.
 
     Attributes:
       causal: whether a query sees only the keys up to its own position. Default: the mask's ``causal``, or ``True``.
@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
       order: how the tokens are ordered along the devices of a ring: ``contiguous``, ``zigzag`` or ``striped``. With
         ``None`` the tokens are in their natural order, and a ring under a causal mask reorders them into zigzag and
         back. Alternatively the position of each token ``[seq]``, the same for all sequences, such as
-        :func:`jaxpar.balanced_packing` returns; it may be traced.
+        :func:`jaxpar.context.balanced_packing` returns; it may be traced.
       kv_grad_dtype: the dtype in which devices send gradients of keys and values, ``float32`` or ``bfloat16``. Default:
         the dtype of the sums.
       keep_gathered_kv: for ``gather``: keep the gathered keys and values for the backward pass, which then gathers

@@ -48,7 +48,7 @@ def balanced_packing(
     Returns:
       The position of each token, int32 ``[seq]``. ``x[:, order]`` reorders tokens, segments and targets, and ``order``
       then holds the positions of every row. Pass it as ``order`` to :func:`jaxpar.attention` and
-      :func:`jaxpar.balance`. If ``block`` divides ``seq / (chunks * ways)``, no tile spans two pieces.
+      :func:`jaxpar.context.balance`. If ``block`` divides ``seq / (chunks * ways)``, no tile spans two pieces.
 
     Raises:
       ConfigError: ``chunks`` or ``impl`` is invalid.

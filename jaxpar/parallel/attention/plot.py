@@ -38,13 +38,13 @@ def draw_mask(
     Args:
       mask: the mask.
       path: file to save the figure to; the suffix selects the format.
-      seq, ways, order, block, segment_ids: as for :func:`jaxpar.balance`.
+      seq, ways, order, block, segment_ids: as for :func:`jaxpar.context.balance`.
 
     Returns:
       The matplotlib figure.
 
     Raises:
-      ConfigError, LayoutError: as for :func:`jaxpar.balance`.
+      ConfigError, LayoutError: as for :func:`jaxpar.context.balance`.
       MissingExtraError: matplotlib is not installed.
 
     >>> draw_mask(Mask(causal=True), seq=64, ways=4).axes[0].get_title(loc="left")

@@ -1,4 +1,4 @@
-"""``offload``: keeps optimizer state in host memory or on disk, and the weights of stacked layers in host memory.
+"""``to_host`` and ``to_disk``: optimizer state in host memory or on disk, and stacked weights in host memory.
 
 After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857),
 except that the device does the arithmetic. :mod:`jaxpar.training.offload.host_update` brings state in host memory to
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -28,7 +28,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class Offloaded(NamedTuple):
-    """An optax transform whose larger state arrays are in host memory. Made by :func:`offload`."""
+    """An optax transform whose larger state arrays are in host memory. Made by :func:`to_host`."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -55,50 +55,54 @@ class Stored:
     dtype: Any
 
 
-def offload(
-    tx: optax.GradientTransformation,
-    *,
-    to: Literal["host", "disk"] = "host",
-    path: str | os.PathLike[str] | None = None,
-    parameters: bool = False,
-    min_bytes: int | str = "64KiB",
-) -> Any:
-    """Returns ``tx`` with its larger state arrays in host memory or on disk.
+def to_host(tx: optax.GradientTransformation, *, parameters: bool = False, min_bytes: int | str = "64KiB") -> Offloaded:
+    """Returns ``tx`` with its larger state arrays in host memory.
 
     The result can be passed to :func:`jaxpar.init` and to every other function that takes an optimizer.
 
     Args:
-      tx: an optax transform. On disk, or with ``parameters``, it has to be elementwise, as Adam, Lion and SGD are.
-      to: ``host`` for host memory; ``disk`` for files, with which :class:`jaxpar.DiskOffloadedStep` trains.
-      path: the folder of the files; required for ``disk``.
+      tx: an optax transform. With ``parameters``, it has to be elementwise, as Adam, Lion and SGD are.
       parameters: also keep the weights of stacked layers in host memory (first logical dim ``layers``, three dims or
-        more), and bring those of each layer to the device when it runs; see :func:`jaxpar.to_device`.
+        more), and bring those of each layer to the device when it runs; see :func:`jaxpar.offload.to_device`.
       min_bytes: smaller arrays stay on the device; the global size in bytes, as a number or a text such as ``64KiB``.
 
     Raises:
-      ConfigError: ``min_bytes`` cannot be read, or ``to``, ``path`` and ``parameters`` contradict each other.
+      ConfigError: ``min_bytes`` cannot be read.
 
     >>> import optax
-    >>> offload(optax.adam(1e-3), min_bytes="1MiB").min_bytes
+    >>> to_host(optax.adam(1e-3), min_bytes="1MiB").min_bytes
     1048576
     """
+    return Offloaded(tx.init, tx.update, _least(min_bytes), parameters)
+
+
+def to_disk(
+    tx: optax.GradientTransformation, path: str | os.PathLike[str], *, min_bytes: int | str = "64KiB"
+) -> OnDisk:
+    """Returns ``tx`` with its larger state arrays on disk; train with
+    :func:`jaxpar.offload.disk_offloaded_train_step`.
+
+    Args:
+      tx: an elementwise optax transform, as Adam, Lion and SGD are.
+      path: the folder of the files.
+      min_bytes: smaller arrays stay on the device; the global size in bytes, as a number or a text such as ``64KiB``.
+
+    Raises:
+      ConfigError: ``min_bytes`` cannot be read.
+
+    >>> import optax
+    >>> to_disk(optax.adam(1e-3), "/fast/disk").path
+    '/fast/disk'
+    """
+    least = _least(min_bytes)
+    return OnDisk(functools.partial(_init, tx, least), _refuse, least, os.fspath(path), tx)
+
+
+def _least(min_bytes: int | str) -> int:
     try:
-        least = over("data", min_bytes).min_bytes
+        return over("data", min_bytes).min_bytes
     except RulesError:
         raise ConfigError(f"offload: min_bytes is {min_bytes!r}, but a size, as '64KiB', is wanted.") from None
-    if to not in ("host", "disk"):
-        raise ConfigError(f"offload: to is {to!r}, but 'host' or 'disk' is wanted.")
-    if (to == "disk") is not (path is not None):
-        said = "to='disk' wants a path, the folder of its files" if to == "disk" else "a path is for to='disk' alone"
-        raise ConfigError(f"offload: {said}.")
-    if to == "disk" and parameters:
-        raise ConfigError(
-            "offload: parameters wait in the host's memory beside the optimizer's state, but to is 'disk'. Remedy: "
-            "to='host', or leave parameters out."
-        )
-    if path is None:
-        return Offloaded(tx.init, tx.update, least, parameters)
-    return OnDisk(functools.partial(_init, tx, least), _refuse, least, os.fspath(path), tx)
 
 
 def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
@@ -112,8 +116,8 @@ def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise ConfigError(
-        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: jp.DiskOffloadedStep in "
-        "the place of jp.train_step, or to='host'."
+        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: "
+        "jp.offload.disk_offloaded_train_step in the place of jp.train_step, or jp.offload.to_host."
     )
 
 

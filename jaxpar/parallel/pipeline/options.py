@@ -17,7 +17,7 @@ class Pipeline:
     """How a step runs the layers of a model over pipeline stages.
 
     Attributes:
-      schedule: the order of the stages' work; see :func:`jaxpar.schedule`.
+      schedule: the order of the stages' work; see :func:`jaxpar.pipeline.schedule`.
       activation_checkpointing: ``full`` stores the input of a stage's layers and recomputes their forward in the
         backward. ``none`` stores the residuals that the layers' own checkpoint policies save, for every microbatch in
         flight.
@@ -94,7 +94,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """How a step runs layers over a pipeline that is never drained between steps; see :class:`jaxpar.PipedreamStep`.
+    """How a step runs layers over a pipeline that is never drained between steps; see
+    :func:`jaxpar.pipeline.pipedream_train_step`.
 
     Attributes:
       name: ``pipedream_2bw``: one update per batch, with the gradient of the previous version: W(t+1) = W(t) -

@@ -25,8 +25,8 @@ class Int8:
     """An array in int8 that stands for ``values * scales``.
 
     It is a pytree, so parameters, caches and the operands of a scan may contain it. :func:`jaxpar.sharded_dot` and
-    :func:`jaxpar.cached_attention` compute with the integers. Other functions of jax, ``x @ w`` and ``w.astype(...)``
-    convert it to the array that it stands for.
+    :func:`jaxpar.inference.cached_attention` compute with the integers. Other functions of jax, ``x @ w`` and
+    ``w.astype(...)`` convert it to the array that it stands for.
 
     Attributes:
       values: int8, with the array's shape.

@@ -67,8 +67,8 @@ def sharded_dot(
     The precision of the enclosing step applies: with ``int8`` for gathers or reductions, weights or gradients are sent
     in int8; with ``fp8`` for matmuls, the products are computed in fp8.
 
-    A weight of the class :class:`jaxpar.Int8` is gathered in int8 and multiplied as integers in the dtype of ``x``; its
-    scales multiply the result. It has no gradient.
+    A weight of the class :class:`jaxpar.inference.Int8` is gathered in int8 and multiplied as integers in the dtype of
+    ``x``; its scales multiply the result. It has no gradient.
 
     Args:
       x: the input, ``[batch, ..., embed]``; its first dim is the batch.

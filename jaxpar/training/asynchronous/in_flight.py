@@ -67,7 +67,7 @@ class InFlightCall:
 
     Attributes:
       layout: the ambient layout.
-      loss_fn: the :class:`jaxpar.PipelineLoss`.
+      loss_fn: the :class:`jaxpar.pipeline.PipelineLoss`.
       how: the step's arguments.
       asked: the pipeline's options.
       window: the schedule of the call's ticks.
@@ -240,7 +240,7 @@ def start(
     """Returns a state with empty buffers for the microbatches in flight.
 
     Args:
-      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
       how: the step's arguments.
@@ -266,7 +266,7 @@ def two_versions(
     """Runs one call of ``pipedream_2bw``.
 
     Args:
-      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: what :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
       how: the step's arguments.

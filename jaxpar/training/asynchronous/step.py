@@ -1,4 +1,4 @@
-"""``PipedreamStep``: train steps of a pipeline that is not flushed between steps, so no stage ever idles.
+"""``pipedream_train_step``: train steps of a pipeline that is not flushed between steps, so no stage ever idles.
 
 PipeDream (Harlap et al. 2018, arXiv:1806.03377) and PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503).
 """
@@ -35,8 +35,65 @@ from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, place_state, step_config
 
 
+def pipedream_train_step(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    pipeline: Asynchronous,
+    *,
+    grad_accum_steps: int = 1,
+    weight_gather: WeightGather = "per_use",
+    grad_reduction: GradReduction | None = None,
+    precision: PrecisionLike = None,
+    fusion: CollectiveFusion | None = None,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = True,
+    donate: bool = True,
+) -> PipedreamStep:
+    """Returns ``step(state, batch) -> (state, metrics)`` of a pipeline that is not flushed between calls.
+
+    Args:
+      layout: as for :func:`jaxpar.train_step`.
+      loss_fn: a :class:`jaxpar.pipeline.PipelineLoss`.
+      pipeline: the variant, the number of stages and the number of microbatches.
+      grad_accum_steps: must be 1: the pipeline's microbatches are the accumulation.
+      weight_gather, grad_reduction, precision, fusion, clip_norm: as for :func:`jaxpar.train_step`, where a pipeline
+        supports them.
+      skip_nonfinite: skip an update whose gradients are not finite; ``metrics["skipped"]`` reports it.
+      donate: donate the old state's memory to the new one.
+
+    Returns:
+      The step; its ``start`` makes the state, its ``flush`` applies the gradients of the last batch.
+
+    Raises:
+      ConfigError: a loss scale, ``grad_accum_steps`` above 1, or ``clip_norm`` under ``pipedream``. When traced: an
+        optimizer whose state is on host or disk, or which reduces gradients itself; layers that cannot be split over
+        the stages; under ``pipedream``, layers that are not sharded over the stages.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> loss = jp.pipeline.PipelineLoss(
+    ...     "blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2)
+    ... )
+    >>> layout = jp.Layout(
+    ...     jp.MeshSpec(pipeline=1).build(jax.devices()[:1]), jp.Rules(batch=None, layers="pipeline", embed=None)
+    ... )
+    >>> make_model = lambda key: {"blocks": jp.tag(jnp.ones((1, 1, 1)), "layers", "embed", "embed")}
+    >>> step = pipedream_train_step(layout, loss, jp.pipeline.Asynchronous("pipedream_2bw", stages=1, microbatches=2))
+    >>> state = step.start(jp.init(layout, make_model, optax.sgd(0.25)), jnp.ones((2, 1)))
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, jnp.ones((2, 1)))
+    ...     print(float(metrics["loss"]), float(state.params["blocks"][0, 0, 0]))
+    1.0 1.0
+    1.0 0.5
+    0.25 0.0
+    """
+    how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+    _check(pipeline, how, clip_norm)
+    return PipedreamStep(layout, loss_fn, pipeline, how, clip_norm, skip_nonfinite, donate)
+
+
 class PipedreamStep:
-    """``step(state, batch) -> (state, metrics)`` of a pipeline that continues from call to call, without a bubble.
+    """The step that :func:`pipedream_train_step` returns.
 
     :meth:`start` makes the state. It holds the microbatches in flight as arrays, and can be saved between any two
     calls. A call runs the forward passes of its batch and the same number of backward passes: those of the last
@@ -55,39 +112,6 @@ class PipedreamStep:
     (tied embeddings) belong to stage 0: both uses see W_0(m - 2 (S - 1)), and one update takes the gradients of both.
     Each stage has its own optimizer state, and so have the parameters before and after the layers. An optimizer that
     sums over all parameters therefore sums over one stage's.
-
-    Args:
-      layout: as for :func:`jaxpar.train_step`.
-      loss_fn: a :class:`jaxpar.PipelineLoss`.
-      pipeline: the variant, the number of stages and the number of microbatches.
-      grad_accum_steps: must be 1: the pipeline's microbatches are the accumulation.
-      weight_gather, grad_reduction, precision, fusion, clip_norm: as for :func:`jaxpar.train_step`, where a pipeline
-        supports them.
-      skip_nonfinite: skip an update whose gradients are not finite; ``metrics["skipped"]`` reports it.
-      donate: donate the old state's memory to the new one.
-
-    Raises:
-      ConfigError: a loss scale, ``grad_accum_steps`` above 1, or ``clip_norm`` under ``pipedream``. When traced: an
-        optimizer whose state is on host or disk, or which reduces gradients itself; layers that cannot be split over
-        the stages; under ``pipedream``, layers that are not sharded over the stages.
-
-    >>> import jax, jax.numpy as jnp, optax
-    >>> import jaxpar as jp
-    >>> loss = jp.PipelineLoss(
-    ...     "blocks", lambda model, x: x, lambda block, x, side: x @ block, lambda model, x, batch: jnp.mean(x**2)
-    ... )
-    >>> layout = jp.Layout(
-    ...     jp.MeshSpec(pipeline=1).build(jax.devices()[:1]), jp.Rules(batch=None, layers="pipeline", embed=None)
-    ... )
-    >>> make_model = lambda key: {"blocks": jp.tag(jnp.ones((1, 1, 1)), "layers", "embed", "embed")}
-    >>> step = PipedreamStep(layout, loss, jp.Asynchronous("pipedream_2bw", stages=1, microbatches=2))
-    >>> state = step.start(jp.init(layout, make_model, optax.sgd(0.25)), jnp.ones((2, 1)))
-    >>> for _ in range(3):
-    ...     state, metrics = step(state, jnp.ones((2, 1)))
-    ...     print(float(metrics["loss"]), float(state.params["blocks"][0, 0, 0]))
-    1.0 1.0
-    1.0 0.5
-    0.25 0.0
     """
 
     def __init__(
@@ -95,18 +119,11 @@ class PipedreamStep:
         layout: Layout,
         loss_fn: Callable[..., Any],
         pipeline: Asynchronous,
-        *,
-        grad_accum_steps: int = 1,
-        weight_gather: WeightGather = "per_use",
-        grad_reduction: GradReduction | None = None,
-        precision: PrecisionLike = None,
-        fusion: CollectiveFusion | None = None,
-        clip_norm: float | None = None,
-        skip_nonfinite: bool = True,
-        donate: bool = True,
+        how: StepConfig,
+        clip_norm: float | None,
+        skip_nonfinite: bool,
+        donate: bool,
     ):
-        how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
-        _check(pipeline, how, clip_norm)
         self.layout, self.loss_fn, self.pipeline, self.how = layout, loss_fn, pipeline, how
         self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
         donated = (0,) if donate else ()
@@ -286,7 +303,7 @@ def _check(pipeline: Asynchronous, how: StepConfig, clip_norm: float | None) -> 
     if how.precision.scale is not None:
         raise ConfigError(
             f"{start}: precision scales the loss, but under {name!r} gradients of two steps, made with two scales, are "
-            f"on their way at once. Remedy: compute in bf16, which wants no scale, or jp.schedule('1f1b')."
+            f"on their way at once. Remedy: compute in bf16, which wants no scale, or jp.pipeline.schedule('1f1b')."
         )
     if name == "pipedream" and clip_norm is not None:
         raise ConfigError(
@@ -307,5 +324,5 @@ def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
     if what is not None:
         raise ConfigError(
             f"asynchronous pipeline: {what} cannot be, as {pipeline.name!r} keeps versions of the weights on the "
-            f"devices. Remedy: leave it out, or jp.schedule('1f1b')."
+            f"devices. Remedy: leave it out, or jp.pipeline.schedule('1f1b')."
         )

@@ -48,7 +48,7 @@ def start(
     """Returns a state with empty buffers for the microbatches in flight, and an initial optimizer state for each stage.
 
     Args:
-      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
       how: the step's arguments.
@@ -275,7 +275,7 @@ def every_stage(
     """Runs one call of ``pipedream``.
 
     Args:
-      layout, loss_fn: as for :class:`jaxpar.PipedreamStep`.
+      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: what :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
       how: the step's arguments.

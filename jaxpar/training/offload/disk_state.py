@@ -148,8 +148,8 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
     """
     if disk_of(state) is None:
         raise ConfigError(
-            "DiskOffloadedStep: the optimizer's state is in memory. Remedy: jp.offload(tx, to='disk', path=...) in the "
-            "place of tx, for jp.init too; or jp.train_step."
+            "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: jp.offload.to_disk(tx, path) "
+            "instead of tx, also in jp.init; or jp.train_step."
         )
     text = refusal(state)
     if text is not None:

@@ -41,7 +41,7 @@ def evaluate_pipeline(
 
     Args:
       layout: the ambient layout.
-      loss_fn: a :class:`jaxpar.PipelineLoss`.
+      loss_fn: a :class:`jaxpar.pipeline.PipelineLoss`.
       state: supplies parameters and key.
       batch: arrays ``[rows, ...]``.
       precision: dtypes of the compute and the gathers.

@@ -156,8 +156,8 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipel
     if not isinstance(loss_fn, PipelineLoss):
         raise ConfigError(
             f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what "
-            f"the layers are. Remedy: jaxpar.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the "
-            f"stack and what comes before and after it."
+            f"the layers are. Remedy: jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which "
+            f"names the stack and what comes before and after it."
         )
     stages = layout.sizes.get(AXIS, 1)
     if asked.schedule.stages != stages:

@@ -1,4 +1,4 @@
-"""The parts of a :class:`jaxpar.PipelineLoss` in the form that an executor calls them.
+"""The parts of a :class:`jaxpar.pipeline.PipelineLoss` in the form that an executor calls them.
 
 They see one microbatch's rows, and a model without its layers.
 """

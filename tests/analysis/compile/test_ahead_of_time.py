@@ -224,13 +224,13 @@ def test_sizes_of_collectives_and_the_hosts_memory_reach_the_compiler(
         ahead_of_time, "_compile", lambda compiler, program, request, kept: asked.append(pretend(request, kept))
     )
     layout, own = jp.Layout.from_yaml(FSDP, devices=8), {"xla_tpu_scoped_vmem_limit_kib": 65536}
-    compiled("v5e:2x4", layout, fusion=jp.CollectiveFusion(reduce=0), compiler_options=own)
+    compiled("v5e:2x4", layout, fusion=jp.overlap.CollectiveFusion(reduce=0), compiler_options=own)
     assert asked[0]["compiler_options"] == own | {
         "xla_jf_crs_combiner_threshold_in_bytes": 0,
         "xla_jf_crs_combiner_threshold_count": 2**30,
     }
     assert "kinds" not in asked[0]
-    tx = jp.offload(optax.adamw(1e-3))
+    tx = jp.offload.to_host(optax.adamw(1e-3))
     compile_for("v5e:2x4", layout, make_llama(MODEL), tx, next_token_loss, batch())
     state = jp.abstract_state(aim(layout, Topology.parse("v5e:2x4")), make_llama(MODEL), tx)
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
-from jaxpar.analysis.layout.draw_shards import draw, shards
+from jaxpar.analysis.layout.draw_shards import draw_shards, shards
 from jaxpar.errors import LayoutError, MissingExtraError
 
 RULES = jp.Rules(
@@ -121,7 +121,7 @@ DRAWN = {
 @pytest.mark.parametrize("case", DRAWN)
 def test_draw_renders(case: str) -> None:
     layout, dims, shape = DRAWN[case]
-    figure = draw(layout, *dims, shape=shape, role="params", path="params/up")
+    figure = draw_shards(layout, *dims, shape=shape, role="params", path="params/up")
     assert png(figure).startswith(b"\x89PNG")
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert figure.axes[0].get_title(loc="left").startswith("params/up [")
@@ -134,8 +134,10 @@ def test_labels_stay_inside_their_blocks(case: str, size: tuple[float, float]) -
     from matplotlib.figure import Figure
 
     layout, dims, shape = DRAWN[case]
-    figures = [draw(layout, *dims, shape=shape, role="params")]
-    figures.append(draw(layout, *dims, shape=shape, role="params", ax=Figure(size, layout="constrained").subplots()))
+    figures = [draw_shards(layout, *dims, shape=shape, role="params")]
+    figures.append(
+        draw_shards(layout, *dims, shape=shape, role="params", ax=Figure(size, layout="constrained").subplots())
+    )
     for figure in figures:
         figure.draw_without_rendering()
         *labels, _ = figure.axes[0].texts  # the last is the subtitle
@@ -145,7 +147,7 @@ def test_labels_stay_inside_their_blocks(case: str, size: tuple[float, float]) -
 
 
 def test_blocks_list_their_devices() -> None:
-    figure = draw(build("hybrid"), "embed", "mlp", shape=(64, 256), role="params")
+    figure = draw_shards(build("hybrid"), "embed", "mlp", shape=(64, 256), role="params")
     assert texts(figure)[:-1] == ["0, 4", "1, 5", "2, 6", "3, 7"]
     assert "4 shards of 32 × 128, each on 2 of 8 devices" in texts(figure)[-1]
     axes = figure.axes[0]
@@ -154,13 +156,13 @@ def test_blocks_list_their_devices() -> None:
 
 
 def test_an_unsharded_tensor_is_one_block() -> None:
-    figure = draw(build("data"), "embed", "mlp", shape=(64, 256))
+    figure = draw_shards(build("data"), "embed", "mlp", shape=(64, 256))
     assert texts(figure)[0] == "0, 1, 2, 3, 4, 5, 6, 7"
     assert figure.axes[0].get_ylabel() == "embed 64 → whole"
 
 
 def test_many_replicas_and_many_blocks_are_abbreviated() -> None:
-    figure = draw(HUGE, "embed", "mlp", shape=(8192, 28672), role="params")
+    figure = draw_shards(HUGE, "embed", "mlp", shape=(8192, 28672), role="params")
     found = [text.replace("\n", " ") for text in texts(figure)]
     assert found[0] == "0, 512, … (8 devices)"
     assert "⋮" in found
@@ -169,7 +171,7 @@ def test_many_replicas_and_many_blocks_are_abbreviated() -> None:
 
 
 def test_a_third_sharded_dim_is_named_in_the_subtitle() -> None:
-    figure = draw(HUGE, "layers", "embed", "mlp", shape=(80, 8192, 28672), role="params")
+    figure = draw_shards(HUGE, "layers", "embed", "mlp", shape=(80, 8192, 28672), role="params")
     assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("embed 8192 → data 64", "mlp 28672 → model 8")
     subtitle = texts(figure)[-1].replace("\n", " ")
     assert "Drawn: the first of 8 blocks along layers 80 → pipeline 8." in subtitle
@@ -180,15 +182,15 @@ def test_draw_on_given_axes() -> None:
 
     figure = Figure(layout="constrained")
     left, right = figure.subplots(1, 2)
-    assert draw(build("data"), "embed", "mlp", shape=(64, 256), ax=left) is figure
-    draw(build("data"), "embed", "mlp", shape=(64, 256), role="params", ax=right)
+    assert draw_shards(build("data"), "embed", "mlp", shape=(64, 256), ax=left) is figure
+    draw_shards(build("data"), "embed", "mlp", shape=(64, 256), role="params", ax=right)
     assert left.get_ylabel() != right.get_ylabel()
     assert png(figure).startswith(b"\x89PNG")
 
 
 def test_a_misfit_is_the_layouts_error() -> None:
     with pytest.raises(LayoutError, match="params/up.*unknown logical dim 'mpl'.*'mlp'"):
-        draw(build("data"), "embed", "mpl", shape=(64, 256), path="params/up")
+        draw_shards(build("data"), "embed", "mpl", shape=(64, 256), path="params/up")
     with pytest.raises(LayoutError, match="rank 1, but names for rank 2"):
         shards(build("data"), ("embed", "mlp"), (64,))
 
@@ -197,6 +199,6 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     for name in [name for name in sys.modules if name == "matplotlib" or name.startswith("matplotlib.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"draw\(\).*matplotlib.*jaxpar\[plots\]"):
-        draw(build("data"), "embed", shape=(64,))
+    with pytest.raises(MissingExtraError, match=r"draw_shards\(\).*matplotlib.*jaxpar\[plots\]"):
+        draw_shards(build("data"), "embed", shape=(64,))
     assert np.array_equal(shards(build("data"), ("embed",), (64,))[0,], range(8))  # numbers need no matplotlib

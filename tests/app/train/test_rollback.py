@@ -99,14 +99,14 @@ def spiky(job: Job) -> Job:
 def staged(name: Any, job: Job) -> Job:
     """Returns the job with a model of two matrices and an asynchronous pipeline of two stages."""
     make = lambda key: {"blocks": jp.tag(jax.random.normal(key, (2, 16, 16)) / 4, "layers", "embed", "embed_out")}
-    loss = jp.PipelineLoss(
+    loss = jp.pipeline.PipelineLoss(
         "blocks",
         lambda model, batch: inputs(batch),
         lambda block, x, side: jnp.tanh(x @ block),
         lambda model, x, batch: jnp.mean((x - 0.5) ** 2) * marked(batch, jnp.nan),
     )
     rules = {"layers": "pipeline", "batch": "data", "seq": None, "embed": None, "embed_out": None}
-    pipeline = jp.Asynchronous(name, stages=2, microbatches=2)
+    pipeline = jp.pipeline.Asynchronous(name, stages=2, microbatches=2)
     return replace(
         job,
         make_model=make,

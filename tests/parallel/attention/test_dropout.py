@@ -61,7 +61,9 @@ def back(block: Any, x: jax.Array, o: jax.Array) -> jax.Array:
 
 def layer(block: Any, x: jax.Array, side: Any, *, impl: Any = "auto", key: Any = KEY) -> jax.Array:
     attend = (
-        jp.attention if impl != "local" else functools.partial(jp.attention_local, axis="context", order="contiguous")
+        jp.attention
+        if impl != "local"
+        else functools.partial(jp.context.attention_local, axis="context", order="contiguous")
     )
     options = {} if impl == "local" else {"impl": impl}
     return jp.hint(
@@ -77,7 +79,7 @@ def carried(block: Any, x: jax.Array, side: Any, carry: Any, chunk: jax.Array) -
     return back(block, x, o), carry
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     "blocks",
     lambda model, batch: batch["x"],
     layer,
@@ -108,7 +110,7 @@ def one_device() -> tuple[float, Any]:
     return found
 
 
-def using(**options: Any) -> jp.PipelineLoss:
+def using(**options: Any) -> jp.pipeline.PipelineLoss:
     return dataclasses.replace(LOSS, layer=functools.partial(layer, **options))
 
 
@@ -120,7 +122,7 @@ def zero(stage: int, sizes: dict[str, int], **options: Any) -> tuple[jp.Layout, 
 def piped(name: str, sizes: dict[str, int], microbatches: int = 2, **options: Any) -> tuple[jp.Layout, dict[str, Any]]:
     kept = {key: options.pop(key) for key in ("activation_checkpointing", "executor", "embedding") if key in options}
     loss = {"loss": options.pop("loss")} if "loss" in options else {}
-    schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, **options)
+    schedule = jp.pipeline.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, **options)
     return on(sizes), {"pipeline": jp.Pipeline(schedule, **kept), **loss}
 
 
@@ -153,12 +155,12 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
     "1f1b, ring": piped("1f1b", {"pipeline": 2, "context": 2, "data": 2}, loss=using(impl="local")),
     "two copies": plain(
         {"data": 2, "context": 2},
-        loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer)),
+        loss=dataclasses.replace(LOSS, layer=jp.overlap.interleave_batches(using(impl="local").layer)),
     ),
     "two copies, ZeRO 1": zero(
         1,
         {"data": 2, "context": 2},
-        loss=dataclasses.replace(LOSS, layer=jp.interleave_batches(using(impl="local").layer)),
+        loss=dataclasses.replace(LOSS, layer=jp.overlap.interleave_batches(using(impl="local").layer)),
     ),
 }
 
@@ -197,7 +199,9 @@ def test_an_asynchronous_pipeline_drops_the_same_weights(name: str, one_device: 
     layout = on({"pipeline": 2, "data": 2})
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make_model, optax.sgd(0.0))
-        step = jp.PipedreamStep(layout, LOSS, jp.Asynchronous(name, stages=2, microbatches=2), donate=False)
+        step = jp.pipeline.pipedream_train_step(
+            layout, LOSS, jp.pipeline.Asynchronous(name, stages=2, microbatches=2), donate=False
+        )
         state, _ = step(step.start(state, batch_of()), batch_of())
         _, metrics = step(state, batch_of())
     assert float(metrics["loss"]) == pytest.approx(one_device[0], rel=1e-5)
@@ -215,7 +219,7 @@ def test_an_evaluation_drops_the_same_weights(one_device: tuple[float, Any]) -> 
     layout = on({"pipeline": 2, "data": 2})
     with jax.default_matmul_precision("highest"), layout:
         state = jp.init(layout, make_model, optax.sgd(0.1))
-        found = jp.eval_step(layout, LOSS, pipeline=jp.schedule("1f1b", 2, 2))(state, batch_of())
+        found = jp.eval_step(layout, LOSS, pipeline=jp.pipeline.schedule("1f1b", 2, 2))(state, batch_of())
     assert float(found["loss"]) == pytest.approx(one_device[0], rel=1e-5)
 
 
@@ -258,14 +262,14 @@ def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> 
     want = jax.jit(lambda *x: jp.attention(*x, dropout=0.3, key=KEY, impl="dense"))
     with on({"data": 1}), jax.default_matmul_precision("highest"):
         wanted = np.asarray(want(*arrays(1)))
-    local = lambda *x: jp.attention_local(*x, dropout=0.3, key=KEY, **options)
+    local = lambda *x: jp.context.attention_local(*x, dropout=0.3, key=KEY, **options)
     with layout if ambient else jax.set_mesh(layout.mesh), jax.default_matmul_precision("highest"):
         got = jax.jit(jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=check))(*arrays(1))
     np.testing.assert_allclose(np.asarray(got), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 class Attention(nnx.Module):
-    """Attention split into two functions, as a branch of ``jp.interleave_batches`` needs it."""
+    """Attention split into two functions, as a branch of ``jp.overlap.interleave_batches`` needs it."""
 
     def __init__(self, rngs: nnx.Rngs):
         draw = lambda shape, *dims: nnx.Param(rngs.normal(shape) / 3, logical_dims=dims)
@@ -285,18 +289,18 @@ class Attention(nnx.Module):
 @pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"model": 4}], ids=str)
 def test_woven_branches_drop_the_same_weights(sizes: dict[str, int]) -> None:
     block, x = Attention(nnx.Rngs(0)), jnp.asarray(batch_of()["x"])
-    branch = jp.Branch(before=lambda block, x: x, compute=Attention.first, output_projection=Attention.second)
+    branch = jp.overlap.Branch(before=lambda block, x: x, compute=Attention.first, output_projection=Attention.second)
     with on({"data": 1}), jax.default_matmul_precision("highest"):
         want = np.asarray(jax.jit(lambda x: x + block.second(block.first(x, None)))(x))
     with on(sizes), jax.default_matmul_precision("highest"):
-        got = np.asarray(jax.jit(lambda x: jp.interleave_batches([branch])(block, x, None))(x))
+        got = np.asarray(jax.jit(lambda x: jp.overlap.interleave_batches([branch])(block, x, None))(x))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
     """Along an axis that shards nothing, where JAX checks that the result is replicated."""
     layout = on({"data": 2, "model": 2})
-    local = lambda *x: jp.attention_local(*x, impl="flash", axis=(), dropout=0.3, key=KEY)
+    local = lambda *x: jp.context.attention_local(*x, impl="flash", axis=(), dropout=0.3, key=KEY)
     with jax.set_mesh(layout.mesh):
         got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(*arrays(1))
     with on({"data": 1}):
@@ -322,7 +326,7 @@ def test_several_sequences_of_a_row_are_counted_with_it() -> None:
 
 def test_an_axis_of_which_nothing_is_known_is_named() -> None:
     layout = on({"context": 2, "ulysses": 2, "data": 2})
-    local = lambda *x, **more: jp.attention_local(*x, axis="context", dropout=0.3, key=KEY, **more)
+    local = lambda *x, **more: jp.context.attention_local(*x, axis="context", dropout=0.3, key=KEY, **more)
     spec = P(("data", "ulysses"), "context")
     with jax.set_mesh(layout.mesh):
         with pytest.raises(ConfigError) as error:
@@ -354,7 +358,9 @@ def test_sequences_that_are_not_the_rows_are_named() -> None:
 
 def test_a_shard_map_within_one_that_cuts_microbatches_is_named() -> None:
     def inner(block: Any, x: jax.Array, side: Any) -> jax.Array:
-        local = lambda q, k, v: jp.attention_local(q, k, v, axis="context", order="contiguous", dropout=0.4, key=KEY)
+        local = lambda q, k, v: jp.context.attention_local(
+            q, k, v, axis="context", order="contiguous", dropout=0.4, key=KEY
+        )
         spec = P(None, "context")
         mapped = jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names={"context"}, check_vma=False)
         return back(block, x, mapped(*projected(block, x)))

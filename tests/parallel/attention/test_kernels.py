@@ -60,7 +60,7 @@ def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
 
 
 def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options: dict[str, Any]) -> list[np.ndarray]:
-    """Compute like :func:`jaxpar.attention_local`, on one device or in a ring of two."""
+    """Compute like :func:`jaxpar.context.attention_local`, on one device or in a ring of two."""
     rules, beside, offset = read(*x, options)
     ring = ("context",) if keys == "ring" else ()
 

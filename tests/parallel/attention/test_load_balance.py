@@ -56,7 +56,7 @@ def test_it_counts_what_looking_at_every_score_counts(data: st.DataObject) -> No
     seq, ways, block = 48, data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(2, 12))
     mask, segments = data.draw(MASKS), data.draw(st.one_of(st.none(), packings(seq)))
     order = data.draw(st.one_of(st.sampled_from(ORDERS), st.permutations(range(seq)).map(np.array)))
-    found = jp.balance(mask, seq, ways, order, block=block, segment_ids=segments)
+    found = jp.context.balance(mask, seq, ways, order, block=block, segment_ids=segments)
     at = places(order, seq, ways).reshape(-1)
     want = seen(mask, at, segments).reshape(ways, seq // ways, ways, seq // ways).sum((1, 3))
     for device in range(ways):
@@ -96,47 +96,47 @@ def _tokens(row: np.ndarray, ids: np.ndarray | None) -> Tokens:
 
 @pytest.mark.parametrize(("seq", "ways"), [(4096, 8), (4096, 2), (65536, 16), (131072, 64)])
 def test_zigzag_is_even_under_a_causal_mask(seq: int, ways: int) -> None:
-    found = jp.balance(CAUSAL, seq, ways, "zigzag")
+    found = jp.context.balance(CAUSAL, seq, ways, "zigzag")
     assert found.ratio <= 1.02 and found.tile_ratio <= 1.02
     assert sum(found.per_device) == seq * (seq + 1) / 2
     assert sum(found.per_hop) == pytest.approx(found.ratio * sum(found.per_device) / ways)
 
 
 def test_contiguous_is_not_and_striped_nearly() -> None:
-    ratio = {order: jp.balance(CAUSAL, 4096, 8, order).ratio for order in ORDERS}
+    ratio = {order: jp.context.balance(CAUSAL, 4096, 8, order).ratio for order in ORDERS}
     # In every hop but the first, some device computes a full square. In the first, it computes half of one.
     assert ratio["contiguous"] == pytest.approx(2 - 1 / 8, abs=1e-3)
     assert 1 < ratio["striped"] <= 1.02
-    assert jp.balance(CAUSAL, 4096, 8, "contiguous", impl="gather").ratio == pytest.approx(2 - 1 / 8, abs=1e-3)
-    assert jp.balance(CAUSAL, 4096, 8, "contiguous", impl="ulysses").ratio == 1
+    assert jp.context.balance(CAUSAL, 4096, 8, "contiguous", impl="gather").ratio == pytest.approx(2 - 1 / 8, abs=1e-3)
+    assert jp.context.balance(CAUSAL, 4096, 8, "contiguous", impl="ulysses").ratio == 1
 
 
 def test_rows_of_scores_are_computed_whole_and_groups_share_a_ring() -> None:
-    ring, whole = (jp.balance(CAUSAL, 64, 4, block=8, impl=impl) for impl in ("ring", "ring_self_attention"))
+    ring, whole = (jp.context.balance(CAUSAL, 64, 4, block=8, impl=impl) for impl in ("ring", "ring_self_attention"))
     np.testing.assert_array_equal(whole.visible, ring.visible)
     assert (whole.visited == 16 * 16).all() and whole.tile_ratio == 1
-    near = jp.balance(jp.Mask(causal=True, window=8), 64, 4, "contiguous", impl="ring_self_attention")
+    near = jp.context.balance(jp.Mask(causal=True, window=8), 64, 4, "contiguous", impl="ring_self_attention")
     assert near.visited.sum(0).tolist() == [4 * 256, 4 * 256, 0, 0]  # the window reaches no further than the neighbour
-    pair = jp.balance(CAUSAL, 64, 2, "contiguous", block=8)
-    groups = jp.balance(CAUSAL, 64, 8, "contiguous", block=8, impl="hybrid", ulysses=4)
+    pair = jp.context.balance(CAUSAL, 64, 2, "contiguous", block=8)
+    groups = jp.context.balance(CAUSAL, 64, 8, "contiguous", block=8, impl="hybrid", ulysses=4)
     np.testing.assert_array_equal(groups.visible, np.repeat(pair.visible / 4, 4, 0))
     assert groups.ratio == pair.ratio and len(groups.per_device) == 8 and "8 devices, hybrid, contig" in groups.report()
 
 
 def test_where_nothing_is_seen_nothing_is_uneven() -> None:
-    found = jp.balance(CAUSAL, 16, 2, segment_ids=np.full(16, -1))
+    found = jp.context.balance(CAUSAL, 16, 2, segment_ids=np.full(16, -1))
     assert found.ratio == found.tile_ratio == 1 and "-  " in found.report()
 
 
 def test_the_report() -> None:
-    assert jp.balance(jp.Mask(causal=True, window=8), 32, 2, "contiguous", block=8).report().splitlines() == [
+    assert jp.context.balance(jp.Mask(causal=True, window=8), 32, 2, "contiguous", block=8).report().splitlines() == [
         "causal, window 8: 32 tokens over 2 devices, ring, contiguous, tiles of 8",
         "device  visible scores  of the mean  in computed tiles",
         "     0             100       87.7 %                192",
         "     1             128      112.3 %                256",
         "critical path, 2 hops: 1.123 × the mean in visible scores, 1.143 × in computed tiles",
     ]
-    assert jp.balance(jp.Mask(causal=False), 32, 2, impl="ulysses").report().splitlines()[0] == (
+    assert jp.context.balance(jp.Mask(causal=False), 32, 2, impl="ulysses").report().splitlines()[0] == (
         "everything: 32 tokens over 2 devices, ulysses, tiles of 32"
     )
 
@@ -146,7 +146,7 @@ def test_the_report() -> None:
     [
         (
             ConfigError,
-            lambda: jp.balance(CAUSAL, 16, 2, impl="rings"),
+            lambda: jp.context.balance(CAUSAL, 16, 2, impl="rings"),
             (
                 "balance: unknown impl 'rings'. Did you mean 'ring'? The implementations are: ring, "
                 "ring_self_attention, gather, ulysses, hybrid."
@@ -154,25 +154,25 @@ def test_the_report() -> None:
         ),
         (
             LayoutError,
-            lambda: jp.balance(CAUSAL, 16, 2, np.arange(8)),
+            lambda: jp.context.balance(CAUSAL, 16, 2, np.arange(8)),
             (
                 "balance: order is int64[8], but a permutation of 16 positions is wanted. Remedy: "
-                "jp.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
+                "jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
             ),
         ),
         (
             LayoutError,
-            lambda: jp.balance(CAUSAL, 16, 3, np.arange(16)),
+            lambda: jp.context.balance(CAUSAL, 16, 3, np.arange(16)),
             "balance: 16 tokens cannot be split over 3 devices. Remedy: a multiple of 3.",
         ),
         (
             LayoutError,
-            lambda: jp.balance(CAUSAL, 16, 2, segment_ids=np.zeros((1, 16), int)),
+            lambda: jp.context.balance(CAUSAL, 16, 2, segment_ids=np.zeros((1, 16), int)),
             "balance: segment_ids are int64[1, 16], but integers [16], one for each token of one sequence, are wanted.",
         ),
         (
             LayoutError,
-            lambda: jp.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3),
+            lambda: jp.context.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3),
             (
                 "balance: impl 'hybrid' on 4 devices, of which 3 exchange heads. Remedy: with impl='hybrid' a number "
                 "of them, 2 or more, that divides 4; without it ulysses=1."
@@ -180,7 +180,7 @@ def test_the_report() -> None:
         ),
         (
             LayoutError,
-            lambda: jp.balanced_packing(np.zeros(32, int), 8),
+            lambda: jp.context.balanced_packing(np.zeros(32, int), 8),
             (
                 "balanced_packing: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of "
                 "64 or chunks=4."
@@ -188,12 +188,12 @@ def test_the_report() -> None:
         ),
         (
             ConfigError,
-            lambda: jp.balanced_packing(np.zeros(32, int), 4, chunks=3),
+            lambda: jp.context.balanced_packing(np.zeros(32, int), 4, chunks=3),
             "balanced_packing: chunks is 3, but an even number, 2 or more, is wanted.",
         ),
         (
             ConfigError,
-            lambda: jp.balanced_packing(np.zeros(64, int), 4, impl="ulysses"),
+            lambda: jp.context.balanced_packing(np.zeros(64, int), 4, impl="ulysses"),
             "balanced_packing: impl is 'ulysses', but 'ring' or 'gather' is wanted.",
         ),
     ],
@@ -209,11 +209,13 @@ def test_errors_say_what_is_wanted(error: type[Exception], call: Any, text: str)
 def test_a_balanced_order_is_one_and_no_worse_than_zigzag(data: st.DataObject) -> None:
     seq, ways, chunks = 64, data.draw(st.sampled_from([2, 4])), data.draw(st.sampled_from([2, 4, 8]))
     segments, impl = data.draw(packings(seq)), data.draw(st.sampled_from(["ring", "gather"]))
-    order = jp.balanced_packing(segments, ways, chunks=chunks, impl=impl)
+    order = jp.context.balanced_packing(segments, ways, chunks=chunks, impl=impl)
     assert sorted(order.tolist()) == list(range(seq))
     starts = order.reshape(ways * chunks, -1)
     assert (np.diff(starts, axis=1) == 1).all() and (np.diff(order.reshape(ways, -1), axis=1) > 0).all()
-    found, zigzag = (jp.balance(CAUSAL, seq, ways, o, segment_ids=segments, impl=impl) for o in (order, "zigzag"))
+    found, zigzag = (
+        jp.context.balance(CAUSAL, seq, ways, o, segment_ids=segments, impl=impl) for o in (order, "zigzag")
+    )
     assert found.ratio <= zigzag.ratio
 
 
@@ -221,8 +223,8 @@ def test_a_balanced_order_is_one_and_no_worse_than_zigzag(data: st.DataObject) -
 def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
     lengths = [2048, 100, 700, 30, 400, 12, 350, 220, 90, 146]
     segments = np.repeat(range(len(lengths)), lengths)
-    order = jp.balanced_packing(segments, 8, chunks=16, impl=impl)
-    found, zigzag = (jp.balance(CAUSAL, 4096, 8, o, segment_ids=segments, impl=impl) for o in (order, "zigzag"))
+    order = jp.context.balanced_packing(segments, 8, chunks=16, impl=impl)
+    found, zigzag = (jp.context.balance(CAUSAL, 4096, 8, o, segment_ids=segments, impl=impl) for o in (order, "zigzag"))
     assert zigzag.ratio > 1.6 and found.ratio <= bound
     assert found.order == "given"
 
@@ -230,7 +232,7 @@ def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
 def test_attention_in_a_given_order_is_attention() -> None:
     """Under a traced order, because every row of a batch may bring another one."""
     segments = np.repeat([0, 1, 2, -1], [15, 4, 10, 3])
-    order = jp.balanced_packing(segments, 2, chunks=4)
+    order = jp.context.balanced_packing(segments, 2, chunks=4)
     x = np.random.default_rng(0).normal(size=(3, 1, 32, 2, 4)).astype(np.float32)
     layout = jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), jp.Rules(seq="context", **dict.fromkeys(REST)))
 
@@ -256,7 +258,7 @@ def test_attention_in_a_given_order_is_attention() -> None:
             np.arange(8),
             (
                 "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: one for each "
-                "token of all devices, as of jp.balanced_packing(...); and as many keys as queries."
+                "token of all devices, as of jp.context.balanced_packing(...); and as many keys as queries."
             ),
         ),
         (
@@ -276,14 +278,14 @@ def test_a_given_order_fits_the_sequence(impl: Any, order: Any, text: str) -> No
 
 def test_rows_that_lie_alike_are_balanced_together() -> None:
     rows = np.array([np.repeat([0, 1], [48, 16]), np.repeat([0, 1], [16, 48])])
-    order = jp.balanced_packing(rows, 2, impl="gather")
-    work = [jp.balance(CAUSAL, 64, 2, order, segment_ids=row, impl="gather").visible.sum(1) for row in rows]
+    order = jp.context.balanced_packing(rows, 2, impl="gather")
+    work = [jp.context.balance(CAUSAL, 64, 2, order, segment_ids=row, impl="gather").visible.sum(1) for row in rows]
     assert sum(work).max() / sum(work).mean() <= 1.02
 
 
 @pytest.mark.parametrize("ways", [1, 32])
 def test_draw_renders_and_saves(ways: int, tmp_path: Path) -> None:
-    figure = jp.draw_mask(jp.Mask(causal=True, window=40), tmp_path / "mask.png", seq=256, ways=ways, block=16)
+    figure = jp.context.draw_mask(jp.Mask(causal=True, window=40), tmp_path / "mask.png", seq=256, ways=ways, block=16)
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -294,7 +296,7 @@ def test_draw_renders_and_saves(ways: int, tmp_path: Path) -> None:
 
 
 def test_the_legend_has_the_work() -> None:
-    figure = jp.draw_mask(CAUSAL, seq=32, ways=2, order="contiguous")
+    figure = jp.context.draw_mask(CAUSAL, seq=32, ways=2, order="contiguous")
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert legend[:2] == ["device 0: 136 scores (52% of the mean)", "device 1: 392 scores (148% of the mean)"]
@@ -317,7 +319,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = "draw_mask() needs the package 'matplotlib', which is not installed. Remedy: pip install 'jaxpar[plots]'."
     with pytest.raises(MissingExtraError, match=f"^{re.escape(text)}$"):
-        jp.draw_mask(CAUSAL, seq=16)
+        jp.context.draw_mask(CAUSAL, seq=16)
 
 
 def test_a_mask_costs_no_matplotlib() -> None:

@@ -76,7 +76,7 @@ def test_what_stands_in_padding_changes_no_bit_in_the_local_form(impl: Any) -> N
 
     @jax.jit
     def both(x: Any, gradient: Any) -> Any:
-        local = lambda q, k, v, ids: jp.attention_local(q, k, v, impl=impl, segment_ids=ids)
+        local = lambda q, k, v, ids: jp.context.attention_local(q, k, v, impl=impl, segment_ids=ids)
         mapped = jax.shard_map(local, mesh=layout("ring").mesh, in_specs=(spec,) * 4, out_specs=spec)
         o, back = jax.vjp(lambda *x: mapped(*x, ids), *x)
         return o, back(gradient)
@@ -221,10 +221,10 @@ def test_work_of_ids_of_any_size_is_counted() -> None:
     ids = np.array([0, 0, 2**62, 2**62, 2**31, 2**31, 2**32, 2**32, 0, 0, -1, -1])
     small = np.unique(ids, return_inverse=True)[1] - 1
     for mask in (jp.Mask(), jp.Mask(causal=False, window=3)):
-        found, want = (jp.balance(mask, 12, 2, block=4, segment_ids=each) for each in (ids, small))
+        found, want = (jp.context.balance(mask, 12, 2, block=4, segment_ids=each) for each in (ids, small))
         assert found.visible.tolist() == want.visible.tolist() and found.visited.tolist() == want.visited.tolist()
     kinds = [
-        jp.balanced_packing(each, 2, chunks=2).tolist()
+        jp.context.balanced_packing(each, 2, chunks=2).tolist()
         for each in (ids, small, np.where(ids < 0, 0, ids).astype(np.uint64))
     ]
     assert kinds[0] == kinds[1] and sorted(kinds[2]) == list(range(12))

@@ -149,7 +149,7 @@ def test_a_function_of_positions_meets_positions_of_tokens_only() -> None:
 
     x, gradient = arrays(np.random.default_rng(5), 5, 5)
     compiled("flash", mask=where, block=3)(x, gradient)
-    jp.balance(jp.Mask(where=lambda q, k: met.extend((q, k)) or q >= k), 10, 2, "contiguous", block=4)
+    jp.context.balance(jp.Mask(where=lambda q, k: met.extend((q, k)) or q >= k), 10, 2, "contiguous", block=4)
     jax.effects_barrier()
     assert met and all(0 <= at.min() and at.max() < 10 for at in met)
 
@@ -194,7 +194,7 @@ def test_positions_beyond_int32_are_an_error(options: dict[str, Any], text: str)
 
 def test_the_local_form_counts_the_queries_of_all_devices() -> None:
     spec = jax.sharding.PartitionSpec(None, "context")
-    local = lambda x: jp.attention_local(x, x, x, q_offset=2**31 - 6)
+    local = lambda x: jp.context.attention_local(x, x, x, q_offset=2**31 - 6)
     x = jnp.zeros((1, 8, 1, 4))
     with pytest.raises(LayoutError, match=r"^attention: q_offset is 2147483642, so that 8 queries stand at"):
         jax.eval_shape(jax.shard_map(local, mesh=layout("ring").mesh, in_specs=spec, out_specs=spec), x)
@@ -203,5 +203,5 @@ def test_the_local_form_counts_the_queries_of_all_devices() -> None:
 @given(masks(sizes), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 7))
 @settings(max_examples=60, deadline=None)
 def test_work_of_masks_of_any_size_is_counted(mask: jp.Mask, order: Any, block: int) -> None:
-    found = jp.balance(mask, 24, 2, order, block=block)
+    found = jp.context.balance(mask, 24, 2, order, block=block)
     assert found.visible.sum() == sees(mask, np.arange(24), np.arange(24)).sum()

@@ -268,7 +268,7 @@ def test_no_keys_are_gathered_for_whole_queries() -> None:
 def test_merge_inside_a_map_that_keeps_count() -> None:
     x = random(2, 2, 4, 6), random(2, 24, 2, 6, seed=1), random(2, 24, 2, 5, seed=2)
     mesh = jp.MeshSpec(context=4).build(jax.devices()[:4])
-    local = lambda q, k, v: jp.attention_local(q, k, v, impl="split_kv", q_offset=20)
+    local = lambda q, k, v: jp.context.attention_local(q, k, v, impl="split_kv", q_offset=20)
     specs = P(), P(None, "context"), P(None, "context")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
 
@@ -351,7 +351,7 @@ def test_a_known_order_ends_the_ring_where_nothing_more_is_seen(
 class Attending:
     """A model that attends over its tokens' rows of a table."""
 
-    context: jp.Context
+    context: jp.context.Context
     table: np.ndarray
 
     def laid(self, *arrays: Any, order_BS: Any = None) -> Any:
@@ -369,7 +369,7 @@ class Attending:
 def packed() -> dict[str, np.ndarray]:
     ids = np.repeat([[0, 1, 2], [0, 1, 2]], [11, 16, 5], axis=1).astype(np.int32)
     tokens = np.random.default_rng(0).integers(0, 16, (2, 32)).astype(np.int32)
-    order = np.tile(jp.balanced_packing(ids, 2, chunks=4), (2, 1))
+    order = np.tile(jp.context.balanced_packing(ids, 2, chunks=4), (2, 1))
     return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": ids, "order": order}
 
 
@@ -382,7 +382,7 @@ def test_a_batch_brings_the_order_of_its_documents() -> None:
 
     def loss(ways: int, impl: Any) -> float:
         layout = jp.Layout(jp.MeshSpec(context=ways).build(jax.devices()[:ways]), rules)
-        model = Attending(jp.Context(impl, load_balance="balanced"), table)
+        model = Attending(jp.context.Context(impl, load_balance="balanced"), table)
         with layout:
             return float(jax.jit(functools.partial(next_token_loss, model), compiler_options=QUICK)(packed()))
 
@@ -399,7 +399,7 @@ def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch:
         return q
 
     monkeypatch.setattr("jaxpar.parallel.attention.context.attention", attention)
-    config = llama.preset("tiny", layers=2, context=jp.Context("ring", load_balance="balanced"), remat="full")
+    config = llama.preset("tiny", layers=2, context=jp.context.Context("ring", load_balance="balanced"), remat="full")
     names = ("embed", "norm", "heads", "kv_heads", "head_dim", "layers", "mlp", "vocab")
     rules = jp.Rules(batch="data", seq="context", residual_seq="context", **dict.fromkeys(names))
     with jp.Layout(jp.MeshSpec(context=2).abstract(), rules):
@@ -410,11 +410,11 @@ def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch:
 def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
     text = (
         "context: load_balance is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: "
-        "batch['order'] = np.tile(jp.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' data.packing: "
-        "true, or load_balance: zigzag."
+        "batch['order'] = np.tile(jp.context.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' "
+        "data.packing: true, or load_balance: zigzag."
     )
     q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
     with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
-        jp.Context("ring", load_balance="balanced").laid(q, q, tokens)
+        jp.context.Context("ring", load_balance="balanced").laid(q, q, tokens)
     with jp.Layout(jp.MeshSpec(ulysses=2).abstract(), RULES):
-        assert jp.Context("ulysses", load_balance="balanced").laid(q, q, tokens)[:2] == (None, None)
+        assert jp.context.Context("ulysses", load_balance="balanced").laid(q, q, tokens)[:2] == (None, None)

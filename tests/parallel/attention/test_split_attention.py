@@ -219,7 +219,7 @@ def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
     x = arrays(2)
     mesh = jp.MeshSpec(data=2, context=4).build()
     spec = P("data", "context")
-    local = lambda q, k, v: jp.attention_local(q, k, v, impl="ring")
+    local = lambda q, k, v: jp.context.attention_local(q, k, v, impl="ring")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
 
     def loss(*x: Any) -> Any:
@@ -509,12 +509,12 @@ def test_the_local_form_says_what_it_misses() -> None:
         "over 'context', or jp.attention outside of one."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
-        jp.attention_local(*x)
+        jp.context.attention_local(*x)
     text = "attention_local: impl is 'dense', which is for global arrays. Remedy: one of flash, gather,"
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
-        jp.attention_local(*x, impl="dense")
+        jp.context.attention_local(*x, impl="dense")
     mesh, spec = jp.MeshSpec(context=4).build(jax.devices()[:4]), P(None, "context")
-    local = lambda q, k, v: jp.attention_local(q, k, v, bias=jnp.zeros((1, 1, q.shape[1], k.shape[1])))
+    local = lambda q, k, v: jp.context.attention_local(q, k, v, bias=jnp.zeros((1, 1, q.shape[1], k.shape[1])))
     text = (
         "attention: bias has shape [1, 1, 6, 6], but [2 or 1, 4 or 1, 6, 24] (batch, heads, queries, keys) is wanted."
     )

@@ -44,7 +44,7 @@ def found(stage: int, make: Any = make, **asked: Any) -> tuple[Any, dict[str, in
     with jax.default_matmul_precision("highest"):
         state = jp.init(layout, make, optax.sgd(0.1))
         step = (
-            jp.train_step(layout, loss, return_grads=True, fusion=jp.CollectiveFusion(**asked), **ways)
+            jp.train_step(layout, loss, return_grads=True, fusion=jp.overlap.CollectiveFusion(**asked), **ways)
             .lower(state, x)
             .compile()
         )
@@ -81,29 +81,29 @@ def on(topology: str) -> jp.Layout:
 
 
 def test_a_size_is_each_compilers_own_option() -> None:
-    asked = jp.CollectiveFusion(reduce="64MiB", gather=1024)
+    asked = jp.overlap.CollectiveFusion(reduce="64MiB", gather=1024)
     assert asked.compiler_options(on("v5e:2x4")) == {
         "xla_jf_crs_combiner_threshold_in_bytes": 64 << 20,
         "xla_jf_crs_combiner_threshold_count": 2**30,
         "xla_all_gather_latency_bound_threshold_in_bytes": 1024,
         "xla_all_gather_combiner_threshold_count": 2**30,
     }
-    gpu = jp.CollectiveFusion(reduce="64MiB", gather=1024, scatter="8MiB").compiler_options(on("h100:8"))
+    gpu = jp.overlap.CollectiveFusion(reduce="64MiB", gather=1024, scatter="8MiB").compiler_options(on("h100:8"))
     assert gpu == {
         "xla_gpu_all_reduce_combine_threshold_bytes": 64 << 20,
         "xla_gpu_all_gather_combine_threshold_bytes": 1024,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 20,
     }
-    assert jp.CollectiveFusion().compiler_options(on("v5e:2x4")) == {}
+    assert jp.overlap.CollectiveFusion().compiler_options(on("v5e:2x4")) == {}
 
 
 ERRORS = {
     "a word": (
-        lambda: jp.CollectiveFusion(reduce="much"),
+        lambda: jp.overlap.CollectiveFusion(reduce="much"),
         "fusion: reduce is 'much', but 'auto', a size as '64MiB', or a list of layers is wanted.",
     ),
     "layers that fall": (
-        lambda: jp.CollectiveFusion(scatter=(4, 2)),
+        lambda: jp.overlap.CollectiveFusion(scatter=(4, 2)),
         "fusion: scatter is [4, 2], but layers that rise, from 1 on, are wanted: each begins a group.",
     ),
     "layers that are not there": (
@@ -118,7 +118,7 @@ ERRORS = {
         ),
     ),
     "scatters on TPU": (
-        lambda: jp.CollectiveFusion(scatter=0).compiler_options(on("v5e:2x4")),
+        lambda: jp.overlap.CollectiveFusion(scatter=0).compiler_options(on("v5e:2x4")),
         (
             "fusion: scatter is 0 bytes, but the compiler for tpu takes no size for this. Remedy: a list of layers "
             "that begin groups, or auto."

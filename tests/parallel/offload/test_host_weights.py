@@ -92,7 +92,7 @@ def near(found: Any, expected: Any, rtol: float) -> None:
 def test_steps_are_the_same_and_one_of_them_is_skipped(rules: str, name: str, options: dict[str, Any]) -> None:
     make_tx = getattr(optax, name)
     expected, before = after(make_tx(LR), rules, bad=1, **options)
-    found, seen = after(jp.offload(make_tx(LR), parameters=True, min_bytes=0), rules, bad=1, **options)
+    found, seen = after(jp.offload.to_host(make_tx(LR), parameters=True, min_bytes=0), rules, bad=1, **options)
     assert [skipped for skipped, _ in seen] == [skipped for skipped, _ in before] == [False, True, False]
     near((found.params, found.opt_state), (expected.params, expected.opt_state), 1e-6)
     near(seen[0][1], before[0][1], 1e-6)
@@ -109,7 +109,7 @@ def test_a_llama_holds_against_one_device(layout_of: Callable[..., jp.Layout]) -
     tokens = np.random.default_rng(0).integers(0, 64, (8, 17))
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     parts, whole = layout_of("fsdp_tp"), layout_of("fsdp_tp").on_one_device()
-    state = jp.init(parts, make_llama(config), jp.offload(optax.sgd(LR), parameters=True, min_bytes=0))
+    state = jp.init(parts, make_llama(config), jp.offload.to_host(optax.sgd(LR), parameters=True, min_bytes=0))
     plain = abstract_state(whole, make_llama(config), optax.sgd(LR))
     on_one = jax.tree.unflatten(jax.tree.structure(plain), [*map(_copied, jax.tree.leaves(state))])
     steps = [jp.train_step(layout, next_token_loss, return_grads=True, donate=False) for layout in (parts, whole)]
@@ -147,7 +147,7 @@ def moves(jaxpr: Any) -> list[tuple[tuple[int, ...], bool, bool]]:
 
 
 def test_one_layer_comes_at_a_time_forward_backward_and_in_the_update() -> None:
-    layout, tx = layout_of_rules("replicated"), jp.offload(optax.adam(LR), parameters=True, min_bytes=2000)
+    layout, tx = layout_of_rules("replicated"), jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=2000)
     found = moves(jp.train_step(layout, loss).trace(*shapes(layout, tx)).jaxpr.jaxpr)
     stacks = [move for move in found if move[0] in ((16, 24), (24, 16), (1, 16, 24), (1, 24, 16))]
     assert stacks == found  # no complete stack moves
@@ -159,7 +159,7 @@ def test_one_layer_comes_at_a_time_forward_backward_and_in_the_update() -> None:
 
 
 def test_a_state_goes_on_from_a_copy_of_it() -> None:
-    layout, tx = layout_of_rules("fsdp"), jp.offload(optax.adam(LR), parameters=True, min_bytes=0)
+    layout, tx = layout_of_rules("fsdp"), jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0)
     step = jp.train_step(layout, loss, donate=False)
     state, _ = step(jp.init(layout, make, tx), batch(0))
     copy = jax.tree.map(
@@ -177,13 +177,13 @@ def test_a_state_goes_on_from_a_copy_of_it() -> None:
 
 def test_a_weight_that_waits_is_used_like_an_array() -> None:
     layout = layout_of_rules("fsdp")
-    tx = jp.offload(optax.sgd(LR), parameters=True, min_bytes=0)
+    tx = jp.offload.to_host(optax.sgd(LR), parameters=True, min_bytes=0)
     state = jp.init(layout, make, tx)
 
     def unrolled(model: dict[str, Any], x: jax.Array) -> jax.Array:
         assert (model["up"].ndim, model["up"].dtype) == (3, jnp.float32)
         for i in range(LAYERS):
-            up, down = model["up"][i], jp.to_device(model["down"][i])
+            up, down = model["up"][i], jp.offload.to_device(model["down"][i])
             assert up.shape == (16, 24)
             x = x + jnp.tanh((up.astype(jnp.float32).T @ x.T).T) @ down * model["scale"][i]
             x += 0 * (jnp.ones((1, 16)) @ up[:, :1]) + 0 * (up @ jnp.ones((24, 1))).sum()
@@ -196,7 +196,7 @@ def test_a_weight_that_waits_is_used_like_an_array() -> None:
 
 
 def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
-    tx = jp.offload(optax.adam(LR), parameters=True, min_bytes=0)
+    tx = jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0)
     given = jp.tag(jax.ShapeDtypeStruct((8, 16), "float32"), "batch", "embed")
     found = jp.explain(layout_of_rules("fsdp"), make, tx, batch=given, loss_fn=loss)
     plain = jp.explain(layout_of_rules("fsdp"), make, optax.adam(LR), batch=given, loss_fn=loss)
@@ -207,7 +207,7 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
     assert rows["params/last"].why[-1] == "stays on the device: no stack of layers"
     moved = 2 * 4 * LAYERS * 16 * 24 // 8
     assert plain.total("params").device_bytes - found.total("params").device_bytes == moved
-    large = jp.offload(optax.adam(LR), parameters=True, min_bytes="1MiB")
+    large = jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes="1MiB")
     missing = jp.explain(layout_of_rules("fsdp"), make, large)
     text = (
         "offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim "
@@ -249,7 +249,7 @@ def test_what_wants_all_parameters_at_once_is_refused(options: Any, tx: Any, tex
     layout = layout_of_rules("replicated")
     step = jp.train_step(layout, loss, **options)
     with pytest.raises(ConfigError) as error:
-        step.trace(*shapes(layout, jp.offload(tx(LR), parameters=True, min_bytes=0)))
+        step.trace(*shapes(layout, jp.offload.to_host(tx(LR), parameters=True, min_bytes=0)))
     assert str(error.value) == text
 
 
@@ -257,7 +257,7 @@ def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> 
     def two(key: jax.Array) -> dict[str, Any]:
         return make(key) | {"more": jp.tag(jnp.ones((2, 16, 24)), "layers", "embed", "mlp")}
 
-    tx, layout = jp.offload(optax.adam(LR), parameters=True, min_bytes=0), layout_of_rules("replicated")
+    tx, layout = jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0), layout_of_rules("replicated")
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, loss).trace(*shapes(layout, tx, two))
     assert str(error.value) == (
@@ -276,7 +276,7 @@ def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> 
 
 def test_what_is_fetched_is_fetched_again_where_all_else_is_kept(layout_of: Callable[..., jp.Layout]) -> None:
     config = preset("tiny", layers=2, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64, remat="none")
-    layout, tx = layout_of("fsdp"), jp.offload(optax.sgd(LR), parameters=True, min_bytes=0)
+    layout, tx = layout_of("fsdp"), jp.offload.to_host(optax.sgd(LR), parameters=True, min_bytes=0)
     data = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 16), "int32"))
     traced = jp.train_step(layout, next_token_loss).trace(abstract_state(layout, make_llama(config), tx), data)
     layers = [shape for shape, there, _ in moves(traced.jaxpr.jaxpr) if there and shape[0] != 1]
@@ -286,7 +286,7 @@ def test_what_is_fetched_is_fetched_again_where_all_else_is_kept(layout_of: Call
 def test_a_part_of_a_stack_is_not_taken_out_of_the_hosts_memory(layout_of: Callable[..., jp.Layout]) -> None:
     config = preset("tiny", layers=2, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64)
     config = type(config)(**{**vars(config), "remat": jp.RematPolicy("full", layers=(1,))})
-    layout, tx = layout_of("fsdp"), jp.offload(optax.adam(LR), parameters=True, min_bytes=0)
+    layout, tx = layout_of("fsdp"), jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0)
     data = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 16), "int32"))
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, next_token_loss).trace(abstract_state(layout, make_llama(config), tx), data)

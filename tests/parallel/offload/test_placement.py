@@ -68,7 +68,7 @@ def after(tx: Any, stage: int, steps: int = 3, bad: int | None = None) -> tuple[
 
 
 def goes_by_layers(tx: Any, stage: int) -> bool:
-    layout, tx = layout_of(stage), jp.offload(tx, min_bytes=0)
+    layout, tx = layout_of(stage), jp.offload.to_host(tx, min_bytes=0)
     shapes = (abstract_state(layout, make, tx), jax.ShapeDtypeStruct((8, 16), "float32"))
     text = str(jp.train_step(layout, loss, **jp.Zero(stage=stage).step).trace(*shapes).jaxpr)
     return "<host>[3,16" in text and "dynamic_update_slice" in text
@@ -89,7 +89,7 @@ def test_square_matrices_go_where_their_own_state_lies() -> None:
     rules = jp.Rules(batch="replica", layers=None, embed="data", mlp="model")
     layout = jp.Layout(jp.MeshSpec(replica=2, data=2, model=2).build(), rules)
     x, found = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32), []
-    for tx in (optax.adam(LR), jp.offload(optax.adam(LR), min_bytes=0)):
+    for tx in (optax.adam(LR), jp.offload.to_host(optax.adam(LR), min_bytes=0)):
         state = jp.init(layout, square, tx)
         found.append(jp.train_step(layout, loss)(state, x)[0].params)
     for name in ("up", "down"):
@@ -107,7 +107,7 @@ def kinds(state: Any) -> dict[str, str]:
 def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> None:
     tx, tangled = OPTIMIZERS[name]
     expected, skipped = after(tx(), stage, bad=1)
-    found, skipped_too = after(jp.offload(tx(), min_bytes=0), stage, bad=1)
+    found, skipped_too = after(jp.offload.to_host(tx(), min_bytes=0), stage, bad=1)
     assert skipped == skipped_too == [False, True, False]
     assert entangled(found) == tangled
     assert goes_by_layers(tx(), stage) is (tangled is None)
@@ -120,7 +120,7 @@ def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> N
 
 
 def test_matrices_wait_in_the_hosts_memory_before_and_after_a_step() -> None:
-    tx = jp.offload(optax.adam(LR), min_bytes="2KiB")
+    tx = jp.offload.to_host(optax.adam(LR), min_bytes="2KiB")
     with pytest.warns(UserWarning) as said:
         state = jp.init(layout_of(1), make, tx)
     assert (
@@ -137,7 +137,9 @@ def test_matrices_wait_in_the_hosts_memory_before_and_after_a_step() -> None:
 def test_explain_names_what_waits_and_counts_it_for_no_device() -> None:
     batch = jp.tag(jax.ShapeDtypeStruct((8, 16), "float32"), "batch", "embed")
     plain = jp.explain(layout_of(1), make, optax.adam(LR), batch=batch, loss_fn=loss)
-    found = jp.explain(layout_of(1), make, jp.offload(optax.adam(LR), min_bytes="2KiB"), batch=batch, loss_fn=loss)
+    found = jp.explain(
+        layout_of(1), make, jp.offload.to_host(optax.adam(LR), min_bytes="2KiB"), batch=batch, loss_fn=loss
+    )
     row = next(row for row in found.rows if row.path == "opt_state/0/mu/up")
     assert row.device_bytes == 0
     assert row.why[-1] == "in the host's memory, 576 B for each device"
@@ -148,10 +150,10 @@ def test_explain_names_what_waits_and_counts_it_for_no_device() -> None:
 
 
 def test_shapes_know_the_memory_and_a_wrong_size_is_named() -> None:
-    tx = jp.offload(optax.sgd(LR, momentum=0.9), min_bytes=0)
+    tx = jp.offload.to_host(optax.sgd(LR, momentum=0.9), min_bytes=0)
     leaves = jax.tree.leaves(abstract_state(layout_of(0), make, tx).opt_state)
     assert sorted(x.sharding.memory_kind or "device" for x in leaves if x.shape) == ["pinned_host"] * 4
     assert entangled(shape_state(layout_of(0), make, tx)) is None
     with pytest.raises(ConfigError) as error:
-        jp.offload(optax.sgd(LR), min_bytes="much")
+        jp.offload.to_host(optax.sgd(LR), min_bytes="much")
     assert str(error.value) == "offload: min_bytes is 'much', but a size, as '64KiB', is wanted."

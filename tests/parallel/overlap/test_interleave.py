@@ -91,7 +91,7 @@ def test_another_policy_of_recomputation_beside_a_ring_and_an_exchange_of_heads(
 
 
 def test_copies_inside_of_a_pipeline(one_copy: Found) -> None:
-    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=2))
+    pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=2, microbatches=2))
     got = run({"pipeline": 2, "data": 2, "model": 2}, 2, staged=True, pipeline=pipeline)
     check_same(got, one_copy)
 
@@ -114,7 +114,7 @@ def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch:
     monkeypatch.setattr(
         "jaxpar.parallel.overlap.interleave.links_of", lambda mesh: SimpleNamespace(torus=True, rings=lambda axes: (4,))
     )
-    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=2, microbatches=ROWS))
+    pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=2, microbatches=ROWS))
     got = run(
         {"pipeline": 2, "model": 4},
         2,
@@ -157,7 +157,9 @@ def test_a_layer_of_ones_own() -> None:
         w = jax.random.normal(jax.random.key(0), (8, 8)) / 3
         x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, 8))
         side = {"at": jax.random.normal(jax.random.key(2), (ROWS, SEQ, 1)), "scale": jnp.ones(())}
-        in_two = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, jp.interleave_batches(layer)), argnums=(0, 1)))
+        in_two = jax.jit(
+            jax.value_and_grad(lambda w, x: loss(w, x, jp.overlap.interleave_batches(layer)), argnums=(0, 1))
+        )
         compiled = in_two.lower(w, jp.shard_array(layout, x, "batch", "seq", None)).compile(compiler_options=QUICK)
         got = compiled(w, jp.shard_array(layout, x, "batch", "seq", None))
     with jax.enable_x64(True):
@@ -187,15 +189,15 @@ def test_each_copy_on_each_device_draws_its_own() -> None:
     layout = layout_of(RULES, {"data": 2, "context": 2})
     with layout:
         x = jp.shard_array(layout, jnp.zeros((ROWS, SEQ, 4)), "batch", "seq", None)
-        drawn = np.asarray(jax.jit(jp.interleave_batches(noisy))(None, x, jax.random.key(0)))
+        drawn = np.asarray(jax.jit(jp.overlap.interleave_batches(noisy))(None, x, jax.random.key(0)))
     assert len(np.unique(drawn)) == drawn.size
 
 
 def test_what_copies_cannot_do() -> None:
     x, block = jnp.ones((ROWS, SEQ, 8)), {"w": jnp.ones((8, 8))}
-    run = jp.interleave_batches(layer)
+    run = jp.overlap.interleave_batches(layer)
     with pytest.raises(ConfigError, match=re.escape("overlap.ways is 3, but 1 or 2 is wanted")):
-        jp.interleave_batches(layer, 3)
+        jp.overlap.interleave_batches(layer, 3)
     plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
     with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         run(block, x, None)
@@ -218,19 +220,19 @@ def test_what_copies_cannot_do() -> None:
         with pytest.raises(
             ModelError, match=re.escape("interleave_batches(): the layer carries 'mean', 'var', which would part")
         ):
-            jp.interleave_batches(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
+            jp.overlap.interleave_batches(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
 
 
 def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
-        jp.interleave_batches(layer, dim="seq")
+        jp.overlap.interleave_batches(layer, dim="seq")
     assert str(said.value) == (
         "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one "
         "part of a sequence to the next. Remedy: its branches, with Branch(carried=...) where tokens see others, or "
         "dim='batch'."
     )
     with pytest.raises(ConfigError) as said:
-        jp.interleave_batches(layer, dim="sequence")  # type: ignore[arg-type]
+        jp.overlap.interleave_batches(layer, dim="sequence")  # type: ignore[arg-type]
     assert str(said.value) == (
         "overlap.dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq "
         "its tokens."
@@ -252,7 +254,7 @@ def test_what_halves_of_sequences_cannot_do() -> None:
         + remedy
     )
     with pytest.raises(ConfigError) as said:
-        llama.preset("tiny", copies=2, copies_dim="seq", context=jp.Context(load_balance="zigzag"))
+        llama.preset("tiny", copies=2, copies_dim="seq", context=jp.context.Context(load_balance="zigzag"))
     assert str(said.value) == (
         "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's "
         "load_balance is 'zigzag'. "

@@ -43,19 +43,19 @@ def made(params: Any) -> list[list[int]]:
 @pytest.mark.parametrize("summed", [[0], [-1], [0, 1], [1, 2]], ids=str)
 def test_no_number_is_off_by_more_than_half_a_step(summed: list[int]) -> None:
     x = jax.random.normal(jax.random.key(0), (6, 10, 7)) * jnp.arange(7)
-    kept = jp.Int8.of(x, summed)
+    kept = jp.inference.Int8.of(x, summed)
     assert kept.values.dtype == jnp.int8 and kept.shape == x.shape
     assert kept.scales.shape == tuple(size for dim, size in enumerate(x.shape) if dim not in [d % 3 for d in summed])
     most = np.abs(x).max(tuple(summed), keepdims=True)
     # Half a step is most / 254. The margin allows for the rounding of quotient and product.
     assert (np.abs(kept.astype(jnp.float32) - x) / np.where(most == 0, 1, most / 253)).max() <= 1
     assert np.abs(kept.values).max() == 127
-    assert not np.isfinite(jp.Int8.of(x.at[0, 0, 0].set(jnp.inf), summed).astype(jnp.float32)).all()
+    assert not np.isfinite(jp.inference.Int8.of(x.at[0, 0, 0].set(jnp.inf), summed).astype(jnp.float32)).all()
 
 
 def test_a_product_with_the_integers_is_one_with_the_array() -> None:
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 3, 6), (6, 4, 5)]))
-    kept, names = jp.Int8.of(w, [0]), ("embed", "heads", "head_dim")
+    kept, names = jp.inference.Int8.of(w, [0]), ("embed", "heads", "head_dim")
     with jp.Layout(jp.MeshSpec(data=4, model=2).build(), RULES.replace(params={"embed": None})):
         (y,) = jp.sharded_dot(x, (kept, names))
         both = jp.sharded_dot(x, (kept, names), (w, names))
@@ -72,14 +72,15 @@ def test_attention_to_a_cache_in_int8_is_attention_to_what_it_stands_for(mesh: d
     q, k, v = (rng.normal(size=(3, 1, n, 4)).astype(np.float32) for n in (8, 4, 4))
     at = np.array([0, 7, 15], np.int32)
     kept = {
-        n: jp.Int8.of(jnp.asarray(rng.normal(size=(2, 3, 4, 16, 4)), jnp.float32), [-1]) for n in ("keys", "values")
+        n: jp.inference.Int8.of(jnp.asarray(rng.normal(size=(2, 3, 4, 16, 4)), jnp.float32), [-1])
+        for n in ("keys", "values")
     }
     rules = jp.Rules(batch=None, heads="model", kv_heads=None, head_dim=None, cache_seq="context")
     with jp.Layout(jp.MeshSpec(**mesh).build(), rules):
-        o, after = jax.jit(jp.cached_attention)(q, k, v, kept, 1, at)
+        o, after = jax.jit(jp.inference.cached_attention)(q, k, v, kept, 1, at)
     for name, new in (("keys", k), ("values", v)):
         want = np.array(kept[name].astype(jnp.float32))
-        rounded = jp.Int8.of(jnp.asarray(new[:, 0]), [-1]).astype(jnp.float32)
+        rounded = jp.inference.Int8.of(jnp.asarray(new[:, 0]), [-1]).astype(jnp.float32)
         for row, last in enumerate(at):
             want[1, row, :, last] = rounded[row]
         np.testing.assert_allclose(after[name].astype(jnp.float32), want, rtol=1e-6)
@@ -146,7 +147,7 @@ def test_a_cache_of_shapes() -> None:
     assert init_cache(2, 4, 2, 16, 8, "bfloat16")["values"].value.dtype == jnp.bfloat16
 
 
-def _project(kept: jp.Int8) -> Any:
+def _project(kept: jp.inference.Int8) -> Any:
     with jp.Layout(one_device(), RULES):
         return jp.sharded_dot(jnp.ones((2, 6)), (kept, ("embed", "mlp")))
 
@@ -155,7 +156,7 @@ def _project(kept: jp.Int8) -> Any:
     ("make", "error", "text"),
     [
         (
-            lambda: jp.Int8.of(jnp.ones((2, 3)), [2]),
+            lambda: jp.inference.Int8.of(jnp.ones((2, 3)), [2]),
             ConfigError,
             (
                 "Int8.of(): [2] of an array of shape (2, 3) are to share a scale, but one or more of its 2 dims are "
@@ -169,7 +170,7 @@ def _project(kept: jp.Int8) -> Any:
             "cached_llama: cache is 'int4', but 'int8' or None is wanted.",
         ),
         (
-            lambda: _project(jp.Int8.of(jnp.ones((6, 4)), [1])),
+            lambda: _project(jp.inference.Int8.of(jnp.ones((6, 4)), [1])),
             LayoutError,
             (
                 "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) has a scale for all of its dims [1], but "

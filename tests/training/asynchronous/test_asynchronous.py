@@ -19,6 +19,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ScheduleError
 from jaxpar.sharding.layout import tracing_under
+from jaxpar.training.asynchronous.step import PipedreamStep
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Each program runs a few times, so compiling it with optimizations takes longer than running it."""
@@ -61,7 +62,7 @@ def loss_of(head: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, j
     return jnp.mean(jnp.sum((x @ head - batch["targets"]) ** 2, -1)), {"first": x[0, 0, 0]}
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
@@ -110,7 +111,7 @@ def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
 
 
 @functools.cache
-def gradient(loss: jp.PipelineLoss = LOSS) -> Callable[[Any, Any], Any]:
+def gradient(loss: jp.pipeline.PipelineLoss = LOSS) -> Callable[[Any, Any], Any]:
     """Returns a function of loss and gradient of one microbatch, on one device, without a pipeline."""
     one = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
 
@@ -132,7 +133,7 @@ def updating() -> tuple[optax.GradientTransformation, Callable[..., Any]]:
     return tx, jax.jit(update)
 
 
-def two_versions(params: Any, loss: jp.PipelineLoss, count: int, ways: int) -> list[Any]:
+def two_versions(params: Any, loss: jp.pipeline.PipelineLoss, count: int, ways: int) -> list[Any]:
     """Returns the weights after every call and after a flush: W(t + 1) = W(t) - u(g(W(t - 1)))."""
     (tx, update), mean = updating(), lambda *grads: sum(grads) / count
     state, found, late = tx.init(params), [params], None
@@ -147,7 +148,9 @@ def two_versions(params: Any, loss: jp.PipelineLoss, count: int, ways: int) -> l
     return found[1:]
 
 
-def every_microbatch(params: Any, loss: jp.PipelineLoss, count: int, ways: int, layers: tuple[int, ...]) -> list[Any]:
+def every_microbatch(
+    params: Any, loss: jp.pipeline.PipelineLoss, count: int, ways: int, layers: tuple[int, ...]
+) -> list[Any]:
     """Returns the weights after every call and after a flush.
 
     Stage s computes W_s(m + 1) = W_s(m) - u(g_m), where g_m is the gradient of microbatch m.
@@ -208,35 +211,37 @@ def restored(numbers: Any, like: Any) -> Any:
     return jax.tree.map(one, numbers, like)
 
 
-CASES: list[tuple[dict[str, int], jp.Asynchronous, jp.PipelineLoss, bool]] = [
-    ({"pipeline": 3}, jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4), LOSS, True),
+CASES: list[tuple[dict[str, int], jp.pipeline.Asynchronous, jp.pipeline.PipelineLoss, bool]] = [
+    ({"pipeline": 3}, jp.pipeline.Asynchronous("pipedream_2bw", stages=3, microbatches=4), LOSS, True),
     (
         {"pipeline": 2, "data": 2, "model": 2},
-        jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2, activation_checkpointing="none", layers=(4, 2)),
+        jp.pipeline.Asynchronous(
+            "pipedream_2bw", stages=2, microbatches=2, activation_checkpointing="none", layers=(4, 2)
+        ),
         TIED,
         False,
     ),
     (
         {"pipeline": 3, "data": 2},
-        jp.Asynchronous("pipedream", stages=3, microbatches=4, activation_checkpointing="none"),
+        jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, activation_checkpointing="none"),
         LOSS,
         True,
     ),
     (
         {"pipeline": 3, "model": 2},
-        jp.Asynchronous("pipedream", stages=3, microbatches=4, layers=(3, 1, 2)),
+        jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, layers=(3, 1, 2)),
         TIED,
         True,
     ),
-    ({"pipeline": 2, "data": 2}, jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2), READS, True),
+    ({"pipeline": 2, "data": 2}, jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=2), READS, True),
 ]
 """Mesh, pipeline, loss, and whether the run ends with a flush."""
 
 
-def step_of(case: int) -> tuple[jp.Layout, jp.PipedreamStep]:
+def step_of(case: int) -> tuple[jp.Layout, PipedreamStep]:
     sizes, pipeline, loss, _ = CASES[case]
     layout = jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), RULES)
-    return layout, jp.PipedreamStep(layout, loss, pipeline, donate=False)
+    return layout, jp.pipeline.pipedream_train_step(layout, loss, pipeline, donate=False)
 
 
 @functools.cache
@@ -317,8 +322,8 @@ def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
         assert one.sharding.is_equivalent_to(other.sharding, other.ndim), keys
 
 
-TWO = {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}
-EACH = {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2)}
+TWO = {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}
+EACH = {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2)}
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -336,7 +341,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         (
             "asynchronous pipeline: precision scales the loss, but under 'pipedream_2bw' gradients of two steps, made "
             "with two scales, are on their way at once. Remedy: compute in bf16, which wants no scale, or "
-            "jp.schedule('1f1b')."
+            "jp.pipeline.schedule('1f1b')."
         ),
     ),
     "norm": (
@@ -348,7 +353,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "stages": (
-        {"pipeline": jp.Asynchronous("pipedream", stages=3, microbatches=4)},
+        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4)},
         ConfigError,
         (
             "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. "
@@ -356,16 +361,16 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "optimizer": (
-        {**TWO, "tx": jp.offload(optax.adam(0.1), min_bytes=0)},
+        {**TWO, "tx": jp.offload.to_host(optax.adam(0.1), min_bytes=0)},
         ConfigError,
         (
             "asynchronous pipeline: parameters or an optimizer's state in the host's memory cannot be, as "
             "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or "
-            "jp.schedule('1f1b')."
+            "jp.pipeline.schedule('1f1b')."
         ),
     ),
     "pieces": (
-        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
+        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
         ConfigError,
         (
             "pipeline: layers is [4, 1], of 5 layers in 2 pieces, but blocks has 6 layers and the schedule 2 pieces, "
@@ -373,7 +378,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "reduce": (
-        {"pipeline": jp.Asynchronous("pipedream", stages=2, microbatches=2, grad_reduction="per_microbatch")},
+        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, grad_reduction="per_microbatch")},
         ConfigError,
         (
             "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an "
@@ -389,7 +394,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "rows": (
-        {"pipeline": jp.Asynchronous("pipedream_2bw", stages=2, microbatches=3)},
+        {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=3)},
         LayoutError,
         (
             "batch/targets [8, 2, 12], batch/tokens [8, 2] cannot be cut into the 3 microbatches of the pipeline over "
@@ -408,14 +413,14 @@ def test_what_cannot_be_is_named(case: str) -> None:
         options = dict(asked)
         rules, tx = options.pop("rules", RULES), options.pop("tx", stepping())
         layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
-        step = jp.PipedreamStep(layout, LOSS, **options)
+        step = jp.pipeline.pipedream_train_step(layout, LOSS, **options)
         jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
 
 
 def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ran = done(0)
     layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)
-    step = jp.PipedreamStep(layout, LOSS, CASES[0][1])
+    step = jp.pipeline.pipedream_train_step(layout, LOSS, CASES[0][1])
     text = (
         "batch/targets is float64[4, 2, 12], but the batch on its way has float64[8, 2, 12]. Remedy: batches of one "
         "shape; or flush(state), and start(state.landed, batch)."
@@ -423,16 +428,22 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
     others = [
-        (0, "pipedream_2bw", jp.Asynchronous("pipedream", stages=3, microbatches=4), "2-2-2", "2-2-2"),
+        (0, "pipedream_2bw", jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4), "2-2-2", "2-2-2"),
         (
             0,
             "pipedream_2bw",
-            jp.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers=(1, 1, 4)),
+            jp.pipeline.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers=(1, 1, 4)),
             "2-2-2",
             "1-1-4",
         ),
-        (3, "pipedream", jp.Asynchronous("pipedream", stages=3, microbatches=4), "3-1-2", "2-2-2"),
-        (3, "pipedream", jp.Asynchronous("pipedream", stages=3, microbatches=4, layers=(1, 2, 3)), "3-1-2", "1-2-3"),
+        (3, "pipedream", jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4), "3-1-2", "2-2-2"),
+        (
+            3,
+            "pipedream",
+            jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, layers=(1, 2, 3)),
+            "3-1-2",
+            "1-2-3",
+        ),
     ]
     for case, name, asked, each, now in others:
         text = (
@@ -443,7 +454,9 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
             f"start(state.landed, batch)."
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
-            jp.PipedreamStep(step_of(case)[0], CASES[case][2], asked).lower(done(case).state, batch_of(0))
+            jp.pipeline.pipedream_train_step(step_of(case)[0], CASES[case][2], asked).lower(
+                done(case).state, batch_of(0)
+            )
     text = (
         "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = "
         "step.start(state, batch)."
@@ -455,7 +468,7 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
 def test_names_sizes_and_places_for_them_are_told() -> None:
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (
-            lambda: jp.Asynchronous("pipedream_2bw", stages=4, microbatches=5),
+            lambda: jp.pipeline.Asynchronous("pipedream_2bw", stages=4, microbatches=5),
             ScheduleError,
             (
                 "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: over 4 stages a microbatch's gradient "
@@ -464,22 +477,22 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             ),
         ),
         (
-            lambda: jp.Asynchronous("2bw", stages=4, microbatches=8),
+            lambda: jp.pipeline.Asynchronous("2bw", stages=4, microbatches=8),
             ConfigError,
             "asynchronous pipeline: name is '2bw', but 'pipedream' or 'pipedream_2bw' is wanted.",
         ),
         (
-            lambda: jp.Asynchronous("pipedream", stages=0, microbatches=8),
+            lambda: jp.pipeline.Asynchronous("pipedream", stages=0, microbatches=8),
             ConfigError,
             "asynchronous pipeline: stages is 0, but a number, 1 or more, is wanted.",
         ),
         (
-            lambda: jp.schedule("pipedream", stages=2, microbatches=4),
+            lambda: jp.pipeline.schedule("pipedream", stages=2, microbatches=4),
             ScheduleError,
             (
                 "schedule 'pipedream' is asynchronous: what it begins in a step it ends in the next, so it is no "
-                "schedule of one. Remedy: jp.PipedreamStep(..., pipeline=jp.Asynchronous('pipedream', stages=2, "
-                "microbatches=4))."
+                "schedule of one. Remedy: jp.pipeline.pipedream_train_step(..., "
+                "pipeline=jp.pipeline.Asynchronous('pipedream', stages=2, microbatches=4))."
             ),
         ),
         (
@@ -487,7 +500,7 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             ConfigError,
             (
                 "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: "
-                "jp.PipedreamStep, or jp.schedule('1f1b')."
+                "jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
             ),
         ),
     ]

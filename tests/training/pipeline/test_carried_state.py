@@ -104,7 +104,7 @@ CARRIED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", CARRIED)
 def test_state_that_is_carried_is_named(case: str) -> None:
     make, text = CARRIED[case]
-    loss = jp.PipelineLoss(
+    loss = jp.pipeline.PipelineLoss(
         layers="blocks",
         embed=lambda model, batch: model.drop(batch["x"]) if getattr(model, "drop", None) else batch["x"],
         layer=lambda block, x, side: x + jnp.tanh(x @ block.w),
@@ -112,6 +112,6 @@ def test_state_that_is_carried_is_named(case: str) -> None:
     )
     layout = jp.Layout(jp.MeshSpec(pipeline=2).abstract(), RULES)
     state = jp.abstract_state(layout, make, optax.sgd(0.1))
-    step = jp.train_step(layout, loss, pipeline=jp.schedule("1f1b", stages=2, microbatches=4))
+    step = jp.train_step(layout, loss, pipeline=jp.pipeline.schedule("1f1b", stages=2, microbatches=4))
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
         step.lower(state, {"x": jnp.ones((8, WIDTH))})

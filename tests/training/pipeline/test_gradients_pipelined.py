@@ -57,7 +57,7 @@ def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, ja
     }
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
@@ -112,7 +112,7 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 @pytest.mark.parametrize("case", [CASES[i] for i in (2, 3, 8, 9)], ids=str)
 def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
-    schedule = jp.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
+    schedule = jp.pipeline.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
     got = run(
         sizes,
         jp.Pipeline(
@@ -129,7 +129,7 @@ def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_t
     def temporary(microbatches: int, embedding: Any) -> int:
         layout = layout_of(RULES, {"pipeline": 2})
         pipeline = jp.Pipeline(
-            jp.schedule("1f1b", 2, microbatches), activation_checkpointing="none", embedding=embedding
+            jp.pipeline.schedule("1f1b", 2, microbatches), activation_checkpointing="none", embedding=embedding
         )
         batch = {name: jnp.concatenate([x] * microbatches) for name, x in batch_of().items()}
         with layout:
@@ -157,7 +157,7 @@ def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_t
 def test_stages_that_do_their_own_alone_give_the_same(
     name: str, activation_checkpointing: Any, embedding: Any, one_device: Any
 ) -> None:
-    schedule = jp.schedule(name, stages=2, microbatches=8, chunks=2 if name == "zb_v" else None, fused=False)
+    schedule = jp.pipeline.schedule(name, stages=2, microbatches=8, chunks=2 if name == "zb_v" else None, fused=False)
     got = run(
         {"pipeline": 2, "data": 2},
         jp.Pipeline(
@@ -170,7 +170,7 @@ def test_stages_that_do_their_own_alone_give_the_same(
 
 def test_no_collective_stands_where_stages_part() -> None:
     layout = layout_of(RULES, {"pipeline": 2, "data": 2})
-    pipeline = jp.Pipeline(jp.schedule("zb_h1", stages=2, microbatches=4), executor="independent")
+    pipeline = jp.Pipeline(jp.pipeline.schedule("zb_h1", stages=2, microbatches=4), executor="independent")
     with layout:
         state = jp.abstract_state(layout, make_model, SGD)
         step = jp.train_step(layout, LOSS, pipeline=pipeline).lower(state, batch_of())
@@ -184,7 +184,7 @@ def test_no_collective_stands_where_stages_part() -> None:
 def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
     grad_reduction: Any, layers: tuple[int, ...], one_device: Any
 ) -> None:
-    schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
+    schedule = jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2)
     got = run(
         {"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, grad_reduction=grad_reduction, layers=layers)
     )
@@ -208,7 +208,7 @@ def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_devi
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
-    schedule = jp.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
+    schedule = jp.pipeline.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
     got = run(sizes, jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers=layers))
     # The metric "right" is a mean over all rows, which differs from the weighted mean of the microbatches.
     got[0]["right"] = one_device[0]["right"]
@@ -232,7 +232,7 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
         state = jp.abstract_state(layout, make_model, SGD)
         for microbatches in (4, 16):
             batch = {name: jnp.concatenate([x, x]) for name, x in batch_of().items()}
-            schedule = jp.schedule("1f1b", stages=4, microbatches=microbatches)
+            schedule = jp.pipeline.schedule("1f1b", stages=4, microbatches=microbatches)
             text = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch).as_text()
             assert not re.search(r"stablehlo\.(case|if)\b", text)
             sizes.append(text.count("\n"))
@@ -242,7 +242,7 @@ def test_the_program_holds_no_conditional_and_does_not_grow_with_microbatches() 
 def test_what_some_ticks_do_is_not_done_in_all() -> None:
     """XLA:CPU hoists loop-invariant code, so the head, the feed and the drain could otherwise run in every tick."""
     layout = jp.Layout(jp.MeshSpec(pipeline=4).build(jax.devices()[:4]), RULES)
-    schedule = jp.schedule("1f1b", stages=4, microbatches=8)
+    schedule = jp.pipeline.schedule("1f1b", stages=4, microbatches=8)
     with layout:
         state = jp.abstract_state(layout, make_model, SGD)
         step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
@@ -319,15 +319,15 @@ def test_as_many_chunks_as_stages_are_exchanged_at_once(chunks: int, each: tuple
     assert {c.kind for c in jp.audit(compiled, mesh=mesh).collectives} == {kind}
 
 
-ONE_F_ONE_B = jp.schedule("1f1b", stages=2, microbatches=4)
+ONE_F_ONE_B = jp.pipeline.schedule("1f1b", stages=2, microbatches=4)
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no pieces": (
         {"loss": next_token_loss},
         ConfigError,
         (
             "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: "
-            "jaxpar.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the stack and what comes "
-            "before and after it."
+            "jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the stack and what "
+            "comes before and after it."
         ),
     ),
     "stages": (
@@ -339,7 +339,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "no backwards": (
-        {"pipeline": jp.schedule("circular", stages=2, microbatches=4)},
+        {"pipeline": jp.pipeline.schedule("circular", stages=2, microbatches=4)},
         ConfigError,
         "pipeline: the schedule 'circular' has no backwards, so nothing can be trained. Remedy: '1f1b'.",
     ),
@@ -370,7 +370,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "rows": (
-        {"pipeline": jp.schedule("1f1b", stages=2, microbatches=5)},
+        {"pipeline": jp.pipeline.schedule("1f1b", stages=2, microbatches=5)},
         LayoutError,
         (
             "batch/targets [16, 6], batch/tokens [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 "
@@ -379,7 +379,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "layers": (
-        {"pipeline": jp.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
+        {"pipeline": jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
         ConfigError,
         (
             "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number "
@@ -502,7 +502,7 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
 
 def test_the_remedy_for_layers_that_stages_do_not_divide_works(one_device: tuple[dict[str, float], Any]) -> None:
     rules = RULES.replace(vocab=None, indivisible={"layers": "replicate"})
-    pipeline = jp.Pipeline(jp.schedule("1f1b", stages=3, microbatches=4), layers=(3, 3, 2))
+    pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=3, microbatches=4), layers=(3, 3, 2))
     got = run({"pipeline": 3, "data": 2}, pipeline, rules=rules)
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)

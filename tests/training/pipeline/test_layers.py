@@ -60,7 +60,9 @@ def after(model: Any, x: jax.Array, batch: Any) -> Any:
     return jnp.sum(errors * batch["counts"]) / weight, {"weight": weight}
 
 
-LOSS = jp.PipelineLoss(layers="blocks", embed=lambda model, batch: batch["x"], layer=layer, head=after, keys=True)
+LOSS = jp.pipeline.PipelineLoss(
+    layers="blocks", embed=lambda model, batch: batch["x"], layer=layer, head=after, keys=True
+)
 
 
 def batch_of() -> dict[str, jax.Array]:
@@ -98,7 +100,7 @@ def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_dev
     """The rows that a device has of a microbatch form one microbatch of the single device."""
     name, sizes, chunks, activation_checkpointing, layers, executor = case
     microbatches = PIECES // sizes.get("data", 1)
-    schedule = jp.schedule(name, stages=2, microbatches=microbatches, chunks=chunks)
+    schedule = jp.pipeline.schedule(name, stages=2, microbatches=microbatches, chunks=chunks)
     check_same(
         run(
             sizes,
@@ -139,7 +141,7 @@ def evaluate(sizes: dict[str, int], pipeline: Any, loss: Any, batch: Any) -> tup
 
 @pytest.mark.parametrize("embedding", ["per_step", "per_microbatch"])
 def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) -> None:
-    sizes, schedule = {"pipeline": 2, "data": 2}, jp.schedule("1f1b", stages=2, microbatches=PIECES // 2)
+    sizes, schedule = {"pipeline": 2, "data": 2}, jp.pipeline.schedule("1f1b", stages=2, microbatches=PIECES // 2)
     got, compiled = evaluate(sizes, jp.Pipeline(schedule, layers=(4, 2), embedding=embedding), LOSS, batch_of())
     assert got == {
         name: pytest.approx(one_device[0][name], rel=1e-6) for name in ("loss", "weight", "entropy", "aux_loss")
@@ -159,8 +161,10 @@ def test_draws_are_those_of_one_device_to_the_bit() -> None:
         return x + jax.vmap(lambda key: jax.random.randint(key, x.shape[1:], 0, 8).astype(x.dtype))(keys)
 
     after = lambda model, x, batch: jnp.mean(jnp.sum(x * batch["code"], (1, 2)))
-    loss = jp.PipelineLoss("blocks", lambda model, batch: jnp.zeros_like(batch["code"]), layer, after, keys=True)
-    schedule = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
+    loss = jp.pipeline.PipelineLoss(
+        "blocks", lambda model, batch: jnp.zeros_like(batch["code"]), layer, after, keys=True
+    )
+    schedule = jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2)
     pipeline = jp.Pipeline(schedule, layers=(2, 1, 2, 1))
     want = evaluate({"data": 1}, None, loss, batch_of())[0]
     assert want["loss"] % 2**-4 == 0 and want["loss"] > 1e3
@@ -173,8 +177,11 @@ def test_draws_are_those_of_one_device_to_the_bit() -> None:
 @pytest.mark.parametrize("name", sorted(NAMES.keys() - {"circular"}))
 def test_the_forwards_of_a_schedule_are_one(name: str) -> None:
     chunks, parts = (1 if NAMES[name].chunks == "one" else 2), 2 if NAMES[name].sequences else 1
-    trains = jp.schedule(name, stages=4, microbatches=8, chunks=chunks, sequence_chunks=parts)
-    found, circular = forwards(trains).validate(), jp.schedule("circular", stages=4, microbatches=8, chunks=chunks)
+    trains = jp.pipeline.schedule(name, stages=4, microbatches=8, chunks=chunks, sequence_chunks=parts)
+    found, circular = (
+        forwards(trains).validate(),
+        jp.pipeline.schedule("circular", stages=4, microbatches=8, chunks=chunks),
+    )
     assert forwards(found) is found and found.pieces == trains.pieces and found.microbatches == 8
     more = len(found.ticks.rows) - len(circular.ticks.rows)
     # With a V placement, chunk 1 begins when its first microbatch has come back.
@@ -182,7 +189,7 @@ def test_the_forwards_of_a_schedule_are_one(name: str) -> None:
 
 
 TWO_STAGES = jp.Layout(jp.MeshSpec(pipeline=2).abstract(), RULES)
-ONE_F_ONE_B = jp.schedule("1f1b", stages=2, microbatches=4)
+ONE_F_ONE_B = jp.pipeline.schedule("1f1b", stages=2, microbatches=4)
 WRONG: dict[str, tuple[Any, str]] = {
     "three": (
         lambda block, x, side, keys: (x, 0.0, {}),
@@ -227,7 +234,7 @@ def test_rows_that_make_no_microbatches_are_named() -> None:
         "microbatches of the pipeline over 1 devices: their first dims are no multiples of 6. Remedy: a batch of a "
         "multiple of 6 rows, or a schedule of fewer microbatches."
     )
-    step = jp.eval_step(TWO_STAGES, LOSS, pipeline=jp.schedule("circular", stages=2, microbatches=6))
+    step = jp.eval_step(TWO_STAGES, LOSS, pipeline=jp.pipeline.schedule("circular", stages=2, microbatches=6))
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         step.lower(jp.abstract_state(TWO_STAGES, make_model, optax.sgd(0.1)), batch_of())
 

@@ -80,7 +80,7 @@ def whole(variables: Any, batch: Any) -> jax.Array:
     return cross_entropy(Model().apply(variables, batch["tokens"]), batch["targets"])
 
 
-STAGED = jp.PipelineLoss(
+STAGED = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda variables, batch: Model().apply(variables, batch["tokens"], method="before"),
     layer=lambda block, x, side: Layer().apply({"params": block}, x, None)[0],
@@ -97,7 +97,7 @@ def batch_of(seq: int, words: int) -> dict[str, jax.Array]:
 def test_a_linen_model_through_stages() -> None:
     batch = batch_of(SEQ, WORDS)
     want = one_step(layout_of(RULES, {"data": 1}), whole, make_linen, batch)
-    schedule = jp.schedule("1f1b", stages=2, microbatches=2)
+    schedule = jp.pipeline.schedule("1f1b", stages=2, microbatches=2)
     layout = layout_of(RULES, {"pipeline": 2, "data": 2, "model": 2})
     got = one_step(layout, STAGED, make_linen, batch, pipeline=jp.Pipeline(schedule, activation_checkpointing="none"))
     check_same(got, want)
@@ -118,14 +118,14 @@ def llama_alone() -> Any:
         (
             "ring",
             {"pipeline": 2, "context": 2, "model": 2},
-            jp.schedule("interleaved", stages=2, microbatches=4, chunks=2),
+            jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2),
             "collective-permute",
             "per_step",
         ),
         (
             "ulysses",
             {"pipeline": 2, "ulysses": 2},
-            jp.schedule("1f1b", stages=2, microbatches=4),
+            jp.pipeline.schedule("1f1b", stages=2, microbatches=4),
             "all-to-all",
             "per_microbatch",
         ),
@@ -134,7 +134,7 @@ def llama_alone() -> Any:
 def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
     impl: Any, sizes: dict[str, int], schedule: Any, kind: str, embedding: Any
 ) -> None:
-    config, layout = replace(CONFIG, context=jp.Context(impl=impl)), layout_of(LLAMA_RULES, sizes)
+    config, layout = replace(CONFIG, context=jp.context.Context(impl=impl)), layout_of(LLAMA_RULES, sizes)
     loss, pipeline = (
         staged_next_token_loss(config),
         jp.Pipeline(schedule, activation_checkpointing="none", embedding=embedding),

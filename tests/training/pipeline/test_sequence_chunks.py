@@ -94,7 +94,7 @@ def after(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, ja
     return jnp.sum(losses * counts * batch["weights"][:, None]) / jnp.maximum(weight, 1), {"weight": weight}
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: model["words"][batch["tokens"]],
     layer=layer,
@@ -143,7 +143,7 @@ CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...], Any]] = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     sizes, microbatches, chunks, activation_checkpointing, layers, embedding = case
-    schedule = jp.schedule("seq1f1b", sizes["pipeline"], microbatches, sequence_chunks=chunks)
+    schedule = jp.pipeline.schedule("seq1f1b", sizes["pipeline"], microbatches, sequence_chunks=chunks)
     check_same(
         run(
             sizes,
@@ -158,7 +158,7 @@ def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> 
 def test_one_chunk_is_the_program_of_whole_sequences() -> None:
     texts = [
         lowered({"pipeline": 2}, jp.Pipeline(schedule, activation_checkpointing="none")).as_text()
-        for schedule in (jp.schedule("1f1b", 2, 4), jp.schedule("seq1f1b", 2, 4, sequence_chunks=1))
+        for schedule in (jp.pipeline.schedule("1f1b", 2, 4), jp.pipeline.schedule("seq1f1b", 2, 4, sequence_chunks=1))
     ]
     assert texts[0] == texts[1]
 
@@ -169,7 +169,7 @@ LLAMA = llama.LlamaConfig(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, hea
 # `most` bounds the residuals without the carry, in multiples of the input's size.
 @pytest.mark.parametrize(("remat", "most"), [("full", 1), ("save_attention", 2), ("none", None)])
 def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | None) -> None:
-    config = replace(LLAMA, remat=remat, context=jp.Context(block=8))
+    config = replace(LLAMA, remat=remat, context=jp.context.Context(block=8))
     loss, make, chunks, seq = staged_next_token_loss(config), llama.make_llama(config), 4, 64
     batch = {name: jax.ShapeDtypeStruct((1, seq), jnp.int32) for name in ("tokens", "targets")}
     layout = jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), RULES)
@@ -242,7 +242,7 @@ def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path)
 
 
 def chunked(**options: Any) -> Any:
-    return jp.schedule("seq1f1b", 2, 2, **{"sequence_chunks": 2, **options})
+    return jp.pipeline.schedule("seq1f1b", 2, 2, **{"sequence_chunks": 2, **options})
 
 
 OWN = ["F0 F1 B1 B0 W1 W0", "F0 F1 B1 B0 W1 W0"]
@@ -266,7 +266,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "split backwards": (
-        {"pipeline": jp.schedule(OWN, 2, 1, sequence_chunks=2)},
+        {"pipeline": jp.pipeline.schedule(OWN, 2, 1, sequence_chunks=2)},
         ConfigError,
         (
             "pipeline: the schedule 'own' cuts each sequence into 2 chunks and backwards in two, but the gradients of "

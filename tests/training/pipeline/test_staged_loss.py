@@ -47,7 +47,7 @@ def after(model: Any, x: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean((score.sum(-1) - batch["targets"]) ** 2 + jnp.sum(model["shift"] ** 2))
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: model["words"][batch["tokens"]] * batch["scale"][..., None],
     layer=layer,
@@ -111,7 +111,7 @@ def test_without_a_pipeline_what_side_and_prepare_read_has_no_gradient(sizes: An
 
 
 def schedule(name: str, stages: int = 2, microbatches: int = 4, **options: Any) -> Any:
-    return jp.schedule(name, stages=stages, microbatches=microbatches, **options)
+    return jp.pipeline.schedule(name, stages=stages, microbatches=microbatches, **options)
 
 
 PIPELINES: dict[str, tuple[dict[str, int], Any]] = {
@@ -222,7 +222,9 @@ def test_prepare_has_all_parameters() -> None:
 
 def test_stages_of_different_versions_name_what_side_reads() -> None:
     layout = layout_of(RULES, {"pipeline": 2})
-    step = jp.PipedreamStep(layout, LOSS, jp.Asynchronous("pipedream", stages=2, microbatches=4))
+    step = jp.pipeline.pipedream_train_step(
+        layout, LOSS, jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=4)
+    )
     with pytest.raises(ConfigError) as error:
         step.start(jp.init(layout, make_model, SGD), batch_of())
     assert str(error.value) == (

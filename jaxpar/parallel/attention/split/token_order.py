@@ -96,7 +96,7 @@ def check_given(order: Any, length: int, what: str) -> None:
     if len(order) != length:
         raise LayoutError(
             f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: one for each token "
-            f"of all devices, as of jp.balanced_packing(...); and as many keys as queries."
+            f"of all devices, as of jp.context.balanced_packing(...); and as many keys as queries."
         )
 
 

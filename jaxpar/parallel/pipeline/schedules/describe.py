@@ -43,7 +43,7 @@ def answer(asked: Question) -> str:
 
     Raises:
       ScheduleError: no name is given, a picture of several schedules is requested, the costs cannot be parsed, or
-        :func:`jaxpar.schedule` raises it.
+        :func:`jaxpar.pipeline.schedule` raises it.
     """
     if not asked.names:
         raise ScheduleError(f"no schedule is named. Schedules: {', '.join(NAMES)}.")

@@ -12,7 +12,7 @@ def forwards(schedule: Schedule) -> Schedule:
     """Returns the forwards of a schedule in its order, with the same placement of pieces and without sequence chunks.
 
     >>> import jaxpar as jp
-    >>> one = forwards(jp.schedule("zb_h1", stages=4, microbatches=8))
+    >>> one = forwards(jp.pipeline.schedule("zb_h1", stages=4, microbatches=8))
     >>> len(one.ticks.rows), one.forward_only
     (11, True)
     """

@@ -67,8 +67,8 @@ def schedule(
     if isinstance(name, str) and name in ASYNCHRONOUS:
         raise ScheduleError(
             f"schedule {name!r} is asynchronous: what it begins in a step it ends in the next, so it is no schedule of "
-            f"one. Remedy: jp.PipedreamStep(..., pipeline=jp.Asynchronous({name!r}, stages={stages}, "
-            f"microbatches={microbatches}))."
+            f"one. Remedy: jp.pipeline.pipedream_train_step(..., pipeline=jp.pipeline.Asynchronous({name!r}, "
+            f"stages={stages}, microbatches={microbatches}))."
         )
     if named is None and isinstance(name, str):
         raise ScheduleError(f"unknown schedule {name!r}.{did_you_mean(name, NAMES)} Schedules: {', '.join(NAMES)}.")

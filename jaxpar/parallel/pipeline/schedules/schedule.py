@@ -23,7 +23,7 @@ class Schedule(ScheduleSpec):
     ``str()`` returns a summary, :meth:`show` every tick as text, and :meth:`draw` a picture.
 
     Attributes:
-      name: the name given to :func:`jaxpar.schedule`, or ``own`` for custom orders.
+      name: the name given to :func:`jaxpar.pipeline.schedule`, or ``own`` for custom orders.
       pieces: the numbers of stages and of chunks per stage, and which stage has which piece of the model.
       microbatches: the number of microbatches; with sequence chunks, the number of all their chunks. Chunk q of
         microbatch m has the number ``m * sequence_chunks + q``.

@@ -25,7 +25,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, int]) -> None:
     name, stages, microbatches, chunks, slots, scatters = case
-    schedule = jp.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    schedule = jp.pipeline.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
     table, kind = schedule.table("none"), "w" if schedule.split else "b"
     turns = turns_of(schedule, table)
     on, chunk, microbatch = (table.column(f"{kind}_{what}") for what in ("on", "chunk", "microbatch"))
@@ -49,7 +49,7 @@ def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, i
 
 
 def test_stages_that_change_chunks_at_odds_are_named() -> None:
-    schedule = jp.schedule("zb_v", stages=2, microbatches=4, chunks=2)
+    schedule = jp.pipeline.schedule("zb_v", stages=2, microbatches=4, chunks=2)
     text = (
         "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but in "
         "the schedule 'zb_v' of 4 microbatches stages change chunks 5, 7 times. Remedy: grad_reduction='per_step' or "

@@ -100,7 +100,7 @@ def pipelined(
     order = [
         f"{kind}{m}.{c}" for kind in kinds for c in range(chunks)[:: 1 if kind == "F" else -1] for m in range(MOST)
     ]
-    like = jp.schedule([" ".join(order)] * stages, stages=stages, microbatches=MOST, chunks=chunks)
+    like = jp.pipeline.schedule([" ".join(order)] * stages, stages=stages, microbatches=MOST, chunks=chunks)
 
     def pipe(numbers: Any, weights: jax.Array, after: jax.Array, x: jax.Array, pieces: Any) -> Any:
         with tracing_under(layout):
@@ -135,7 +135,7 @@ def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, 
     @given(orders_of_ones_own([stages], [chunks], [1], [kinds]), st.integers(0, 99))
     def check(drawn: tuple[Any, dict[str, Any]], seed: int) -> None:
         orders, sizes = drawn
-        one, dice = jp.schedule(orders, **sizes), np.random.default_rng(seed)
+        one, dice = jp.pipeline.schedule(orders, **sizes), np.random.default_rng(seed)
         draw = lambda *shape: dice.normal(size=shape).astype(np.float32)
         weights, after = draw(stages * chunks, WIDTH, WIDTH) / 3, draw(WIDTH, WIDTH) / 3
         x, pieces = draw(MOST, ROWS, WIDTH), {"side": draw(MOST, ROWS, 1), "wanted": draw(MOST, ROWS, WIDTH)}
@@ -154,7 +154,7 @@ def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, 
 
 
 RULES = jp.Rules(batch="data", embed=None, layers="pipeline", params={"embed": "data"})
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: batch["x"],
     layer=layer,
@@ -187,7 +187,7 @@ def test_a_step_in_any_order_is_that_of_one_device(
 ) -> None:
     orders, sizes = drawn
     want = one_step(layout_of(RULES, {"data": 1}), LOSS, make_model, batch_of())
-    layout, schedule = layout_of(RULES, {"pipeline": 2, "data": 2}), jp.schedule(orders, **sizes)
+    layout, schedule = layout_of(RULES, {"pipeline": 2, "data": 2}), jp.pipeline.schedule(orders, **sizes)
     check_same(
         one_step(
             layout,

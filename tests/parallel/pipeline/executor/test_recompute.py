@@ -39,7 +39,7 @@ def make_model(key: jax.Array) -> Any:
     }
 
 
-LOSS = jp.PipelineLoss(
+LOSS = jp.pipeline.PipelineLoss(
     layers="blocks",
     embed=lambda model, batch: batch["x"],
     layer=lambda block, x, side: x + jp.hint(jnp.tanh(x @ block["up"]), "batch", "seq", "mlp") @ block["down"],
@@ -63,7 +63,7 @@ def one_device() -> Any:
 
 def pipeline_of(name: str, stages: int, **options: Any) -> jp.Pipeline:
     """A pipeline of eight microbatches that keeps residuals."""
-    schedule = jp.schedule(name, stages=stages, microbatches=8, **options.pop("schedule", {}))
+    schedule = jp.pipeline.schedule(name, stages=stages, microbatches=8, **options.pop("schedule", {}))
     return jp.Pipeline(schedule, activation_checkpointing="none", **options)
 
 
@@ -128,7 +128,7 @@ def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says
 def test_slots_of_layers_are_as_few_as_the_stage_with_most_needs(data: st.DataObject) -> None:
     name, fused = data.draw(st.sampled_from([("1f1b", None), ("1f1b", False), ("interleaved", None), ("zb_v", None)]))
     stages, chunks = data.draw(st.integers(1, 4)), {"1f1b": 1, "interleaved": 2, "zb_v": 2}[name]
-    schedule = jp.schedule(name, stages=stages, microbatches=2 * stages, chunks=chunks, fused=fused)
+    schedule = jp.pipeline.schedule(name, stages=stages, microbatches=2 * stages, chunks=chunks, fused=fused)
     counts = np.asarray(data.draw(st.lists(st.integers(1, 3), min_size=stages * chunks, max_size=stages * chunks)))
     counts = counts.reshape(stages, chunks)
     recompute = tuple(data.draw(st.integers(0, int(n.max()))) for n in counts)
@@ -155,7 +155,7 @@ ALTERED: dict[tuple[str, int, int, int, int], str] = {
 
 @pytest.mark.parametrize("altered", ALTERED, ids=str)
 def test_slots_that_do_something_else_are_found(altered: tuple[str, int, int, int, int]) -> None:
-    schedule, recompute, counts = jp.schedule("1f1b", stages=2, microbatches=4), (2, 1), np.full((2, 1), 2)
+    schedule, recompute, counts = jp.pipeline.schedule("1f1b", stages=2, microbatches=4), (2, 1), np.full((2, 1), 2)
     kept = kept_of(schedule, recompute, counts)
     (column, tick, stage, layer, slot), slots = altered, kept.slots.copy()
     slots[tick, stage, LAYERED.index(column), layer] = slot
@@ -187,7 +187,7 @@ def test_lists_that_cannot_be_are_named(text: str) -> None:
             {"pipeline": 2},
             jp.Pipeline(
                 **{
-                    "schedule": jp.schedule("1f1b", stages=2, microbatches=4),
+                    "schedule": jp.pipeline.schedule("1f1b", stages=2, microbatches=4),
                     "activation_checkpointing": "none",
                     **ERRORS[text],
                 }

@@ -33,7 +33,7 @@ def sized(name: str, stages: int, microbatches: int, chunks: int = 2, parts: int
     """The named schedule, with chunks and sequence parts where it supports them."""
     many = chunks if NAMES[name].chunks == "any" else None
     sequence_chunks = parts if NAMES[name].sequences else 1
-    return jp.schedule(name, stages, microbatches, chunks=many, sequence_chunks=sequence_chunks, **options)
+    return jp.pipeline.schedule(name, stages, microbatches, chunks=many, sequence_chunks=sequence_chunks, **options)
 
 
 # Published figures.
@@ -43,21 +43,21 @@ def sized(name: str, stages: int, microbatches: int, chunks: int = 2, parts: int
 def test_bubbles_by_ticks_are_the_formulas(stages: int, microbatches: int) -> None:
     one, wait = (stages, microbatches), stages - 1
     for name in ("gpipe", "1f1b"):
-        assert jp.schedule(name, *one).bubble == pytest.approx(wait / (microbatches + wait))
+        assert jp.pipeline.schedule(name, *one).bubble == pytest.approx(wait / (microbatches + wait))
     groups = -(-microbatches // stages) * stages
     for chunks in (1, 2, 3):
         for name in ("interleaved", "depth_first", "circular"):
-            found = jp.schedule(name, stages, groups, chunks=chunks)
+            found = jp.pipeline.schedule(name, stages, groups, chunks=chunks)
             assert found.bubble == pytest.approx(wait / (chunks * groups + wait))
             assert max(found.stash) == (1 if name == "circular" else stages * chunks + wait)
-        found = jp.schedule("breadth_first", *one, chunks=chunks)
+        found = jp.pipeline.schedule("breadth_first", *one, chunks=chunks)
         assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
         assert max(found.stash) == (chunks - 1) * microbatches + 2 * stages - 1
         # Sequences in parts are more microbatches; the bubble takes as long as with as many chunks of a model.
-        found = jp.schedule("seq1f1b", *one, sequence_chunks=chunks)
+        found = jp.pipeline.schedule("seq1f1b", *one, sequence_chunks=chunks)
         assert found.bubble == pytest.approx(wait / (chunks * microbatches + wait))
         assert max(found.stash) == 2 * stages + chunks - 2
-    uniform = jp.schedule("zb_uniform", *one)
+    uniform = jp.pipeline.schedule("zb_uniform", *one)
     assert uniform.bubble == pytest.approx(2 * wait / (3 * microbatches + 2 * wait))
     assert simulate(uniform, timing="stages").bubble == pytest.approx(wait / (3 * microbatches + wait))
     assert max(uniform.held) == 2 * stages - 1
@@ -74,7 +74,7 @@ def test_zero_bubbles_stand_still_as_long_as_their_papers_say(stages: int, micro
     for name, wait in waits.items():
         if microbatches < 2 * stages - 1 and name != "zb_h1":
             continue  # the published order needs more microbatches
-        one = jp.schedule(name, stages, microbatches)
+        one = jp.pipeline.schedule(name, stages, microbatches)
         found = simulate(one, timing="stages")
         assert found.idle == pytest.approx(wait)
         assert max(one.held) <= most[name]
@@ -82,7 +82,7 @@ def test_zero_bubbles_stand_still_as_long_as_their_papers_say(stages: int, micro
         assert found.time == pytest.approx(3 * microbatches + (stages - 1) / one.pieces.chunks)
         # Synchronizing with neighbours costs no time: every tick has one operation.
         assert one.simulate(timing="neighbours") == pytest.approx(found.time)
-    textbook = simulate(jp.schedule("1f1b", stages, microbatches), timing="stages")
+    textbook = simulate(jp.pipeline.schedule("1f1b", stages, microbatches), timing="stages")
     assert textbook.idle == pytest.approx(3 * (stages - 1))
 
 
@@ -93,7 +93,7 @@ def test_dualpipe_waits_no_longer_than_published(stages: int, microbatches: int)
     For PP pieces they are (PP / 2 - 1) (F&B + B - 3 W), where B is a full backward, and PP + 1 held pieces. Here, a
     backward's input gradients go on before its W.
     """
-    one = jp.schedule("dualpipe_v", stages, microbatches)
+    one = jp.pipeline.schedule("dualpipe_v", stages, microbatches)
     assert max(one.held) == 2 * stages + 1
     assert simulate(one, timing="stages").idle == pytest.approx((stages - 1) / 2)
     for f, b, w in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.7), (1.0, 2.0, 1.0)):
@@ -106,9 +106,9 @@ def test_dualpipe_waits_no_longer_than_published(stages: int, microbatches: int)
 
 
 def test_sequence_chunks() -> None:
-    whole, same = jp.schedule("1f1b", 4, 8), jp.schedule("seq1f1b", 4, 8, sequence_chunks=1)
+    whole, same = jp.pipeline.schedule("1f1b", 4, 8), jp.pipeline.schedule("seq1f1b", 4, 8, sequence_chunks=1)
     assert (same.orders, same.ticks) == (whole.orders, whole.ticks)
-    one = jp.schedule("seq1f1b", 2, 2, sequence_chunks=2)
+    one = jp.pipeline.schedule("seq1f1b", 2, 2, sequence_chunks=2)
     assert [" ".join(map(str, order)) for order in one.orders] == [
         "F0 F1 F2 F3 B1 B0 B3 B2",
         "F0 F1 B1 F2 B0 F3 B3 B2",
@@ -118,25 +118,29 @@ def test_sequence_chunks() -> None:
     # The carry of a microbatch's chunks stays in one slot until the last backward. Its cotangent lives from one
     # backward to the next.
     table = one.table()
-    assert (table.sizes["carry"], table.sizes["back"], jp.schedule("1f1b", 2, 2).table().sizes["carry"]) == (2, 1, 0)
+    assert (table.sizes["carry"], table.sizes["back"], jp.pipeline.schedule("1f1b", 2, 2).table().sizes["carry"]) == (
+        2,
+        1,
+        0,
+    )
     on = table.column("f_on")[:, 1] == 1
     assert table.column("f_carry")[on, 1].tolist() == [0, 0, 1, 1]
     # In complete sequences, the first stage's stash is nearly that of 1F1B divided by the number of chunks.
-    assert max(jp.schedule("seq1f1b", 4, 8, sequence_chunks=4).stash) / 4 == (2 * 4 - 1 + 3) / 4
+    assert max(jp.pipeline.schedule("seq1f1b", 4, 8, sequence_chunks=4).stash) / 4 == (2 * 4 - 1 + 3) / 4
 
 
 @pytest.mark.parametrize("microbatches", [8, 24])
 def test_stash_does_not_grow_with_microbatches(microbatches: int) -> None:
-    assert jp.schedule("1f1b", 4, microbatches).stash == (7, 5, 3, 1)
-    textbook = jp.schedule("1f1b", 4, microbatches, fused=False)
+    assert jp.pipeline.schedule("1f1b", 4, microbatches).stash == (7, 5, 3, 1)
+    textbook = jp.pipeline.schedule("1f1b", 4, microbatches, fused=False)
     assert textbook.stash == (4, 3, 2, 1)
     assert textbook.simulate(timing="stages") == 3 * (microbatches + 3)
     assert all(len(ops) <= 1 for row in textbook.ticks.rows for ops in row)
-    assert max(jp.schedule("gpipe", 4, microbatches).stash) == microbatches
+    assert max(jp.pipeline.schedule("gpipe", 4, microbatches).stash) == microbatches
 
 
 def test_costs() -> None:
-    whole, split = jp.schedule("1f1b", 1, 4), jp.schedule("zb_uniform", 1, 4)
+    whole, split = jp.pipeline.schedule("1f1b", 1, 4), jp.pipeline.schedule("zb_uniform", 1, 4)
     # A backward that is not split costs as much as both of its parts.
     assert whole.simulate({"F": 1, "B": 2, "W": 3}) == split.simulate({"F": 1, "B": 2, "W": 3}) == 24
     assert whole.simulate({"F": 1, "B": 2}) == 12
@@ -164,8 +168,8 @@ def test_costs() -> None:
 @given(orders_of_ones_own())
 def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[list[Op]], dict[str, Any]]) -> None:
     orders, sizes = given
-    one = jp.schedule(orders, **sizes)  # jp.schedule replays both tables
-    assert one == jp.schedule([" ".join(map(str, order)) for order in orders], **sizes)
+    one = jp.pipeline.schedule(orders, **sizes)  # jp.pipeline.schedule replays both tables
+    assert one == jp.pipeline.schedule([" ".join(map(str, order)) for order in orders], **sizes)
     assert one.simulate(timing="stages") <= one.simulate(timing="neighbours") + 1e-9 <= one.simulate() + 2e-9
     for activation_checkpointing in get_args(ActivationCheckpointing):
         sizes = one.table(activation_checkpointing).sizes
@@ -189,7 +193,9 @@ def test_schedules_by_name_make_tables_that_do_what_they_say(
         microbatches *= stages
     elif name in ("breadth_first", "dualpipe_v"):
         microbatches += 2 * stages - 1
-    one = sized(name, stages, microbatches, chunks, parts=chunks, fused=fused)  # jp.schedule replays both tables
+    one = sized(
+        name, stages, microbatches, chunks, parts=chunks, fused=fused
+    )  # jp.pipeline.schedule replays both tables
     if name not in ("gpipe", "breadth_first"):
         assert max(one.stash) <= stages * (one.pieces.chunks + 1) + one.sequence_chunks
     for row in one.ticks.rows:
@@ -225,7 +231,7 @@ def test_a_replay_finds_every_wrong_number(name: str, activation_checkpointing: 
 
 
 def test_a_replay_says_what_is_wrong() -> None:
-    one = jp.schedule("1f1b", 2, 3)
+    one = jp.pipeline.schedule("1f1b", 2, 3)
     right = one.table()
 
     def told(tick: int, stage: int, **fields: int) -> str:
@@ -326,7 +332,7 @@ def test_a_replay_says_what_is_wrong() -> None:
 )
 def test_sizes_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ScheduleError) as error:
-        jp.schedule(**({"name": "1f1b", "stages": 4, "microbatches": 8} | arguments))
+        jp.pipeline.schedule(**({"name": "1f1b", "stages": 4, "microbatches": 8} | arguments))
     assert str(error.value) == text
 
 
@@ -379,7 +385,7 @@ ONCE = "Remedy: each stage does each operation once, F before B before W."
 )  # fmt: skip
 def test_orders_that_cannot_be(orders: list[str], options: dict[str, Any], text: str) -> None:
     with pytest.raises(ScheduleError) as error:
-        jp.schedule([order.split() for order in orders], **({"stages": 2, "microbatches": 2} | options))
+        jp.pipeline.schedule([order.split() for order in orders], **({"stages": 2, "microbatches": 2} | options))
     assert str(error.value) == f"schedule 'own': {text}"
 
 
@@ -387,14 +393,14 @@ def test_orders_that_cannot_be(orders: list[str], options: dict[str, Any], text:
 
 
 def test_as_text() -> None:
-    one = jp.schedule("zb_v", 2, 3)
+    one = jp.pipeline.schedule("zb_v", 2, 3)
     assert str(one) == (
         "zb_v: 2 stages of 2 chunks in a v, 3 microbatches\nticks   19\nbubble  41.9% of 15.5 by ticks, 5.3% of 9.5 "
         "by neighbours, 5.3% of 9.5 by stages (0 between a stage's first and last operation)\nstash   4, 4; until W "
         "4, 4\nbuffers act 5, cot 2, own 3 with activation checkpointing 'full'\nbuffers act 2, cot 2, res 4, own 3 "
         "with activation checkpointing 'none'"
     )
-    assert jp.schedule("1f1b", 2, 3).show(width=32) == (
+    assert jp.pipeline.schedule("1f1b", 2, 3).show(width=32) == (
         "tick     0   1      2      3\n"
         "stage 0  F0  F1     F2 B0  B1\n"
         "stage 1  ·   F0 B0  F1 B1  F2 B2\n"
@@ -403,13 +409,13 @@ def test_as_text() -> None:
         "stage 0  B2\n"
         "stage 1  ·"
     )
-    assert "buffers act 1\n" not in str(jp.schedule("circular", 2, 2))
+    assert "buffers act 1\n" not in str(jp.pipeline.schedule("circular", 2, 2))
     assert len(repr(one)) < 200, "the orders are for str and show"
 
 
 @pytest.mark.parametrize("timing", get_args(Timing))
 def test_drawn(timing: Timing, tmp_path: Path) -> None:
-    one = jp.schedule("dualpipe_v", 2, 4)
+    one = jp.pipeline.schedule("dualpipe_v", 2, 4)
     figure = one.draw(
         tmp_path / "one.svg" if timing == "ticks" else None, costs={"F": 1, "B": 2, "W": 1}, timing=timing
     )
