@@ -176,7 +176,7 @@ def _mask(dice: Dice, so_far: dict[str, Any]) -> dict[str, Any]:
         values["traced_offset"] = dice.chance(0.4)
     if dice.chance(0.35):
         # jax truncates 64-bit arguments of the user's shard_map to 32 bits before attention receives them.
-        last = "packed" if so_far["form"] == "manual" else "wide"
+        last = "wide" if so_far["form"] == "global" else "packed"
         values["segments"] = dice.one("packed", "packed", "padding", "padding", last)
         values["holes"] = values["segments"] == "padding" and dice.chance(0.5)
     return values
