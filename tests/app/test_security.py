@@ -57,9 +57,9 @@ def runs_data(text: str) -> Iterator[str]:
                 yield called
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=str)
-def test_no_source_runs_what_it_reads(file: Path) -> None:
-    assert list(runs_data(file.read_text(encoding="utf-8"))) == []
+def test_no_source_runs_what_it_reads() -> None:
+    found = {str(file): list(runs_data(file.read_text(encoding="utf-8"))) for file in SOURCES}
+    assert {file: lines for file, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
