@@ -8,7 +8,7 @@ which takes a tenth of the time.
 
 The figures are totals over the two layers, the embedding and the head. ``weights`` and ``cache`` are bytes per device,
 and a step reads each of them once. ``read a token`` is what all devices read, divided by the rows of the batch. There
-is no goal: docs/inference.md has the tables.
+is no goal: docs/measured/generate.md has the tables.
 """
 
 from __future__ import annotations

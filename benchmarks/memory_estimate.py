@@ -3,9 +3,9 @@
     uv run python benchmarks/memory_estimate.py [--compile] [--write]
 
 Reads the points of ``tests/analysis/memory/memory_points.json`` (each a model, a layout and a TPU topology), and prints
-estimate and peak as the table of ``docs/memory.md``. ``--write`` writes the table there. ``--compile`` first compiles
-the points without figures (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), one or two CPU minutes each, and updates the file
-after each point. The table states how many points are within 10 %.
+estimate and peak as the table of ``docs/measured/memory.md``. ``--write`` writes the table there. ``--compile`` first
+compiles the points without figures (extra ``tpu``, or ``JAXPAR_TPU_PYTHON``), one or two CPU minutes each, and updates
+the file after each point. The table states how many points are within 10 %.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxpar.utils.yaml_config import load_yaml, merge
 
 ROOT = Path(__file__).parents[1]
 POINTS = ROOT / "tests" / "analysis" / "memory" / "memory_points.json"
-DOCS, MARKS = ROOT / "docs" / "memory.md", ("<!-- table -->", "<!-- end of table -->")
+DOCS, MARKS = ROOT / "docs" / "measured" / "memory.md", ("<!-- table -->", "<!-- end of table -->")
 
 
 def inputs(point: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def write(file: Path, data: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile the points that have no figures yet")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/measured/memory.md")
     parser.add_argument("--points", type=Path, default=POINTS)
     parser.add_argument("names", nargs="*", help="only these points; with --compile, compile them again")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""docs/own_model.md is one program: it trains a custom Flax model, runs it in a pipeline, and generates."""
+"""docs/guides/own_model.md is one program: it trains a custom Flax model, runs it in a pipeline, and generates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
 
-PAGE = (Path(__file__).parent.parent / "docs" / "own_model.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "own_model.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Checkpoints: a manifest with a checksum of every tensor piece and every file ([guide](reliability.md))."""
+"""Checkpoints: a manifest with a checksum of every tensor piece and every file (docs/guides/checkpoints.md)."""

@@ -443,7 +443,7 @@ def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_o
 
 
 PIPELINES = {"1b_pp4_fsdp4": 2802, "8b_pp4_fsdp4_m8": 12937}
-"""Peak memory in MiB of the program for v5e:4x4, as the compiler reports it (docs/pipeline.md)."""
+"""Peak memory in MiB of the program for v5e:4x4, as the compiler reports it (docs/measured/pipeline.md)."""
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")))

@@ -76,7 +76,10 @@ class Case:
 
     @property
     def own_keys(self) -> bool:
-        """Whether devices and microbatches draw from separate keys, so that results differ by design (docs/zero.md)."""
+        """Whether devices and microbatches draw from separate keys, so that results differ by design.
+
+        docs/reference/randomness.md says where they do.
+        """
         return self.dropout and (self.zero == 1 or self.microbatches > 1)
 
 

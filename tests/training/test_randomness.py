@@ -1,4 +1,4 @@
-"""Tests docs/randomness.md: each cell of its table describes the behaviour, and every test that it names exists."""
+"""Tests docs/reference/randomness.md: each cell of its table is true, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.nnx import stacked
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "randomness.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "randomness.md").read_text(encoding="utf-8")
 ROWS, WIDTH, LAYERS = 8, 4, 2
 RULES = jp.Rules(batch="data", embed=None, layers="pipeline")
 QUICK = {"xla_backend_optimization_level": 0}

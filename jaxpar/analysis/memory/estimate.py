@@ -1,8 +1,8 @@
 """``estimate``: the peak memory of a train step on each device, from its trace; nothing is compiled.
 
 The sizes of parameters, optimizer state and batch are exact. The rest comes from a walk through the traced step, which
-assumes that the compiler behaves as XLA:TPU was observed to. ``docs/memory.md`` lists the assumptions and the errors
-against the compiler.
+assumes that the compiler behaves as XLA:TPU was observed to. ``docs/explanation/memory.md`` lists the assumptions, and
+``docs/measured/memory.md`` the errors against the compiler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The peak memory of a traced program, by a walk that assumes how a compiler behaves.
 
-The assumptions come from what XLA:TPU was observed to keep (``docs/memory.md``):
+The assumptions come from what XLA:TPU was observed to keep (``docs/explanation/memory.md``):
 
 - Matmuls, convolutions, kernels, gathers, scatters, collectives, loops and changes of sharding create arrays in memory.
 - Everything else is fused into its readers. If a later operation needs a fused value, the program keeps either the

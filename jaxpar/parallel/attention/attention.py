@@ -58,8 +58,8 @@ def attention(
 
     Attention is causal unless ``causal=False``, and scores are scaled by 1 / sqrt(head_dim) unless ``scale`` is given.
     Every implementation supports every mask, every option and grouped key heads, and returns the same result;
-    docs/attention.md has the table. Padded tokens never affect other tokens. A query that sees no key gets a result of
-    0 and gradients of 0.
+    docs/measured/attention.md has the table. Padded tokens never affect other tokens. A query that sees no key gets a
+    result of 0 and gradients of 0.
 
     Args:
       q_BSHD: queries ``[batch, seq, heads, head_dim]``.

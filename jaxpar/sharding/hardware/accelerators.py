@@ -97,7 +97,7 @@ def _by(source: str, *figures: str) -> dict[str, str]:
 
 
 # Vendors' pages have no date. Those marked 2026-11 were read then. NVIDIA's pages were not available; their figures
-# were compared with copies by third parties, which docs/roofline.md lists.
+# were compared with copies by third parties, which docs/reference/accelerators.md lists.
 _TPU = "https://docs.cloud.google.com/tpu/docs/{} (2026-11)"
 _V4, _V5E, _V5P, _V6E, _7X = (_TPU.format(page) for page in ("v4", "v5e", "v5p", "v6e", "tpu7x"))
 _PASSES = (

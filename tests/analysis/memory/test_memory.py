@@ -38,8 +38,8 @@ MISSED = {
     "d_full_fsdp_tp_sp_v5e:2x2": 0.15,
     "b_save_outputs_fsdp_tp_sp_v5e:2x4": 0.15,
 }
-"""Points that the estimate misses by more than a tenth, each with a bound on the error; docs/memory.md explains
-them."""
+"""Points that the estimate misses by more than a tenth, each with a bound on the error; docs/measured/memory.md
+explains them."""
 
 PADDED = "vit_base_fsdp_tp_sp_v5e:2x4"
 """Here the compiler gives the images, three channels wide, almost twice their size: padding to tiles is not
@@ -63,7 +63,7 @@ def test_the_estimate_is_within_a_tenth_of_the_compiler(point: dict[str, Any]) -
 
 
 def test_the_docs_have_a_row_of_every_point() -> None:
-    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "measured" / "memory.md").read_text(encoding="utf-8")
     for point in POINTS:
         assert f"| {' | '.join(SCRIPT['words'](point))} |" in text, "benchmarks/memory_estimate.py --write"
 

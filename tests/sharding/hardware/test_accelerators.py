@@ -105,7 +105,7 @@ def test_the_table_is_read_without_jax() -> None:
 
 
 def test_the_documented_table_is_the_table() -> None:
-    text = (ROOT / "docs" / "roofline.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "accelerators.md").read_text(encoding="utf-8")
     for a in ACCELERATORS.values():
         rates = " | ".join("–" if r is None else f"{r / 1e12:.4g}" for r in (a.bf16, a.fp8, a.int8, a.tf32, a.fp32))
         memory = f"{a.hbm_bytes / 2**30:.1f} GiB | {a.hbm_bandwidth / 1e9:.0f}"

@@ -217,5 +217,5 @@ def test_the_configuration_of_the_70b_uses_all_its_rules() -> None:
     given = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.check(aim(job.layout(64), topology), job.make_model, job.tx, **given)
     assert report.problems == () and report.unused == () and not [note for note in report.notes if "16-bit" in note]
-    # The compiler reports 66.8 GiB (docs/pipeline.md).
+    # The compiler reports 66.8 GiB (docs/measured/llama3_70b.md).
     assert report.memory is not None and report.memory.total == pytest.approx(66.8 * 2**30, rel=0.05)

@@ -1,0 +1,95 @@
+"""The code of the guides runs after the README's program, whose names it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(page: str) -> list[str]:
+    """The Python blocks of a page, also those inside a list."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [textwrap.dedent(code) for code in re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def readme() -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "readme"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(blocks("README.md")[0], names)  # noqa: S102 (our own README)
+    x = np.ones((64, 64), np.float32)
+    loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+    return names | {"loss_fn": loss_fn, "tx": optax.adamw(1e-3), "batch": {"x": x, "y": x}}
+
+
+def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    names = dict(names)
+    exec(code, names)  # noqa: S102 (our own guides)
+    return names
+
+
+def test_zero(readme: dict[str, Any]) -> None:
+    (code,) = blocks("docs/guides/zero.md")
+    found = run(code, readme | {"rules": jp.Rules(batch="data", embed=None, mlp=None)})
+    _, metrics = found["step"](found["state"], found["batch"])
+    assert np.isfinite(metrics["loss"])
+
+
+def test_precision(readme: dict[str, Any]) -> None:
+    (code,) = blocks("docs/guides/precision.md")
+    _, metrics = run(code, readme)["step"](
+        jp.init(readme["layout"], readme["make_model"], readme["tx"]), readme["batch"]
+    )
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("guide", ["offload", "one_bit_adam"])
+def test_optimizers(guide: str, readme: dict[str, Any]) -> None:
+    (code,) = blocks(f"docs/guides/{guide}.md")
+    layout = jp.Layout(jp.MeshSpec(data=8).abstract(8), jp.Rules(batch="data", embed=None, mlp=None))
+    found = run(code, readme)
+    assert jp.abstract_state(layout, found["make_model"], found["tx"])
+
+
+def test_memory(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/guides/memory.md")
+    assert run(code, readme)["report"].memory.total > 0
+    assert "params/up/kernel" in capsys.readouterr().out
+
+
+def test_disk(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(blocks("docs/guides/disk.md"))
+    assert "/nvme/run1" in code
+    assert int(run(code.replace("/nvme/run1", str(tmp_path / "moments")), readme)["state"].step) == 1
+
+
+def test_checkpoints(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("docs/guides/checkpoints.md")
+    tx = optax.adamw(1e-3)
+    state = jp.init(readme["layout"], readme["make_model"], tx)
+    stream = SimpleNamespace(get_state=lambda: {"position": 3})
+    found = run(code, readme | {"tx": tx, "state": state, "number": 100, "stream": stream})
+    assert found["found"] is None
+    assert (tmp_path / "runs" / "one" / "checkpoints" / "100" / "manifest.json").is_file()
+
+
+def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("\n".join(blocks("docs/guides/pipeline_schedule.md")), {"jp": jp})
+    assert (tmp_path / "interleaved.png").is_file()
+    assert "interleaved" in capsys.readouterr().out
