@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpar.utils.public_names import public_names
 
 if TYPE_CHECKING:
+    from jaxpar.analysis.checkup.checkup import check_up as check_up
     from jaxpar.analysis.compile.ahead_of_time import compile_for as compile_for
     from jaxpar.analysis.hlo.audit import Audit as Audit
     from jaxpar.analysis.layout.draw_shards import draw_shards as draw_shards
