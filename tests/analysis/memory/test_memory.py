@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 POINTS = [
     p for p in json.loads((ROOT / "tests/analysis/memory/memory_points.json").read_text())["points"] if "compiled" in p
 ]
-SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "memory_estimate.py"))
+SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "memory" / "estimate.py"))
 
 
 MISSED = {
@@ -65,7 +65,7 @@ def test_the_estimate_is_within_a_tenth_of_the_compiler(point: dict[str, Any]) -
 def test_the_docs_have_a_row_of_every_point() -> None:
     text = (ROOT / "docs" / "measured" / "memory.md").read_text(encoding="utf-8")
     for point in POINTS:
-        assert f"| {' | '.join(SCRIPT['words'](point))} |" in text, "benchmarks/memory_estimate.py --write"
+        assert f"| {' | '.join(SCRIPT['words'](point))} |" in text, "benchmarks/memory/estimate.py --write"
 
 
 LAYOUT = jp.Layout(jp.MeshSpec(data=4).abstract(), jp.Rules(batch="data", embed=None, mlp=None))

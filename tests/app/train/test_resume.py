@@ -233,7 +233,10 @@ def test_every_step_and_checkpoint_can_be_looked_at(
 
 
 def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:
-    """Fifty steps after a checkpoint; benchmarks/elastic.py tests a Llama in processes with that many devices."""
+    """Fifty steps after a checkpoint.
+
+    ``benchmarks/checkpoint/elastic_resume.py`` tests a Llama in processes with that many devices.
+    """
 
     def go(layout: jp.Layout, state: Any, stream: Any, steps: int) -> tuple[Any, list[float], list[bytes]]:
         step, losses, seen = jp.train_step(layout, mlp.loss), list[Any](), list[bytes]()

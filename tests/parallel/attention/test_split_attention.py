@@ -1,7 +1,7 @@
 """Attention over a split sequence: every implementation against dense attention on one device, values and gradients.
 
-Each implementation meets all masks and options here, several together. ``benchmarks/attention.py --table`` runs every
-mask and option with every implementation separately.
+Each implementation meets all masks and options here, several together. ``benchmarks/attention/error_table.py`` runs
+every mask and option with every implementation separately.
 """
 
 from __future__ import annotations
