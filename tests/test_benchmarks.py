@@ -27,7 +27,8 @@ def test_the_first_page_lists_the_folders() -> None:
 
 
 def test_no_file_hides_a_package() -> None:
-    """Python puts a command's folder first on the path, so a file there is imported instead of a package of its name."""
+    """Python puts a command's folder first on the path, so a file there is imported instead of a package of its
+    name."""
     names = {file.stem for file in BENCHMARKS.glob("*/*.py")}
     outside = {"maxtext", "ringattention", "atheris"}  # installed in other environments
     assert sorted(name for name in names if name in outside or importlib.util.find_spec(name) is not None) == []
