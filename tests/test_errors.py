@@ -408,7 +408,7 @@ MODELS = [
     case(
         "Linen module",
         lambda: read(nn.Dense(3)),
-        "make_model returned the Linen module Dense, which holds no arrays. Remedy: return its variables, as "
+        "make_model returned the Linen module Dense, which holds no arrays. Remedy: return its variables, as in "
         "make_model = lambda key: module.init(key, example_input).",
     ),
     case(
@@ -420,14 +420,15 @@ MODELS = [
     case(
         "unknown collections",
         lambda: TreeKind(True).carried(None, {"cache": 1}, {"batch_stats": 1}),
-        "the third value of loss_fn is a dict of 'batch_stats', but a dict of the carried collections ('cache') is "
-        "wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output.",
+        "the third value that loss_fn returns must be a dict of the carried collections ('cache'), got a dict of "
+        "'batch_stats'. Remedy: return the collections that apply(..., mutable=[...]) returns in addition to the "
+        "output.",
     ),
     case(
         "updates that are no collections",
         lambda: TreeKind(True).carried(None, {"cache": 1}, 3),
-        "the third value of loss_fn is int, but a dict of the carried collections ('cache') is wanted. Remedy: "
-        "return what apply(..., mutable=[...]) gives beside the output.",
+        "the third value that loss_fn returns must be a dict of the carried collections ('cache'), got int. Remedy: "
+        "return the collections that apply(..., mutable=[...]) returns in addition to the output.",
     ),
 ]
 
@@ -446,7 +447,7 @@ ANNOTATIONS = [
     case(
         "tag around a tree",
         lambda: read({"mlp": tag({"kernel": 1, "bias": 2}, "embed")}),
-        "params/mlp: a tag goes around one array, not around dict.",
+        "params/mlp: a tag must contain one array, got dict.",
     ),
 ]
 

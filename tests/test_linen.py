@@ -174,7 +174,7 @@ class Nameless(nn.meta.AxisMetadata[Any]):
             ModelError,
             (
                 "make_model returned the Linen module Dense, which holds no arrays. Remedy: return its variables, as "
-                "make_model = lambda key: module.init(key, example_input)."
+                "in make_model = lambda key: module.init(key, example_input)."
             ),
         ),
         (
@@ -208,6 +208,6 @@ def test_updates_of_no_carried_collection_are_refused(updates: Any, what: str, l
     with pytest.raises(ModelError) as error:
         jp.train_step(layout, lambda v, x: (jnp.mean(Normed().apply(v, x)), {}, updates))(state, batch())
     assert str(error.value) == (
-        f"the third value of loss_fn is {what}, but a dict of the carried collections ('batch_stats', 'constants') is "
-        f"wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
+        "the third value that loss_fn returns must be a dict of the carried collections ('batch_stats', 'constants'), "
+        f"got {what}. Remedy: return the collections that apply(..., mutable=[...]) returns in addition to the output."
     )

@@ -183,8 +183,8 @@ NO_STACK = (
             linear(nnx.Rngs(0)),
             ModelError,
             (
-                "make_model is a Linear, but a function of a PRNG key is wanted, so that the model can be built in "
-                "place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+                "make_model must be a function of a PRNG key, so that the model can be built in place, got Linear. "
+                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
             ),
         ),
         (
@@ -235,16 +235,16 @@ def test_a_model_that_cannot_be_laid_out_is_refused(make: Any, kind: Any, text: 
         (
             more,
             (
-                "loss_fn added 'seen', but the variables of an NNX module stay those that its constructor made. "
-                "Remedy: create every variable there; return intermediate values from loss_fn."
+                "loss_fn added 'seen', but an NNX module must keep the variables that its constructor created. "
+                "Remedy: create every variable in the constructor; return intermediate values from loss_fn."
             ),
         ),
         (
             fewer,
             (
-                "loss_fn removed 'dropout/rngs/count', 'dropout/rngs/key', but the variables of an NNX module stay "
-                "those that its constructor made. Remedy: create every variable there; return intermediate values "
-                "from loss_fn."
+                "loss_fn removed 'dropout/rngs/count', 'dropout/rngs/key', but an NNX module must keep the variables "
+                "that its constructor created. Remedy: create every variable in the constructor; return intermediate "
+                "values from loss_fn."
             ),
         ),
     ],

@@ -31,6 +31,7 @@ from jaxpar.training.gradients import place_gradients
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
+from jaxpar.training.offload.host_update import placeholder
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, measure, place_state, step_config
 from jaxpar.utils.checks import is_count
@@ -133,7 +134,7 @@ def disk_offloaded_train_step(
     (512, 1)
     """
     if not is_count(ahead, 0):
-        raise ConfigError(f"disk_offloaded_train_step: ahead must be a number of pieces, 0 or more, got {ahead!r}.")
+        raise ConfigError(f"disk_offloaded_train_step: ahead must be a non-negative integer, got {ahead!r}.")
     return DiskOffloadedStep(
         layout, gradient_step(layout, loss_fn, **options), state, ahead=ahead, restore=restore, donate=donate, note=note
     )
@@ -164,7 +165,7 @@ class DiskOffloadedStep:
         self._layout, self._tx, self._slots, self._donate, self._note = layout, tx.inner, ahead + 1, donate, note
         self._gradients: Any = gradients
         self._weights = [to_spec(t.resolved) for t in place(layout, state) if t.role == "params"]
-        self._homes = [NamedSharding(layout.mesh, spec) for spec in self._weights]
+        self._param_shardings = [NamedSharding(layout.mesh, spec) for spec in self._weights]
         # A row holds each distinct shard of this process once, one after the other.
         self._parts = {m.number: _parts(m) for group in self._groups for m in group.stored}
         self._first = np.cumsum([0, *(len(group.stored) for group in self._groups)]).tolist()
@@ -215,8 +216,9 @@ class DiskOffloadedStep:
         number = int(state.step)
         if number != self._step:
             raise DiskError(
-                f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: go "
-                f"on with the state that the last step returned, or make a disk_offloaded_train_step with this one."
+                f"{self._store.path} is at step {self._step}, but the training state is at step {number}. Remedy: "
+                "continue with the state that the last step returned, or create a disk_offloaded_train_step with this "
+                "state."
             )
         sizes = [sum(self._parts[m.number][0] for m in self._groups[g].stored) for g, _ in self._pieces]
         staging = Staging(sizes, self._read, self._write, slots=self._slots, note=self._note)
@@ -271,7 +273,7 @@ class DiskOffloadedStep:
         """
         names = [entry.name for entry in self._store.entries]
         if path not in names:
-            raise KeyError(f"{path!r} is not on disk; there are {', '.join(names)}.")
+            raise KeyError(f"{path!r} is not on disk. Arrays on disk: {', '.join(names)}.")
         number = names.index(path)
         m = next(m for group in self._groups for m in group.stored if m.tensor.path == path)
         rows = [self._store.read(number, row) for row in range(self._store.entries[number].rows)]
@@ -354,59 +356,59 @@ class DiskOffloadedStep:
             del moments, made
         # Last: it donates the counts that the other updates read.
         new_w, new_s = self._tail(*([xs[i] for i in some] for xs, some in self._rest(weights, gradients, old)), loss)
-        for i, x in zip(self._alone, new_w, strict=True):
+        for i, x in zip(self._ungrouped, new_w, strict=True):
             weights[i] = x
         for i, x in zip(self._staying, new_s, strict=True):
             states[i] = x
         return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, states)
 
     def _rest(self, weights: list[Any], gradients: list[Any], states: list[Any]) -> list[tuple[list[Any], list[int]]]:
-        return [(weights, self._alone), (gradients, self._alone), (states, self._staying)]
+        return [(weights, self._ungrouped), (gradients, self._ungrouped), (states, self._staying)]
 
     def _update_of(self, state: TrainState, group: LeafGroup) -> Any:
         """Returns the program that updates one row of a group; it donates weights and moments in memory."""
-        calling = self._calling(state)
+        update = self._optimizer_update(state)
         numbers = [m.number for m in (*group.stored, *group.kept)]
-        spec, home = group.stored[0].sharding.spec, self._homes[group.parameter]
+        spec, sharding = group.stored[0].sharding.spec, self._param_shardings[group.parameter]
 
         def run(
             row: jax.Array, w: Any, g: Any, moments: list[Any], kept: list[Any], free: list[Any], loss: jax.Array
         ) -> tuple[Any, list[Any], list[Any]]:
             part = lambda x: _row(x, row, group)
             # During the update the parameter is sharded like its moments.
-            here = lambda x: with_sharding(self._layout.mesh, part(x), spec)
+            shard_row = lambda x: with_sharding(self._layout.mesh, part(x), spec)
             with tracing_under(self._layout):
-                mine = dict(zip(numbers, [*moments, *map(part, kept)], strict=True))
-                given = mine | dict(zip(self._free, free, strict=True))
-                new_w, new_s = calling({group.parameter: here(w)}, {group.parameter: here(g)}, given, loss)
-                new = with_sharding(self._layout.mesh, new_w[group.parameter], home.spec)
-                made = [new_s[m.number] for m in group.stored]
+                slices = dict(zip(numbers, [*moments, *map(part, kept)], strict=True))
+                given = slices | dict(zip(self._free, free, strict=True))
+                new_w, new_s = update({group.parameter: shard_row(w)}, {group.parameter: shard_row(g)}, given, loss)
+                new = with_sharding(self._layout.mesh, new_w[group.parameter], sharding.spec)
+                new_moments = [new_s[m.number] for m in group.stored]
                 stay = [_put_row(x, new_s[m.number], row, group) for m, x in zip(group.kept, kept, strict=True)]
-                return _put_row(w, new, row, group), made, stay
+                return _put_row(w, new, row, group), new_moments, stay
 
-        places = ([m.sharding for m in group.stored], [m.sharding for m in group.kept])
-        return jax.jit(run, donate_argnums=(1, 4), out_shardings=(home, *places))
+        out_shardings = ([m.sharding for m in group.stored], [m.sharding for m in group.kept])
+        return jax.jit(run, donate_argnums=(1, 4), out_shardings=(sharding, *out_shardings))
 
     def _tail_of(self, state: TrainState) -> Any:
         """Returns the program that updates the rest: parameters without moments on disk, and counts."""
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_stored)
         grouped = {m.number for group in self._groups for m in (*group.stored, *group.kept)}
-        ours = {group.parameter for group in self._groups}
-        self._alone = [i for i in range(len(self._homes)) if i not in ours]
+        grouped_params = {group.parameter for group in self._groups}
+        self._ungrouped = [i for i in range(len(self._param_shardings)) if i not in grouped_params]
         self._staying = [i for i in range(len(leaves)) if i not in grouped]
         params = [i for i in self._staying if leaves[i].ndim]
         self._free = [i for i in self._staying if i not in params]
-        calling, alone, staying = self._calling(state), self._alone, self._staying
-        places = [NamedSharding(self._layout.mesh, to_spec(t.resolved)) for t in _opt(self._layout, state)]
+        update, ungrouped, staying = self._optimizer_update(state), self._ungrouped, self._staying
+        state_shardings = [NamedSharding(self._layout.mesh, to_spec(t.resolved)) for t in _opt(self._layout, state)]
 
         def run(weights: list[Any], gradients: list[Any], states: list[Any], loss: jax.Array) -> Any:
             with tracing_under(self._layout):
-                some = (dict(zip(alone, xs, strict=True)) for xs in (weights, gradients))
-                new_w, new_s = calling(*some, dict(zip(staying, states, strict=True)), loss)
-                return [new_w[i] for i in alone], [new_s[i] for i in staying]
+                leaves_by_number = (dict(zip(ungrouped, xs, strict=True)) for xs in (weights, gradients))
+                new_w, new_s = update(*leaves_by_number, dict(zip(staying, states, strict=True)), loss)
+                return [new_w[i] for i in ungrouped], [new_s[i] for i in staying]
 
-        homes = ([self._homes[i] for i in alone], places)
-        return jax.jit(run, donate_argnums=(0, 2) if self._donate else (), out_shardings=homes)
+        out_shardings = ([self._param_shardings[i] for i in ungrouped], state_shardings)
+        return jax.jit(run, donate_argnums=(0, 2) if self._donate else (), out_shardings=out_shardings)
 
     def _init_of(self, state: TrainState, group: LeafGroup) -> Any:
         """Returns the program that makes the initial moments of one row of a group."""
@@ -415,20 +417,20 @@ class DiskOffloadedStep:
         def run(row: jax.Array, w: Any) -> list[Any]:
             with tracing_under(self._layout):
                 some = {group.parameter: _row(w, row, group)}
-                params = [some[i] if i in some else _stand_in(x) for i, x in enumerate(shapes)]
+                params = [some[i] if i in some else placeholder(x) for i, x in enumerate(shapes)]
                 made = jax.tree.leaves(self._tx.init(jax.tree.unflatten(structure, params)))
                 return [made[m.number] for m in group.stored]
 
         return jax.jit(run, out_shardings=[m.sharding for m in group.stored])
 
-    def _calling(self, state: TrainState) -> Callable[..., tuple[list[Any], list[Any]]]:
+    def _optimizer_update(self, state: TrainState) -> Callable[..., tuple[list[Any], list[Any]]]:
         """Returns the optimizer's update of some leaves, by number; the others are placeholders that nothing reads."""
         shapes, structure = jax.tree.flatten(jax.eval_shape(lambda p: p, state.params))
         leaves, state_structure = jax.tree.flatten(state.opt_state, is_leaf=is_stored)
         states = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
         def run(weights: Any, gradients: Any, given: Any, loss: jax.Array) -> tuple[list[Any], list[Any]]:
-            filled = lambda some, shapes: [some[i] if i in some else _stand_in(x) for i, x in enumerate(shapes)]
+            filled = lambda some, shapes: [some[i] if i in some else placeholder(x) for i, x in enumerate(shapes)]
             p, g = (jax.tree.unflatten(structure, filled(some, shapes)) for some in (weights, gradients))
             s = jax.tree.unflatten(state_structure, filled(given, states))
             updates, s = self._tx.update(g, s, p, **offered(self._tx, loss, g))
@@ -477,8 +479,3 @@ def _row(x: Any, row: Any, group: LeafGroup) -> Any:
 
 def _put_row(x: Any, new: Any, row: Any, group: LeafGroup) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(x, new, row, 0) if group.rows > 1 else new
-
-
-def _stand_in(x: Any) -> jax.Array:
-    """Returns a placeholder with the same number of dims and one element."""
-    return jnp.zeros((1,) * x.ndim, x.dtype)

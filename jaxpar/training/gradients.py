@@ -166,9 +166,9 @@ def _hosted(state: TrainState, how: StepConfig) -> bool:
     }
     for name in (name for name, true in asked.items() if true):
         raise ConfigError(
-            f"offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but "
-            f"{name} (ZeRO stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep "
-            f"parameters on the device."
+            f"offload: parameters are in host memory and move to the device one layer at a time, but {name} (ZeRO "
+            "stages 1 and 2) gathers all of them before the step. Remedy: use ZeRO stage 3 or none, or keep "
+            "parameters on the device."
         )
     return True
 
@@ -192,11 +192,11 @@ def _check_dtypes(how: StepConfig) -> None:
                 "" if name == "reduce" else " or weight_gather='per_step' (stages 1 and 2)"
             )
             kept = (
-                f"not {'wider' if wider else 'narrower'} than the dtype of the compute "
-                f"({precision.compute or 'the model'})"
+                f"in a dtype no {'wider' if wider else 'narrower'} than the compute dtype "
+                f"({precision.compute or 'that of the model'})"
             )
             raise ConfigError(
-                f"precision: {name} is {value}, but here the compiler {what}, {kept}. Remedy: {ways}, or leave "
+                f"precision: {name} is {value}, but the compiler {what}, {kept}. Remedy: set {ways}, or leave "
                 f"precision.{name} out."
             )
 
@@ -206,8 +206,8 @@ def _check_fusion(how: StepConfig) -> None:
         if isinstance(value, tuple):
             what = "gathers weights" if name == "gather" else "reduces gradients"
             raise ConfigError(
-                f"fusion: {name} is {list(value)}, but here the compiler {what} where it sees fit. Remedy: "
-                f"grad_reduction='per_step' (ZeRO stage 1), a size, or auto."
+                f"fusion: {name} is {list(value)}, but here the compiler decides where it {what}. Remedy: set "
+                f"grad_reduction='per_step' (ZeRO stage 1), or set fusion.{name} to a size or auto."
             )
 
 
@@ -222,8 +222,8 @@ def _check_handed(
     if keys and f"name={PRODUCT}" not in str(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params)):
         name, dtype = keys[0]
         raise ConfigError(
-            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would be. "
-            f"Remedy: sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
+            f"precision: {name} is {dtype}, which applies only to weights passed to jaxpar.sharded_dot, and loss_fn "
+            f"passes none. Remedy: use sharded_dot(x, (w, dims)) instead of x @ w, or leave precision.{name} out."
         )
 
 

@@ -49,20 +49,18 @@ def unpack(value: Any) -> tuple[Any, Metrics, Any]:
       ModelError: ``value`` has no accepted form, the loss is no floating scalar, or a metric has a reserved name.
     """
     if isinstance(value, tuple) and len(value) not in (2, 3):
-        raise ModelError(
-            f"loss_fn returned a tuple of {len(value)}, but loss, (loss, aux) or (loss, aux, updates) is wanted."
-        )
+        raise ModelError(f"loss_fn must return loss, (loss, aux) or (loss, aux, updates), got a tuple of {len(value)}.")
     loss, aux, updates = (*value, None)[:3] if isinstance(value, tuple) else (value, None, None)
     if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
         raise ModelError(
-            f"loss_fn returned a {type(loss).__name__} as the loss, but a floating scalar is wanted. Remedy: return "
-            f"loss, (loss, aux) or (loss, aux, updates)."
+            f"loss_fn must return a floating-point scalar as the loss, got {type(loss).__name__}. Remedy: return "
+            "loss, (loss, aux) or (loss, aux, updates)."
         )
     dtype = jnp.result_type(loss)
     if jnp.shape(loss) != () or not jnp.issubdtype(dtype, jnp.floating):
         remedy = "take the mean" if jnp.shape(loss) else "compute it in floating point"
         raise ModelError(
-            f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype {dtype}, but a floating scalar is wanted. "
+            f"loss_fn must return a floating-point scalar as the loss, got shape {jnp.shape(loss)} and dtype {dtype}. "
             f"Remedy: {remedy}."
         )
     metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
@@ -79,5 +77,6 @@ def check_names(metrics: Metrics) -> None:
     taken = sorted({"loss", "grad_norm", "grads", "skipped", "loss_scale"} & set(metrics))
     if taken:
         raise ModelError(
-            f"loss_fn returned metrics named {listing(taken)}, which the step itself reports. Remedy: rename them."
+            f"loss_fn returned metrics named {listing(taken)}, which are reserved for the step's own metrics. Remedy: "
+            "rename them."
         )

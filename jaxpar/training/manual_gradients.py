@@ -120,10 +120,10 @@ def _cross(
         if not isinstance(getattr(fusion, kind), tuple):
             continue
         if batch_axes(current_layout()) and not mine:
-            what = {"gather": "gathered", "scatter": "scattered", "reduce": "summed whole"}[kind]
+            what = {"gather": "gathered", "scatter": "scattered", "reduce": "summed unsharded"}[kind]
             raise ConfigError(
-                f"fusion: {kind} is {list(getattr(fusion, kind))}, but nothing is {what} here. Remedy: leave {kind} "
-                f"out."
+                f"fusion: {kind} is {list(getattr(fusion, kind))}, but nothing is {what} here. Remedy: leave "
+                f"fusion.{kind} out."
             )
         if not mine:
             continue
@@ -196,7 +196,7 @@ def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -
     ]
     if changed:
         raise ModelError(
-            f"loss_fn changes {', '.join(changed)}, but with grad_reduction='per_step' each device sees its own rows "
-            f"only, so the devices would part. Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which "
-            f"reduces in every microbatch."
+            f"loss_fn changes {', '.join(changed)}, but with grad_reduction='per_step' each device sees only its own "
+            "rows, so the values would differ between devices. Remedy: set grad_reduction='per_microbatch' (jp.Zero: "
+            "stage 2), which reduces in every microbatch."
         )

@@ -60,9 +60,12 @@ def scale_of(state: TrainState, precision: Precision) -> jax.Array | None:
       ModelError: only one of ``state`` and ``precision`` has a loss scale.
     """
     if (precision.scale is None) is not (state.loss_scale is None):
-        who = ("the step scales the loss", "the state carries no scale")
-        who = who if state.loss_scale is None else ("the state carries a loss scale", "the step scales none")
-        raise ModelError(f"{who[0]}, but {who[1]}. Remedy: give init() and train_step() the same precision.")
+        mismatch = (
+            "the step scales the loss, but the state has no loss scale"
+            if state.loss_scale is None
+            else "the state has a loss scale, but the step does not scale the loss"
+        )
+        raise ModelError(f"{mismatch}. Remedy: pass the same precision to init() and train_step().")
     return None if state.loss_scale is None else state.loss_scale["scale"]
 
 
@@ -91,9 +94,9 @@ def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
 def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
     """Returns the sharding of an array with a parameter's path and dims under ``role``, such as its gradient."""
     names = dict(state.metadata.dims).get(("params", *path), (None,) * x.ndim)
-    where = show(("params", *path))
-    where = f"gradient of {where}" if role == "gradients" else where
-    return layout.resolve(names, x.shape, role=role, dtype=x.dtype, path=where)
+    name = show(("params", *path))
+    name = f"gradient of {name}" if role == "gradients" else name
+    return layout.resolve(names, x.shape, role=role, dtype=x.dtype, path=name)
 
 
 def each_parameter(state: TrainState, f: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
@@ -101,32 +104,32 @@ def each_parameter(state: TrainState, f: Callable[[Sequence[Any], jax.Array], An
     return jax.tree_util.tree_map_with_path(lambda keys, w: f(to_path(keys), w), state.params)
 
 
-def seen_by(state: TrainState, rest: Any, key: Any, n: Any) -> TrainState:
-    """Returns the state with carried variables ``rest`` and the key of microbatch ``n``."""
-    return replace(state, variables=rest, key=jax.random.fold_in(key, n))
+def seen_by(state: TrainState, variables: Any, key: Any, n: Any) -> TrainState:
+    """Returns the state with carried variables ``variables`` and the key of microbatch ``n``."""
+    return replace(state, variables=variables, key=jax.random.fold_in(key, n))
 
 
-def pieces_of(batch: Any, count: int, ways: int, dim: int) -> Any:
+def pieces_of(batch: Any, count: int, num_shards: int, dim: int) -> Any:
     """Reshapes every array ``[rows, ...]`` to ``[microbatches, rows, ...]``, each microbatch with rows of every device.
 
     Args:
       batch: arrays whose dim 0 is the batch.
       count: number of microbatches.
-      ways: number of devices that the rows are sharded over.
+      num_shards: number of devices that the rows are sharded over.
       dim: 1 if the arrays hold the rows of all devices, in device order; 0 if they hold those of one device.
 
     Raises:
       LayoutError: ``ways * count`` does not divide the rows of some arrays; the error lists all of them.
     """
 
-    undivided = undivided_by(batch, ways * count)
+    undivided = undivided_by(batch, num_shards * count)
     if undivided:
-        raise LayoutError(messages.uncut_rows(undivided, count, ways, "grad_accum_steps"))
+        raise LayoutError(messages.uncut_rows(undivided, count, num_shards, "grad_accum_steps"))
 
     def one(x: jax.Array) -> jax.Array:
         if dim == 0:
             return x.reshape(count, -1, *x.shape[1:])
-        return x.reshape(ways, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+        return x.reshape(num_shards, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
 
     return jax.tree.map(one, batch)
 
@@ -143,7 +146,7 @@ def undivided_by(batch: Any, number: int) -> list[str]:
 def sums_of(
     run: Callable[..., Any],
     weights: Any,
-    rest: Any,
+    variables: Any,
     pieces: Any,
     count: int,
     place: Callable[[Any], Any] = lambda grads: grads,
@@ -154,9 +157,9 @@ def sums_of(
     microbatch of weight 0 contributes nothing (its loss may be NaN), but the variables it changes are carried on.
 
     Args:
-      run: ``run(weights, rest, piece, n) -> ((loss, (metrics, rest)), grads)`` of microbatch ``n``.
+      run: ``run(weights, variables, piece, n) -> ((loss, (metrics, variables)), grads)`` of microbatch ``n``.
       weights: what ``run`` differentiates.
-      rest: carried variables before the first microbatch.
+      variables: carried variables before the first microbatch.
       pieces: arrays ``[microbatches, rows, ...]``.
       count: number of microbatches.
       place: constrains the summed gradients to their sharding in each iteration.
@@ -165,34 +168,34 @@ def sums_of(
       ModelError: a metric is not a scalar, or ``loss_fn`` changes the shape or dtype of a carried variable.
     """
 
-    def weighted(rest: Any, piece: Any, n: Any) -> tuple[Any, Any]:
-        (loss, (metrics, rest)), grads = run(weights, rest, piece, n)
+    def weighted(variables: Any, piece: Any, n: Any) -> tuple[Any, Any]:
+        (loss, (metrics, variables)), grads = run(weights, variables, piece, n)
         for name, value in metrics.items():
             if jnp.shape(value):
                 raise ModelError(
-                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches are averaged, "
-                    f"so scalars are wanted. Remedy: return its mean, or set grad_accum_steps=1 and leave "
-                    f"grad_reduction out."
+                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but metrics are averaged over "
+                    "microbatches and must be scalars. Remedy: return its mean, or set grad_accum_steps=1 and leave "
+                    "grad_reduction out."
                 )
         weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
-        return (weighted_sum((loss, metrics, grads), weight, metrics), weight), rest
+        return (weighted_sum((loss, metrics, grads), weight, metrics), weight), variables
 
     def one(carry: Any, xs: Any) -> tuple[Any, None]:
-        sums, rest = carry
-        found, rest = weighted(rest, xs[1], xs[0])
+        sums, variables = carry
+        found, variables = weighted(variables, xs[1], xs[0])
         (loss, metrics, grads), weight = jax.tree.map(jnp.add, sums, found)
-        return (((loss, metrics, place(grads)), weight), rest), None
+        return (((loss, metrics, place(grads)), weight), variables), None
 
     first = jax.tree.map(lambda x: x[0], pieces)
     if count == 1:
-        (sums, weight), rest = weighted(rest, first, 0)
+        (sums, weight), variables = weighted(variables, first, 0)
     else:
-        shapes, after = jax.eval_shape(weighted, rest, first, 0)
-        _check_carried(rest, after)
+        shapes, after = jax.eval_shape(weighted, variables, first, 0)
+        _check_carried(variables, after)
         (loss, metrics, grads), weight = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        carry = (((loss, metrics, place(grads)), weight), rest)
-        ((sums, weight), rest), _ = jax.lax.scan(one, carry, (jnp.arange(count), pieces))
-    return sums, weight, rest
+        carry = (((loss, metrics, place(grads)), weight), variables)
+        ((sums, weight), variables), _ = jax.lax.scan(one, carry, (jnp.arange(count), pieces))
+    return sums, weight, variables
 
 
 def weighted_sum(tree: Any, weight: jax.Array, metrics: Metrics) -> Any:
@@ -226,6 +229,6 @@ def _check_carried(before: Any, after: Any) -> None:
     changed = [path for path in was | now if was.get(path) != now.get(path)]
     if changed:
         raise ModelError(
-            f"loss_fn changed the shape or dtype of {', '.join(show(('variables', *path)) for path in changed)}, which "
-            f"a loop over microbatches has to keep."
+            f"loss_fn changed the shape or dtype of {', '.join(show(('variables', *path)) for path in changed)}, "
+            "which must stay the same in the loop over microbatches."
         )

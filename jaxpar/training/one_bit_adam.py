@@ -129,17 +129,17 @@ def one_bit_adam(
     for name, value in (("warmup", warmup), ("block", block)):
         step = 8 if name == "block" else 1
         if not is_count(value) or value % step:
-            what = "a number of steps, 1 or more" if name == "warmup" else "a number of numbers, a multiple of 8"
-            raise ConfigError(f"{NAME}: {name} is {value!r}, but {what}, is wanted.")
+            what = "a positive integer" if name == "warmup" else "a positive multiple of 8"
+            raise ConfigError(f"{NAME}: {name} must be {what}, got {value!r}.")
     for name, rate in (("b1", b1), ("b2", b2)):
         if not 0 <= rate < 1:
-            raise ConfigError(f"{NAME}: {name} is {rate!r}, but a number from 0 to below 1 is wanted.")
+            raise ConfigError(f"{NAME}: {name} must be in [0, 1), got {rate!r}.")
     try:
-        least = over("data", min_bytes).min_bytes
+        threshold = over("data", min_bytes).min_bytes
     except RulesError:
-        raise ConfigError(f"{NAME}: min_bytes is {min_bytes!r}, but a size, as '64KiB', is wanted.") from None
-    settings = Settings(learning_rate, b1, b2, eps, weight_decay, warmup, block, least)
-    return OneBit(functools.partial(_init, settings), _alone, settings)
+        raise ConfigError(f"{NAME}: min_bytes must be a size such as '64KiB', got {min_bytes!r}.") from None
+    settings = Settings(learning_rate, b1, b2, eps, weight_decay, warmup, block, threshold)
+    return OneBit(functools.partial(_init, settings), _not_composable, settings)
 
 
 def without_signs(tx: Any, steps: int) -> Any:
@@ -152,37 +152,38 @@ def without_signs(tx: Any, steps: int) -> Any:
     if not isinstance(tx, OneBit) or tx.settings.warmup >= steps:
         return tx
     settings = replace(tx.settings, warmup=steps)
-    return OneBit(functools.partial(_init, settings), _alone, settings)
+    return OneBit(functools.partial(_init, settings), _not_composable, settings)
 
 
-def _alone(*_: Any, **__: Any) -> Any:
+def _not_composable(*_: Any, **__: Any) -> Any:
     raise ConfigError(
-        f"{NAME} averages the devices' own gradients itself, so it stands inside of no other transform (optax.chain, "
-        f"optax.masked, jp.offload). Remedy: hand it to init() and train_step() as it is."
+        f"{NAME} averages the gradients of the devices itself, so it cannot be inside another transform (optax.chain, "
+        "optax.masked, jp.offload). Remedy: pass it to init() and train_step() directly."
     )
 
 
-def refuse(asked: Iterable[tuple[str, Any, Any]]) -> None:
+def refuse(options: Iterable[tuple[str, Any, Any]]) -> None:
     """Raises if an argument of a step is incompatible with the optimizer.
 
     Args:
-      asked: for each argument its name, its value, and the only compatible value.
+      options: for each argument its name, its value, and the only compatible value.
 
     Raises:
       ConfigError: the first incompatible argument.
     """
     why = {
-        "clip_norm": "the norm of the gradient of all devices is not known where each keeps its own",
-        "weight_gather": "it holds weights whole",
-        "grad_reduction": "it reduces gradients itself, once a step",
-        "precision: reduce": "it reduces in fp32 in its warm-up, and by signs after it",
+        "clip_norm": "each device keeps its own gradient, so the norm of the mean gradient is not known",
+        "weight_gather": "it requires replicated weights",
+        "grad_reduction": "it reduces gradients itself, once per step",
+        "precision: reduce": "it reduces in fp32 during its warm-up and sends signs afterwards",
     }
-    for name, value, fits in asked:
-        if value != fits:
-            reason = why.get(name, "its signs cross all at once, and all else by its own reductions")
+    for name, value, required in options:
+        if value != required:
+            reason = why.get(name, "it sends all signs together and reduces everything else itself")
             raise ConfigError(
-                f"{name} is {value!r}, but the optimizer is {NAME}: {reason}. Remedy: leave {name.replace(': ', '.')} "
-                f"out" + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
+                f"{name} is {value!r}, which {NAME} does not support: {reason}. Remedy: leave "
+                f"{name.replace(': ', '.')} out"
+                + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
             )
 
 
@@ -197,13 +198,13 @@ def _dtype(x: Any) -> Any:
 
 def _init(settings: Settings, params: Any, dims: LeafDims | None = None) -> State:
     if dims is None:
-        _alone()
+        _not_composable()
     layout = current_layout()
     errors: dict[str, list[Any]] = {"worker": [], "server": []}
     for keys, x in jax.tree_util.tree_leaves_with_path(params):
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             path = show(("params", *to_path(keys)))
-            raise ModelError(f"{path} has dtype {x.dtype}, but {NAME} sends signs, which are of real numbers.")
+            raise ModelError(f"{path} has dtype {x.dtype}, but {NAME} sends signs and therefore requires real numbers.")
         shapes = _shapes(layout, dims or {}, to_path(keys), x.shape) if _packed(settings, x) else None
         for name, found in errors.items():
             found.append(None if shapes is None else jnp.zeros(shapes[name], _dtype(x)))
@@ -213,7 +214,7 @@ def _init(settings: Settings, params: Any, dims: LeafDims | None = None) -> Stat
     return State(jnp.zeros((), jnp.int32), zeros(), zeros(), worker, server)
 
 
-def _ways(layout: Layout, axes: Sequence[str]) -> int:
+def _num_shards(layout: Layout, axes: Sequence[str]) -> int:
     return math.prod(layout.sizes[axis] for axis in axes)
 
 
@@ -228,11 +229,11 @@ def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -
 
 
 def _shapes(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    ways = _ways(layout, batch_axes(layout))
-    pieces = _ways(layout, _axes_of(_split(layout, dims, path, shape)))
+    devices = _num_shards(layout, batch_axes(layout))
+    shards = _num_shards(layout, _axes_of(_split(layout, dims, path, shape)))
     return {
-        "worker": (ways, *shape),
-        "server": (ways, pieces, one_bit.chunk_of(math.prod(shape) // pieces, ways)),
+        "worker": (devices, *shape),
+        "server": (devices, shards, one_bit.chunk_of(math.prod(shape) // shards, devices)),
     }
 
 
@@ -256,13 +257,15 @@ def place(
     if kind not in ("worker", "server"):
         return None
     axes, batch = batch_axes(layout), layout.resolve(("batch",))
-    own = _split(layout, dims, owner, params[owner])
-    whose = {"worker": "what its own signs left out", "server": "what the signs of the average left out, of its part"}
-    first = ResolvedDim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {whose[kind]}")
+    param = _split(layout, dims, owner, params[owner])
+    error_of = {"worker": "the error of its own signs", "server": "the error of the average's signs, for its part"}
+    first = ResolvedDim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {error_of[kind]}")
     if kind == "worker":
-        return ("batch", *(dim.name for dim in own.dims)), Resolved((first, *own.dims), (), own.used | batch.used)
-    pieces = ResolvedDim(None, shape[1], _axes_of(own), "", "as many as the parameter is split into")
-    part = ResolvedDim(None, shape[2], (), "", "the numbers that one device averages, in whole bytes of signs")
+        return ("batch", *(dim.name for dim in param.dims)), Resolved((first, *param.dims), (), param.used | batch.used)
+    pieces = ResolvedDim(None, shape[1], _axes_of(param), "", "one per shard of the parameter")
+    part = ResolvedDim(
+        None, shape[2], (), "", "the elements that one device averages, rounded up to full bytes of signs"
+    )
     return ("batch", None, None), Resolved((first, pieces, part), (), batch.used)
 
 
@@ -280,9 +283,9 @@ def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) 
         used = set(_axes_of(layout.resolve(names, shape, role=role))) & set(batch_axes(layout))
         if used:
             text = (
-                f"{show(('params', *path))} {list(shape)} is split over {', '.join(sorted(used))} by the rules of "
-                f"{role}, as the batch is, but {NAME} wants weights and moments whole (stage 0). Remedy: a layout as "
-                f"configs/layouts/dp.yaml, without parallel.optimizer, or another optimizer."
+                f"{show(('params', *path))} {list(shape)} is sharded over {', '.join(sorted(used))} by the rules for "
+                f"{role}, as the batch is, but {NAME} requires replicated weights and moments (stage 0). Remedy: use "
+                "a layout such as configs/layouts/dp.yaml, without parallel.optimizer, or another optimizer."
             )
             return (text,)
     return ()
@@ -304,7 +307,7 @@ def update(
     Raises:
       LayoutError: the state's compression errors are for another number of devices.
     """
-    axes, ways = batch_axes(layout), _ways(layout, batch_axes(layout))
+    axes, devices = batch_axes(layout), _num_shards(layout, batch_axes(layout))
     leaves, structure = jax.tree.flatten(params)
     paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     packed = [_packed(settings, x) for x in leaves]
@@ -312,15 +315,17 @@ def update(
         layout, dims, state, [(p, x.shape) for p, x, flag in zip(paths, leaves, packed, strict=True) if flag]
     )
     places = [_split(layout, dims, path, x.shape) for path, x in zip(paths, leaves, strict=True)]
-    whole = [PartitionSpec(*(dim or None for dim in r.axes)) for r in places]
-    own = [PartitionSpec(axes or None, *spec) for spec in whole]
-    server = [PartitionSpec(axes or None, _axes_of(r) or None) for r, flag in zip(places, packed, strict=True) if flag]
-    worker = [spec for spec, flag in zip(own, packed, strict=True) if flag]
+    param_specs = [PartitionSpec(*(dim or None for dim in r.axes)) for r in places]
+    device_specs = [PartitionSpec(axes or None, *spec) for spec in param_specs]
+    server_specs = [
+        PartitionSpec(axes or None, _axes_of(r) or None) for r, flag in zip(places, packed, strict=True) if flag
+    ]
+    worker_specs = [spec for spec, flag in zip(device_specs, packed, strict=True) if flag]
     # Manual over every axis, so that each device forms blocks from its own shard and nothing is resharded for them.
     run = jax.shard_map(
-        functools.partial(_moments, settings, packed, axes, ways),
-        in_specs=(PartitionSpec(), own, whole, whole, worker, server),
-        out_specs=(whole, whole, worker, server),
+        functools.partial(_moments, settings, packed, axes, devices),
+        in_specs=(PartitionSpec(), device_specs, param_specs, param_specs, worker_specs, server_specs),
+        out_specs=(param_specs, param_specs, worker_specs, server_specs),
         check_vma=False,  # JAX would take the gathered values to vary between devices
     )
     given = (jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, state.worker, state.server))
@@ -348,12 +353,12 @@ def _correction(decay: float, count: jax.Array) -> jax.Array:
 def _check_devices(layout: Layout, dims: LeafDims, state: State, sent: Sequence[tuple[Path, tuple[int, ...]]]) -> None:
     for name in ("worker", "server"):
         for (path, shape), x in zip(sent, jax.tree.leaves(getattr(state, name)), strict=True):
-            wanted = _shapes(layout, dims, path, shape)[name]
-            if x.shape != wanted:
+            expected = _shapes(layout, dims, path, shape)[name]
+            if x.shape != expected:
                 raise LayoutError(
-                    f"{show(('opt_state', name, *path))} {list(x.shape)} holds the errors of {x.shape[0]} devices, but "
-                    f"{list(wanted)} is wanted where the batch is split over {wanted[0]}. Remedy: the layout that the "
-                    f"state was made for, or init() anew."
+                    f"{show(('opt_state', name, *path))} {list(x.shape)} holds the compression errors of {x.shape[0]} "
+                    f"devices, but the batch is sharded over {expected[0]}, which requires {list(expected)}. Remedy: "
+                    "use the layout that the state was created for, or call init() again."
                 )
 
 
@@ -364,7 +369,7 @@ def _moments(
     settings: Settings,
     packed: Sequence[bool],
     axes: Axes,
-    ways: int,
+    devices: int,
     count: jax.Array,
     grads: _Arrays,
     mu: _Arrays,
@@ -388,7 +393,7 @@ def _moments(
 
     def mean(x: jax.Array) -> jax.Array:
         # Without the barrier, the TPU compiler sums in the dtype that the gradient was cast from.
-        return jax.lax.psum(jax.lax.optimization_barrier(x), axes) / ways if axes else x
+        return jax.lax.psum(jax.lax.optimization_barrier(x), axes) / devices if axes else x
 
     def ordinary(grads: _Arrays, mu: _Arrays, nu: _Arrays, worker: _Arrays, server: _Arrays) -> Any:
         return *adam(list(map(mean, grads)), mu, nu), worker, server
@@ -410,9 +415,9 @@ def _moments(
     new_mu, new_nu = list(mu), list(nu)
     pick = lambda xs, which: [xs[i] for i in which]
     if small:
-        together = mean(jnp.concatenate([grads[i].ravel() for i in small]))
-        cuts = [sum(grads[i].size for i in small[:n]) for n in range(1, len(small))]
-        summed = [g.reshape(mu[i].shape) for i, g in zip(small, jnp.split(together, cuts), strict=True)]
+        summed_small = mean(jnp.concatenate([grads[i].ravel() for i in small]))
+        bounds = [sum(grads[i].size for i in small[:n]) for n in range(1, len(small))]
+        summed = [g.reshape(mu[i].shape) for i, g in zip(small, jnp.split(summed_small, bounds), strict=True)]
         for i, m, v in zip(small, *adam(summed, pick(mu, small), pick(nu, small)), strict=True):
             new_mu[i], new_nu[i] = m, v
     if large:

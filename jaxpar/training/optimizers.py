@@ -57,8 +57,8 @@ def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
         return tx, state
     if isinstance(tx, OnDisk):
         raise ConfigError(
-            "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: "
-            "to='host', or leave offload out."
+            "offload: optax.lookahead keeps slow parameters in addition to its state, and these cannot be on disk. "
+            "Remedy: use to='host', or leave offload out."
         )
     tx = _adapted(tx)
     with _no_advice():
@@ -81,19 +81,23 @@ class _Adapter:
             jax.eval_shape(self.update, params, state, params)
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"optimizer: optax.lookahead updates fast and slow parameters together, which another transform around "
-                f"it does not take ({type(error).__name__}). Remedy: lookahead outermost, as "
-                f"optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
+                "optimizer: optax.lookahead updates fast and slow parameters together, which another transform around "
+                f"it does not support ({type(error).__name__}). Remedy: make lookahead the outermost transform, as in "
+                "optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
             ) from error
         return state
 
     def update(self, updates: Any, state: Lookahead, params: Any, **offered: Any) -> tuple[Any, Lookahead]:
-        wanted = inspect.signature(self.tx.update).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-        extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
         both = optax.LookaheadParams(fast=params, slow=state.slow)
-        found, inner = self.tx.update(updates, state.state, both, **extra)
+        found, inner = self.tx.update(updates, state.state, both, **accepted(self.tx, offered))
         return found.fast, Lookahead(inner, optax.apply_updates(state.slow, found.slow))
+
+
+def accepted(tx: Any, offered: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the ``offered`` extra arguments that ``tx.update`` accepts."""
+    known = inspect.signature(tx.update).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    return {name: value for name, value in offered.items() if takes_any or name in known}
 
 
 @contextmanager
@@ -115,12 +119,12 @@ def check_steps(state: Any) -> None:
     """
     contrib = sys.modules.get("optax.contrib")
     private = getattr(contrib, "DifferentiallyPrivateAggregateState", ())
-    wants = lambda x: isinstance(x, private)
-    if any(wants(x) for x in jax.tree.leaves(state, is_leaf=wants)):
+    is_private = lambda x: isinstance(x, private)
+    if any(is_private(x) for x in jax.tree.leaves(state, is_leaf=is_private)):
         raise ModelError(
-            "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step gives "
-            "the optimizer one gradient, of the mean loss, whose first dim would be taken for examples. Remedy: "
-            "another optimizer."
+            "optax.contrib.differentially_private_aggregate (dpsgd) requires one gradient per example, but a step "
+            "passes the optimizer a single gradient, that of the mean loss, whose first dim would be taken for the "
+            "examples. Remedy: use another optimizer."
         )
 
 
@@ -135,28 +139,29 @@ def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
     Raises:
       ModelError: with the paths of the parameters, or of the state's arrays.
     """
-    shapes, wanted = (
+    shapes, expected = (
         {to_path(keys): tuple(jnp.shape(x)) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (updates, params)
     )
-    wrong = [path for path, shape in wanted.items() if shapes.get(path) != shape]
+    wrong = [path for path, shape in expected.items() if shapes.get(path) != shape]
     if wrong:
         shown = "; ".join(
-            f"{show(('params', *path))} {list(wanted[path])}: {_said(shapes.get(path))}" for path in wrong[:4]
+            f"{show(('params', *path))} {list(expected[path])}: {_describe(shapes.get(path))}" for path in wrong[:4]
         )
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise ModelError(
-            f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: an optimizer "
-            f"that returns an update for every entry of its parameters."
+            f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: use an "
+            "optimizer that returns an update for every element of its parameters."
         )
     was, now = ({to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
     if was != now:
         paths = ", ".join(show(("opt_state", *path)) for path in sorted(was ^ now)[:4])
         raise ModelError(
-            f"the optimizer's update adds or removes arrays of its state ({paths}), but the next step takes the state "
-            f"that this one took. Remedy: an optimizer whose init makes all of them (optax.monitor does not)."
+            f"the optimizer's update adds or removes arrays of its state ({paths}), but the next step requires the "
+            "same arrays as this one. Remedy: use an optimizer whose init creates all of them (optax.monitor does "
+            "not)."
         )
 
 
-def _said(shape: tuple[int, ...] | None) -> str:
+def _describe(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else f"an update {list(shape)}"

@@ -67,20 +67,25 @@ class RematPolicy:
             )
         names = (*self.save_names, *self.offload_names)
         if bool(names) is not (self.policy == "save_names"):
-            said = f"the policy {self.policy!r} takes no names" if names else "the policy 'save_names' names no tensor"
-            raise ConfigError(f"remat: {said}. Remedy: policy: save_names, with save_names or offload_names as lists.")
+            problem = (
+                f"the policy {self.policy!r} takes no names" if names else "the policy 'save_names' requires names"
+            )
+            raise ConfigError(
+                f"remat: {problem}. Remedy: set policy: save_names, with save_names or offload_names as lists."
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(
-                f"remat: {', '.join(twice)} stands twice in save_names and offload_names. Remedy: name it once."
+                f"remat: {', '.join(twice)} appears more than once in save_names and offload_names. Remedy: list it "
+                "once."
             )
         if self.slice_activation and self.policy == "none":
             raise ConfigError(
-                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes "
-                "none. Remedy: another policy, or leave slice_activation out."
+                "remat: slice_activation shards what recomputing layers save, but the policy 'none' recomputes no "
+                "layer. Remedy: use another policy, or leave slice_activation out."
             )
         if any(not is_count(n, 0) for n in self.layers):
-            raise ConfigError(f"remat: layers is {list(self.layers)}, but numbers of layers, 0 or more, are wanted.")
+            raise ConfigError(f"remat: layers must be a list of non-negative integers, got {list(self.layers)}.")
 
     @classmethod
     def of(cls, value: str | RematPolicy) -> RematPolicy:
@@ -101,16 +106,16 @@ class RematPolicy:
         stages = len(self.layers)
         if layers % stages:
             raise ConfigError(
-                f"remat: layers has {stages} numbers, one for each stage, but {layers} layers make no {stages} equal "
-                f"stages. Remedy: as many numbers as there are stages."
+                f"remat: layers has {stages} numbers, one per stage, but {layers} layers cannot be split into "
+                f"{stages} equal stages. Remedy: give as many numbers as there are stages."
             )
-        each = layers // stages
-        if max(self.layers) > each:
+        per_stage = layers // stages
+        if max(self.layers) > per_stage:
             raise ConfigError(
-                f"remat: layers is {list(self.layers)}, but each of {stages} stages has {each} of the {layers} layers. "
-                f"Remedy: numbers up to {each}."
+                f"remat: layers is {list(self.layers)}, but each of {stages} stages has {per_stage} of the {layers} "
+                f"layers. Remedy: use numbers up to {per_stage}."
             )
-        flags = [i < n for n in self.layers for i in range(each)]
+        flags = [i < n for n in self.layers for i in range(per_stage)]
         edges = [0, *(i for i in range(1, layers) if flags[i] is not flags[i - 1]), layers]
         return [(a, b, flags[a]) for a, b in itertools.pairwise(edges)]
 
@@ -144,8 +149,8 @@ class RematPolicy:
         if self.offload_names:
             if platform_of(current_layout().mesh) == "cpu":
                 text = (
-                    "remat: offload_names keeps nothing from a CPU's memory, which is the host's; the numbers are the "
-                    "same."
+                    "remat: offload_names saves no memory on simulated CPU devices, which use host memory; the "
+                    "results are the same."
                 )
                 warnings.warn(text, stacklevel=2)
             return policies.save_and_offload_only_these_names(

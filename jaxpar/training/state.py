@@ -210,7 +210,9 @@ def _abstract(
         raise ConfigError(missing)
     simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
     if simulated and any(tensor.host for tensor in tensors):
-        text = "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
+        text = (
+            "offload: simulated CPU devices use host memory, so offloading saves no memory; the results are the same."
+        )
         warnings.warn(text, stacklevel=3)
     leaves, treedef = jax.tree.flatten(shapes)
     placed = [
@@ -314,8 +316,8 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
     All parameters without annotations are one problem, and so are all stacks of layers that the pipeline's stages do
     not divide.
     """
-    bare = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
-    together = (messages.unannotated(list(bare.items())),) if bare else ()
+    unannotated = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
+    grouped = (messages.unannotated(list(unannotated.items())),) if unannotated else ()
     stages = layout.sizes.get(AXIS, 1)
     stacks: dict[ResolvedDim, list[str]] = {}
     for tensor in tensors:
@@ -323,8 +325,8 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
             stacks.setdefault(tensor.resolved.dims[0], []).append(f"{tensor.path} {list(tensor.shape)}")
 
     def one(tensor: PlacedLeaf) -> Sequence[str]:
-        if tensor.path in bare:
-            return together
+        if tensor.path in unannotated:
+            return grouped
         if not _undivided(tensor, stages):
             return tensor.problems
         layers = tensor.resolved.dims[0]

@@ -5,7 +5,6 @@ A train step is an ordinary jitted function with donated, sharded state.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -28,7 +27,7 @@ from jaxpar.training.loss import Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import update as streaming_update
-from jaxpar.training.optimizers import check_steps, check_update
+from jaxpar.training.optimizers import accepted, check_steps, check_update
 from jaxpar.training.pipeline.evaluate import evaluate_pipeline
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
@@ -104,25 +103,27 @@ def train_step(
     how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
-            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not. Remedy: "
-            f"jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
+            f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not support. "
+            "Remedy: use jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
         )
     how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
     options = how.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         tx = state.metadata.tx
-        own = isinstance(tx, SelfReducing)
+        per_device = isinstance(tx, SelfReducing)
         if isinstance(tx, SelfReducing):
             _check_supported(tx, how, clip_norm)
         with tracing_under(layout):
             found, grads, norm, finite = measure(
-                layout, loss_fn, state, batch, replace(how, per_device_grads=own), clip_norm
+                layout, loss_fn, state, batch, replace(how, per_device_grads=per_device), clip_norm
             )
             loss = found.loss
-            kept = {"grads": jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads} if return_grads else {}
+            extra = {}
+            if return_grads:
+                extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if per_device else found.grads
             keep = finite if skip_nonfinite else jnp.asarray(True)
-            value = value_of(layout, loss_fn, state, batch, replace(how, per_device_grads=own))
+            value = value_of(layout, loss_fn, state, batch, replace(how, per_device_grads=per_device))
             params, opt_state = _update(layout, state, grads, loss, value, keep)
             new = TrainState(
                 state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
@@ -130,11 +131,11 @@ def train_step(
             check_same(state, new)
             if skip_nonfinite:
                 new = _keep(state, new, finite)
-                kept["skipped"] = ~finite
+                extra["skipped"] = ~finite
                 if how.precision.scale is not None:
                     new = replace(new, loss_scale=how.precision.scale.next(state.loss_scale, finite))
-                    kept["loss_scale"] = state.loss_scale["scale"]
-            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **kept}
+                    extra["loss_scale"] = state.loss_scale["scale"]
+            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
 
     # An abstract mesh has no compiler options; code that compiles for a topology passes its own.
     options = options if isinstance(layout.mesh, Mesh) else {}
@@ -222,21 +223,19 @@ def step_config(
       ConfigError: an argument has no valid value, or ``precision`` has a loss scale and ``skip_nonfinite`` is false.
     """
     if not is_count(grad_accum_steps):
-        raise ConfigError(
-            f"grad_accum_steps is {grad_accum_steps!r}, but a number of microbatches, 1 or more, is wanted."
-        )
+        raise ConfigError(f"grad_accum_steps must be a positive integer, got {grad_accum_steps!r}.")
     for name, value, known in (
         ("weight_gather", weight_gather, get_args(WeightGather)),
         ("grad_reduction", grad_reduction, (None, *get_args(GradReduction))),
     ):
         if value not in known:
-            wanted = " or ".join(repr(option) for option in known)
-            raise ConfigError(f"{name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known[1:])}")
+            choices = " or ".join(map(repr, known))
+            raise ConfigError(f"{name} must be {choices}, got {value!r}.{did_you_mean(str(value), known[1:])}")
     found = Precision.of(precision)
     if found.scale is not None and not skip_nonfinite:
         raise ConfigError(
             "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. "
-            "Remedy: leave skip_nonfinite out."
+            "Remedy: leave skip_nonfinite out, or use a precision without a loss scale."
         )
     return StepConfig(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
@@ -276,12 +275,12 @@ def eval_step(
       LayoutError: the batch's rows cannot be split into that many microbatches; or, without ``pipeline``, the batch's
         axes do not divide its rows and the rules do not have ``indivisible={"batch": "replicate"}``.
     """
-    how, asked = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
+    how, options = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         with tracing_under(layout), precision_scope(how):
-            if asked is not None:
-                return evaluate_pipeline(layout, loss_fn, state, batch, how, asked)
+            if options is not None:
+                return evaluate_pipeline(layout, loss_fn, state, batch, how, options)
             loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(
                 jax.tree.map(how.computing, state.params)
             )
@@ -305,23 +304,21 @@ def _update(
     the caller does.
     """
 
-    def again(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
+    def loss_at(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
         # A line search passes on the arguments that it does not know, and rejects those missing from this signature.
         del obj_fn, grad_fn
         return value_fn(params)
 
-    gradient = jax.grad(again)
+    gradient = jax.grad(loss_at)
     offered = {
         "value": loss,
         "grad": grads,
-        "value_fn": again,
-        "obj_fn": again,
+        "value_fn": loss_at,
+        "obj_fn": loss_at,
         "grad_fn": lambda params, *_: gradient(params),
     }
     tx = state.metadata.tx
-    wanted = inspect.signature(tx.update).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-    extra = {name: value for name, value in offered.items() if takes_any or name in wanted}
+    extra = accepted(tx, offered)
     if isinstance(tx, SelfReducing):
         dims = dict(state.metadata.dims)
         updates, new = tx.update_sharded(layout, dims, grads, state.opt_state, state.params)
@@ -337,10 +334,10 @@ def _update(
 def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
     """Returns ``new``, with the parameters, optimizer state and variables of ``old`` where ``update`` is false."""
     # With state in host memory, the streaming update has already selected; selecting here would copy the old state.
-    seen_to = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
+    already_selected = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
     parts = {
         name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
-        for name in (("variables",) if seen_to else ("params", "opt_state", "variables"))
+        for name in (("variables",) if already_selected else ("params", "opt_state", "variables"))
     }
     return replace(new, **parts)
 
@@ -360,8 +357,8 @@ def check_same(old: TrainState, new: TrainState) -> None:
             was, now = (_describe(leaves.get(path)) for leaves in (before, after))
             if was != now:
                 raise ModelError(
-                    f"{cause} turned {show((part, *path))} from {was} into {now}, but a step keeps the shape and dtype "
-                    f"of all it trains and carries."
+                    f"{cause} changed {show((part, *path))} from {was} to {now}, but a step must keep the shape and "
+                    "dtype of everything that it trains and carries."
                 )
 
 

@@ -174,7 +174,7 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
         ),
         (
             {"microbatches": 1},
-            "parallel.pipeline: schedule 'pipedream': 1 microbatches are fewer than 2: over 2 stages",
+            "parallel.pipeline: schedule 'pipedream': 1 microbatches are fewer than 2: with 2 stages",
         ),
     ):
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
@@ -258,8 +258,9 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {**STAGES, "parallel": {"pipeline": {"schedule": "interleaved", "microbatches": 6, "virtual_stages": 2}}},
             ConfigError,
             (
-                "parallel.pipeline: schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each "
-                "stage. Remedy: a multiple of 4, as 8, or 'breadth_first', which takes any number from 4 on."
+                "parallel.pipeline: schedule 'interleaved': 6 microbatches cannot be split into groups of 4, one "
+                "microbatch per stage. Remedy: use a multiple of 4, such as 8, or 'breadth_first', which accepts any "
+                "number from 4."
             ),
         ),
         (
@@ -278,9 +279,9 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             },
             ConfigError,
             (
-                "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but "
-                "grad_reduction is 'per_chunk', which scatters gradients layer by layer. Remedy: "
-                "grad_reduction='per_step', or executor='lockstep'."
+                "pipeline: executor is 'independent', which allows no collectives in a stage's layers, but "
+                "grad_reduction is 'per_chunk', which scatters gradients layer by layer. Remedy: set "
+                "grad_reduction='per_step' or executor='lockstep'."
             ),
         ),
         (

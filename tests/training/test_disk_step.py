@@ -196,8 +196,9 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
             with pytest.raises(DiskError) as error:
                 first(states[3], batch(3))
             assert str(error.value) == (
-                f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: go on "
-                f"with the state that the last step returned, or make a disk_offloaded_train_step with this one."
+                f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: "
+                "continue with the state that the last step returned, or create a disk_offloaded_train_step with this "
+                "state."
             )
         # The state is one step old, as after a kill between two checkpoints.
         with reopen(first, layout, states[3]) as step:
@@ -253,8 +254,11 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize(
     ("tx", "said"),
     [
-        (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(LR)), "makes a number of several (reduce_sum)"),
-        (lambda: optax.contrib.muon(LR), "makes a number of several (reshape)"),
+        (
+            lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(LR)),
+            "mixes elements of an array (reduce_sum)",
+        ),
+        (lambda: optax.contrib.muon(LR), "mixes elements of an array (reshape)"),
     ],
     ids=["clipped", "muon"],
 )
@@ -266,8 +270,8 @@ def test_optimizers_that_need_all_at_once_are_refused(tx: Any, said: str, tmp_pa
         str(error.value)
         == refusal(shapes)
         == (
-            f"offload: the optimizer {said}, so its state cannot come from the disk piece by piece. Remedy: an "
-            f"optimizer that treats every number by itself (as Adam, Lion, SGD; clip by clip_norm), or optimizer: "
+            f"offload: the optimizer {said}, so its state cannot be read from disk piece by piece. Remedy: use "
+            "an elementwise optimizer (such as Adam, Lion or SGD; clip with clip_norm), or optimizer: "
             f"host (to='host')."
         )
     )
@@ -290,22 +294,22 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
                 layout, loss, shape_state(layout, make, jp.offload.to_disk(longer, **away))
             ),
             (
-                "offload: opt_state/last [4, 5, 16] is no moment of a parameter's shape, so it cannot come from the "
-                "disk piece by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
+                "offload: opt_state/last [4, 5, 16] is not a moment with the shape of its parameter, so it cannot be "
+                "read from disk piece by piece. Remedy: set optimizer: host (to='host'), or increase min_bytes."
             ),
         ),
         (
             lambda: jp.offload.disk_offloaded_train_step(layout, loss, shape_state(layout, make, adam)),
             (
-                "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: jp.offload.to_disk(tx, path) "
-                "instead of tx, also in jp.init; or jp.train_step."
+                "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: pass jp.offload.to_disk(tx, "
+                "path=...) instead of tx, also to jp.init; or use jp.train_step."
             ),
         ),
         (
             lambda: jp.offload.disk_offloaded_train_step(
                 layout, loss, shape_state(layout, make, jp.offload.to_disk(adam, **away)), ahead=-1
             ),
-            "disk_offloaded_train_step: ahead must be a number of pieces, 0 or more, got -1.",
+            "disk_offloaded_train_step: ahead must be a non-negative integer, got -1.",
         ),
         (
             lambda: jp.train_step(layout, loss).trace(

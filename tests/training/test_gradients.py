@@ -172,9 +172,9 @@ def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
             state, np.ones((16, 16), np.float32)
         )
     assert str(error.value) == (
-        "loss_fn changes variables/mean, but with grad_reduction='per_step' each device sees its own rows only, so "
-        "the devices would part. Remedy: grad_reduction='per_microbatch' (jp.Zero: stage 2), which reduces in every "
-        "microbatch."
+        "loss_fn changes variables/mean, but with grad_reduction='per_step' each device sees only its own rows, so "
+        "the values would differ between devices. Remedy: set grad_reduction='per_microbatch' (jp.Zero: stage 2), "
+        "which reduces in every microbatch."
     )
 
 
@@ -227,17 +227,14 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"grad_accum_steps": 0}, "grad_accum_steps is 0, but a number of microbatches, 1 or more, is wanted."),
+        ({"grad_accum_steps": 0}, "grad_accum_steps must be a positive integer, got 0."),
         (
             {"weight_gather": "per_stpe"},
-            "weight_gather is 'per_stpe', but 'per_use' or 'per_step' is wanted. Did you mean 'per_step'?",
+            "weight_gather must be 'per_use' or 'per_step', got 'per_stpe'. Did you mean 'per_step'?",
         ),
         (
             {"grad_reduction": "per_stpe"},
-            (
-                "grad_reduction is 'per_stpe', but None or 'per_step' or 'per_microbatch' is wanted. Did you mean "
-                "'per_step'?"
-            ),
+            ("grad_reduction must be None or 'per_step' or 'per_microbatch', got 'per_stpe'. Did you mean 'per_step'?"),
         ),
         (
             {"precision": "bf61"},
@@ -299,17 +296,17 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
             {"compute": "fp32", "reduce": "bf16"},
             {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
             (
-                "precision: reduce is bfloat16, but here the compiler reduces gradients where they arise, not "
-                "narrower than the dtype of the compute (float32). Remedy: grad_reduction='per_step' (ZeRO stage 1), "
-                "or leave precision.reduce out."
+                "precision: reduce is bfloat16, but the compiler reduces gradients where they arise, in a dtype no "
+                "narrower than the compute dtype (float32). Remedy: set grad_reduction='per_step' (ZeRO stage 1), or "
+                "leave precision.reduce out."
             ),
         ),
         (
             {"compute": "bf16", "gather": "fp32"},
             {},
             (
-                "precision: gather is float32, but here the compiler gathers weights where they are used, not wider "
-                "than the dtype of the compute (bfloat16). Remedy: grad_reduction='per_step' (ZeRO stage 1) or "
+                "precision: gather is float32, but the compiler gathers weights where they are used, in a dtype no "
+                "wider than the compute dtype (bfloat16). Remedy: set grad_reduction='per_step' (ZeRO stage 1) or "
                 "weight_gather='per_step' (stages 1 and 2), or leave precision.gather out."
             ),
         ),
@@ -317,8 +314,9 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
             {"compute": "bf16", "reduce": "fp32"},
             {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
             (
-                "precision: reduce is float32, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would "
-                "be. Remedy: sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.reduce out."
+                "precision: reduce is float32, which applies only to weights passed to jaxpar.sharded_dot, and "
+                "loss_fn passes none. Remedy: use sharded_dot(x, (w, dims)) instead of x @ w, or leave "
+                "precision.reduce out."
             ),
         ),
     ],
@@ -336,6 +334,6 @@ def test_metrics_that_cannot_be_averaged() -> None:
     with pytest.raises(ModelError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "loss_fn returned the metric 'rows' of shape (1,), but microbatches are averaged, so scalars are wanted. "
-        "Remedy: return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
+        "loss_fn returned the metric 'rows' of shape (1,), but metrics are averaged over microbatches and must be "
+        "scalars. Remedy: return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
     )

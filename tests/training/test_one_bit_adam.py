@@ -362,12 +362,12 @@ def test_explain_says_why_each_error_lies_where_it_does() -> None:
     assert report.problems == () and report.memory is not None and report.memory.unknown == ()
     worker, server = rows["opt_state/worker/columns"], rows["opt_state/server/columns"]
     assert worker.spec == (("replica", "data"), (), ("model",)) and worker.device_bytes == 4 * 24 * 10 // 2
-    assert worker.why[0] == "batch: each device keeps what its own signs left out"
+    assert worker.why[0] == "batch: each device keeps the error of its own signs"
     assert server.shape == (4, 2, 32) and server.spec == (("replica", "data"), ("model",), ())
     assert server.why == (
-        "batch: each device keeps what the signs of the average left out, of its part",
-        "dim 1: as many as the parameter is split into",
-        "dim 2: the numbers that one device averages, in whole bytes of signs",
+        "batch: each device keeps the error of the average's signs, for its part",
+        "dim 1: one per shard of the parameter",
+        "dim 2: the elements that one device averages, rounded up to full bytes of signs",
     )
     assert "opt_state/worker/number" not in rows
 
@@ -376,37 +376,37 @@ STEP: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm": (
         {"clip_norm": 1.0},
         (
-            "clip_norm is 1.0, but the optimizer is one_bit_adam: the norm of the gradient of all devices is not "
-            "known where each keeps its own. Remedy: leave clip_norm out (clip_norm: null in a run), or clip in "
+            "clip_norm is 1.0, which one_bit_adam does not support: each device keeps its own gradient, so the norm "
+            "of the mean gradient is not known. Remedy: leave clip_norm out (clip_norm: null in a run), or clip in "
             "loss_fn."
         ),
     ),
     "stage 1": (
         {"weight_gather": "per_step", "grad_reduction": "per_step"},
         (
-            "weight_gather is 'per_step', but the optimizer is one_bit_adam: it holds weights whole. Remedy: leave "
-            "weight_gather out."
+            "weight_gather is 'per_step', which one_bit_adam does not support: it requires replicated weights. "
+            "Remedy: leave weight_gather out."
         ),
     ),
     "each": (
         {"grad_reduction": "per_microbatch"},
         (
-            "grad_reduction is 'per_microbatch', but the optimizer is one_bit_adam: it reduces gradients itself, once "
-            "a step. Remedy: leave grad_reduction out."
+            "grad_reduction is 'per_microbatch', which one_bit_adam does not support: it reduces gradients itself, "
+            "once per step. Remedy: leave grad_reduction out."
         ),
     ),
     "int8": (
         {"precision": {"reduce": "int8"}},
         (
-            "precision: reduce is 'int8', but the optimizer is one_bit_adam: it reduces in fp32 in its warm-up, and "
-            "by signs after it. Remedy: leave precision.reduce out."
+            "precision: reduce is 'int8', which one_bit_adam does not support: it reduces in fp32 during its warm-up "
+            "and sends signs afterwards. Remedy: leave precision.reduce out."
         ),
     ),
     "groups": (
         {"fusion": jp.overlap.CollectiveFusion(reduce=(1,))},
         (
-            "fusion: reduce is [1], but the optimizer is one_bit_adam: its signs cross all at once, and all else by "
-            "its own reductions. Remedy: leave fusion.reduce out."
+            "fusion: reduce is [1], which one_bit_adam does not support: it sends all signs together and reduces "
+            "everything else itself. Remedy: leave fusion.reduce out."
         ),
     ),
 }
@@ -426,29 +426,29 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
     "warmup": (
         lambda: jp.one_bit_adam(RATE, warmup=0),
         ConfigError,
-        "one_bit_adam: warmup is 0, but a number of steps, 1 or more, is wanted.",
+        "one_bit_adam: warmup must be a positive integer, got 0.",
     ),
     "block": (
         lambda: jp.one_bit_adam(RATE, warmup=1, block=12),
         ConfigError,
-        "one_bit_adam: block is 12, but a number of numbers, a multiple of 8, is wanted.",
+        "one_bit_adam: block must be a positive multiple of 8, got 12.",
     ),
     "b2": (
         lambda: jp.one_bit_adam(RATE, b2=1.0, warmup=1),
         ConfigError,
-        "one_bit_adam: b2 is 1.0, but a number from 0 to below 1 is wanted.",
+        "one_bit_adam: b2 must be in [0, 1), got 1.0.",
     ),
     "min_bytes": (
         lambda: jp.one_bit_adam(RATE, warmup=1, min_bytes="some"),
         ConfigError,
-        "one_bit_adam: min_bytes is 'some', but a size, as '64KiB', is wanted.",
+        "one_bit_adam: min_bytes must be a size such as '64KiB', got 'some'.",
     ),
     "chain": (
         lambda: jp.init(layout_of("2 ways"), make, optax.chain(jp.one_bit_adam(RATE, warmup=1))),
         ConfigError,
         (
-            "one_bit_adam averages the devices' own gradients itself, so it stands inside of no other transform "
-            "(optax.chain, optax.masked, jp.offload). Remedy: hand it to init() and train_step() as it is."
+            "one_bit_adam averages the gradients of the devices itself, so it cannot be inside another transform "
+            "(optax.chain, optax.masked, jp.offload). Remedy: pass it to init() and train_step() directly."
         ),
     ),
     "complex": (
@@ -458,7 +458,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
             jp.one_bit_adam(RATE, warmup=1),
         ),
         ModelError,
-        "params/w has dtype complex64, but one_bit_adam sends signs, which are of real numbers.",
+        "params/w has dtype complex64, but one_bit_adam sends signs and therefore requires real numbers.",
     ),
     "sharded": (
         lambda: jp.init(
@@ -471,9 +471,9 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
         ),
         LayoutError,
         (
-            "params/w [4, 6] is split over data by the rules of optimizer, as the batch is, but one_bit_adam wants "
-            "weights and moments whole (stage 0). Remedy: a layout as configs/layouts/dp.yaml, without "
-            "parallel.optimizer, or another optimizer."
+            "params/w [4, 6] is sharded over data by the rules for optimizer, as the batch is, but one_bit_adam "
+            "requires replicated weights and moments (stage 0). Remedy: use a layout such as configs/layouts/dp.yaml, "
+            "without parallel.optimizer, or another optimizer."
         ),
     ),
 }
@@ -492,8 +492,9 @@ def test_a_state_of_other_devices_is_refused() -> None:
     with pytest.raises(LayoutError) as error:
         jp.train_step(layout_of("8 ways"), dot).trace(state, rows_of(0))
     assert str(error.value) == (
-        "opt_state/worker/columns [2, 24, 10] holds the errors of 2 devices, but [8, 24, 10] is wanted where the "
-        "batch is split over 8. Remedy: the layout that the state was made for, or init() anew."
+        "opt_state/worker/columns [2, 24, 10] holds the compression errors of 2 devices, but the batch is sharded "
+        "over 8, which requires [8, 24, 10]. Remedy: use the layout that the state was created for, or call init() "
+        "again."
     )
 
 

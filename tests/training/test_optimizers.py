@@ -329,14 +329,14 @@ def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
         jp.abstract_state(mlp.layout(), mlp.make, inside)
     assert str(error.value) == (
         "optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does "
-        "not take (ValueError). Remedy: lookahead outermost, as optax.lookahead(optax.chain(...), sync_period=5, "
-        "slow_step_size=0.5)."
+        "not support (ValueError). Remedy: make lookahead the outermost transform, as in "
+        "optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
     )
     with pytest.raises(ConfigError) as error:
         jp.abstract_state(mlp.layout(), mlp.make, jp.offload.to_disk(lookahead, path=tmp_path))
     assert str(error.value) == (
-        "offload: optax.lookahead keeps slow parameters beside its state, which cannot lie on disk. Remedy: "
-        "to='host', or leave offload out."
+        "offload: optax.lookahead keeps slow parameters in addition to its state, and these cannot be on disk. "
+        "Remedy: use to='host', or leave offload out."
     )
 
 
@@ -350,12 +350,14 @@ def test_an_optimizer_whose_update_fits_no_step_is_named(name: str) -> None:
         step.trace(state, np.ones((8, 16), np.float32))
     assert str(error.value) == (
         "the optimizer's update adds or removes arrays of its state (opt_state/measurements/ema/w), but the next step "
-        "takes the state that this one took. Remedy: an optimizer whose init makes all of them (optax.monitor does "
-        "not)."
+        "requires the same arrays as this one. Remedy: use an optimizer whose init creates all of them (optax.monitor "
+        "does not)."
         if name == "monitor"
-        else "optax.contrib.differentially_private_aggregate (dpsgd) wants a gradient of each example, but a step "
-        "gives the optimizer one gradient, of the mean loss, whose first dim would be taken for examples. "
-        "Remedy: another optimizer."
+        else (
+            "optax.contrib.differentially_private_aggregate (dpsgd) requires one gradient per example, but a step "
+            "passes the optimizer a single gradient, that of the mean loss, whose first dim would be taken for the "
+            "examples. Remedy: use another optimizer."
+        )
     )
 
 
@@ -369,5 +371,5 @@ def test_an_update_of_another_shape_is_named() -> None:
         step.trace(jp.abstract_state(layout, make, tx), np.ones((8, 16), np.float32))
     assert str(error.value) == (
         "the optimizer's updates do not have the shapes of their parameters (params/w [16, 8]: an update [8]). "
-        "Remedy: an optimizer that returns an update for every entry of its parameters."
+        "Remedy: use an optimizer that returns an update for every element of its parameters."
     )

@@ -129,7 +129,9 @@ def test_offloaded_tensors_go_to_the_hosts_memory_and_back(layout_of: Any) -> No
 
 def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None:
     step, state, batch = step_of(jp.RematPolicy("save_names", offload_names=("block_output",)), layout_of("fsdp"))
-    with pytest.warns(UserWarning, match="offload_names keeps nothing from a CPU's memory, which is the host's"):
+    with pytest.warns(
+        UserWarning, match="offload_names saves no memory on simulated CPU devices, which use host memory"
+    ):
         step.trace(state, batch)
 
 
@@ -146,31 +148,31 @@ def test_simulated_devices_say_that_they_offload_nothing(layout_of: Any) -> None
         (
             {"policy": "save_names"},
             (
-                "remat: the policy 'save_names' names no tensor. Remedy: policy: save_names, with save_names or "
+                "remat: the policy 'save_names' requires names. Remedy: set policy: save_names, with save_names or "
                 "offload_names as lists."
             ),
         ),
         (
             {"policy": "full", "save_names": ("qkv",)},
             (
-                "remat: the policy 'full' takes no names. Remedy: policy: save_names, with save_names or "
+                "remat: the policy 'full' takes no names. Remedy: set policy: save_names, with save_names or "
                 "offload_names as lists."
             ),
         ),
         (
             {"policy": "save_names", "save_names": ("qkv",), "offload_names": ("qkv",)},
-            "remat: qkv stands twice in save_names and offload_names. Remedy: name it once.",
+            "remat: qkv appears more than once in save_names and offload_names. Remedy: list it once.",
         ),
         (
             {"policy": "none", "slice_activation": True},
             (
-                "remat: slice_activation splits what layers keep that recompute, but the policy 'none' recomputes "
-                "none. Remedy: another policy, or leave slice_activation out."
+                "remat: slice_activation shards what recomputing layers save, but the policy 'none' recomputes no "
+                "layer. Remedy: use another policy, or leave slice_activation out."
             ),
         ),
         (
             {"policy": "full", "layers": (1, -1)},
-            "remat: layers is [1, -1], but numbers of layers, 0 or more, are wanted.",
+            "remat: layers must be a list of non-negative integers, got [1, -1].",
         ),
     ],
 )
@@ -186,11 +188,11 @@ def test_what_is_no_policy(arguments: dict[str, Any], text: str) -> None:
         (
             (1, 1, 1),
             (
-                "remat: layers has 3 numbers, one for each stage, but 4 layers make no 3 equal stages. Remedy: as "
-                "many numbers as there are stages."
+                "remat: layers has 3 numbers, one per stage, but 4 layers cannot be split into 3 equal stages. "
+                "Remedy: give as many numbers as there are stages."
             ),
         ),
-        ((3, 1), "remat: layers is [3, 1], but each of 2 stages has 2 of the 4 layers. Remedy: numbers up to 2."),
+        ((3, 1), "remat: layers is [3, 1], but each of 2 stages has 2 of the 4 layers. Remedy: use numbers up to 2."),
     ],
 )
 def test_layers_that_do_not_fit(layers: tuple[int, ...], text: str) -> None:

@@ -220,32 +220,36 @@ def test_evaluation_gives_the_loss_and_its_metrics_and_keeps_the_state(state: An
     assert float(metrics["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-6)
 
 
-WANTED = "but a floating scalar is wanted. Remedy:"
+SCALAR = "loss_fn must return a floating-point scalar as the loss, got"
 PAIRS = "return loss, (loss, aux) or (loss, aux, updates)"
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (jnp.ones(3), f"loss_fn returned a loss of shape (3,) and dtype float32, {WANTED} take the mean."),
-        (1, f"loss_fn returned a int as the loss, {WANTED} {PAIRS}."),
+        (jnp.ones(3), f"{SCALAR} shape (3,) and dtype float32. Remedy: take the mean."),
+        (1, f"{SCALAR} int. Remedy: {PAIRS}."),
         (
             jnp.ones((), int),
-            f"loss_fn returned a loss of shape () and dtype int32, {WANTED} compute it in floating point.",
+            f"{SCALAR} shape () and dtype int32. Remedy: compute it in floating point.",
         ),
-        (None, f"loss_fn returned a NoneType as the loss, {WANTED} {PAIRS}."),
-        ([1.0, {}], f"loss_fn returned a list as the loss, {WANTED} {PAIRS}."),
-        ((1.0,), "loss_fn returned a tuple of 1, but loss, (loss, aux) or (loss, aux, updates) is wanted."),
-        ((1.0, {}, {}, {}), "loss_fn returned a tuple of 4, but loss, (loss, aux) or (loss, aux, updates) is wanted."),
+        (None, f"{SCALAR} NoneType. Remedy: {PAIRS}."),
+        ([1.0, {}], f"{SCALAR} list. Remedy: {PAIRS}."),
+        ((1.0,), "loss_fn must return loss, (loss, aux) or (loss, aux, updates), got a tuple of 1."),
+        ((1.0, {}, {}, {}), "loss_fn must return loss, (loss, aux) or (loss, aux, updates), got a tuple of 4."),
         (
             (1.0, {"loss": 2.0, "grad_norm": 1.0, "mine": 0.0}),
-            "loss_fn returned metrics named 'grad_norm', 'loss', which the step itself reports. Remedy: rename them.",
+            (
+                "loss_fn returned metrics named 'grad_norm', 'loss', which are reserved for the step's own metrics. "
+                "Remedy: rename them."
+            ),
         ),
         (
             (1.0, {}, {"cache": 1.0}),
             (
-                "the third value of loss_fn is a dict of 'cache', but a dict of the carried collections (none) is "
-                "wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
+                "the third value that loss_fn returns must be a dict of the carried collections (none), got a dict of "
+                "'cache'. Remedy: return the collections that apply(..., mutable=[...]) returns in addition to the "
+                "output."
             ),
         ),
     ],
@@ -264,8 +268,8 @@ def test_an_optimizer_that_changes_a_shape_is_refused(mlp: Any) -> None:
     assert str(error.value) == (
         "the optimizer's updates do not have the shapes of their parameters (params/block/bias [24]: an update [2, "
         "24]; params/block/down [24, 16]: an update [2, 24, 16]; params/block/up [16, 24]: an update [2, 16, 24]; "
-        "params/square [16, 16]: an update [2, 16, 16] and 1 more). Remedy: an optimizer that returns an update for "
-        "every entry of its parameters."
+        "params/square [16, 16]: an update [2, 16, 16] and 1 more). Remedy: use an optimizer that returns an update "
+        "for every element of its parameters."
     )
 
 
@@ -275,6 +279,6 @@ def test_a_loss_that_changes_a_carried_array_is_refused(mlp: Any) -> None:
     with pytest.raises(ModelError) as error:
         jp.train_step(mlp.layout(), loss_fn)(jp.init(mlp.layout(), make, TX), None)
     assert str(error.value) == (
-        "loss_fn turned variables/stats/mean from float32[8] into nothing, but a step keeps the shape and dtype of "
-        "all it trains and carries."
+        "loss_fn changed variables/stats/mean from float32[8] to nothing, but a step must keep the shape and dtype of "
+        "everything that it trains and carries."
     )

@@ -64,31 +64,33 @@ class Pipeline:
         )
         for name, value, known in checks:
             if value not in known:
-                wanted = " or ".join((", ".join(map(repr, known[:-1])), repr(known[-1])))
+                choices = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
                 raise ConfigError(
-                    f"pipeline: {name} is {value!r}, but {wanted} is wanted.{did_you_mean(str(value), known)}"
+                    f"pipeline: {name} must be {choices}, got {value!r}.{did_you_mean(str(value), known)}"
                 )
         if self.executor == "independent" and self.grad_reduction != "per_step":
             raise ConfigError(
-                "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but "
-                f"grad_reduction is {self.grad_reduction!r}, which scatters gradients layer by layer. Remedy: "
-                "grad_reduction='per_step', or executor='lockstep'."
+                "pipeline: executor is 'independent', which allows no collectives in a stage's layers, but "
+                f"grad_reduction is {self.grad_reduction!r}, which scatters gradients layer by layer. Remedy: set "
+                "grad_reduction='per_step' or executor='lockstep'."
             )
         self._check_recompute()
 
     def _check_recompute(self) -> None:
-        said, stages = f"pipeline: recompute is {list(self.recompute)}", self.schedule.stages
+        start, stages = f"pipeline: recompute is {list(self.recompute)}", self.schedule.stages
         if any(not is_count(n, 0) for n in self.recompute):
-            raise ConfigError(f"{said}, but numbers of layers, 0 or more, are wanted.")
+            raise ConfigError(
+                f"pipeline: recompute must be a list of non-negative integers, got {list(self.recompute)}."
+            )
         if self.recompute and self.activation_checkpointing == "full":
             raise ConfigError(
-                f"{said}, but activation_checkpointing is 'full', with which every layer is computed again. Remedy: "
+                f"{start}, but activation_checkpointing is 'full', which recomputes every layer. Remedy: set "
                 "activation_checkpointing='none', or leave recompute out."
             )
         if self.recompute and len(self.recompute) != stages:
             raise ConfigError(
-                f"{said}, {len(self.recompute)} numbers, but the schedule has {stages} stages. Remedy: a number for "
-                "each stage."
+                f"{start}, which has {len(self.recompute)} numbers, but the schedule has {stages} stages. Remedy: give "
+                "one number per stage."
             )
 
 
@@ -125,14 +127,13 @@ class Asynchronous:
         )
         for name, value, known in checks:
             if value not in known:
-                wanted = " or ".join(map(repr, known))
+                choices = " or ".join(map(repr, known))
                 raise ConfigError(
-                    f"asynchronous pipeline: {name} is {value!r}, but {wanted} is "
-                    f"wanted.{did_you_mean(str(value), known)}"
+                    f"asynchronous pipeline: {name} must be {choices}, got {value!r}.{did_you_mean(str(value), known)}"
                 )
         for name, size in (("stages", self.stages), ("microbatches", self.microbatches)):
             if not is_count(size):
-                raise ConfigError(f"asynchronous pipeline: {name} is {size!r}, but a number, 1 or more, is wanted.")
+                raise ConfigError(f"asynchronous pipeline: {name} must be a positive integer, got {size!r}.")
         self.schedule  # noqa: B018 (raises if there are too few microbatches)
 
     @property

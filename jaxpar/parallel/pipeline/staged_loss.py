@@ -123,7 +123,7 @@ class PipelineLoss:
             return None
         if key is None:
             raise ModelError(
-                "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, "
+                "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: call loss(model, "
                 "batch, key=jax.random.key(0))."
             )
         count = max(
@@ -169,16 +169,17 @@ class PipelineLoss:
             return found, {}
         if len(found) != 2:
             raise ModelError(
-                f"PipelineLoss(layer=...) returned a tuple of {len(found)}, but x or (x, aux) is wanted, aux being a "
-                "scalar or a dict of scalars. Remedy: return one of these; a layer carries no variables."
+                "PipelineLoss(layer=...) must return x or (x, aux), where aux is a scalar or a dict of scalars, got a "
+                f"tuple of {len(found)}. Remedy: return one of these; a layer carries no variables."
             )
         x, aux = found
         extras = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {ADDED: aux}
         for name, value in extras.items():
             if jnp.shape(value):
                 raise ModelError(
-                    f"PipelineLoss(layer=...) returned {name!r} of shape {jnp.shape(value)} beside x, but layers are "
-                    "summed and microbatches averaged, so scalars are wanted. Remedy: return its mean."
+                    f"PipelineLoss(layer=...) returned {name!r} of shape {jnp.shape(value)} in addition to x, but "
+                    "such values are summed over layers, averaged over microbatches and must be scalars. Remedy: "
+                    "return its mean."
                 )
         return x, {name: at_least_fp32(value) for name, value in extras.items()}
 
@@ -225,8 +226,8 @@ def joined(metrics: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, A
     both = sorted({*metrics, "weight"} & set(named))
     if both:
         raise ModelError(
-            f"PipelineLoss(layer=...) returned metrics named {listing(both)}, which head returns or weighs by. "
-            "Remedy: rename them."
+            f"PipelineLoss(layer=...) returned metrics named {listing(both)}, which head returns or uses as the "
+            "weight. Remedy: rename them."
         )
     return {**metrics, **named}
 
@@ -244,8 +245,9 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         if inner is None:
             have = sorted(tree) if isinstance(tree, dict) else sorted(vars(tree))
             raise ModelError(
-                f"PipelineLoss(layers={'/'.join(path)!r}): the model has no {'/'.join(path[: at + 1])!r}. Remedy: the "
-                f"path of its stack of layers; there are {listing(name for name in have if not name.startswith('_'))}."
+                f"PipelineLoss(layers={'/'.join(path)!r}): the model has no {'/'.join(path[: at + 1])!r}. Remedy: "
+                "give the path of its stack of layers; the model has "
+                f"{listing(name for name in have if not name.startswith('_'))}."
             )
         tree = inner
     if nnx is None or not isinstance(tree, nnx.Module):
@@ -254,9 +256,9 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
     if jax.tree.leaves(rest):
         paths = ["/".join((*path, *map(str, keys))) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
-            f"PipelineLoss(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which no pipeline can: each "
-            "stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for random numbers "
-            "PipelineLoss(keys=True) in the place of keys."
+            f"PipelineLoss(layers={'/'.join(path)!r}): the layers carry {listing(paths)}, which a pipeline does not "
+            "support: each stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for "
+            "random numbers, use PipelineLoss(keys=True) instead of carried keys."
         )
     structure = jax.tree.structure(params)
     return jax.tree.leaves(params), lambda leaves: nnx.merge(

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import batch_rows, numbering
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
-from jaxpar.parallel.pipeline.executor.async_runner import AsyncRunner, beside, numbered
+from jaxpar.parallel.pipeline.executor.async_runner import AsyncRunner, concat_batches, numbered
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head, PipelineProgram
 from jaxpar.parallel.pipeline.options import Asynchronous
@@ -29,7 +29,14 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import GradientResult, StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
-from jaxpar.training.pipeline.stage_functions import before_of, check_rows, columns, given_of, program_of, side_weights
+from jaxpar.training.pipeline.stage_functions import (
+    check_rows,
+    columns,
+    given_of,
+    layer_input_weights,
+    program_of,
+    run_embed,
+)
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 from jaxpar.training.state import TrainState
 
@@ -69,18 +76,18 @@ class InFlightCall:
       layout: the ambient layout.
       loss_fn: the :class:`jaxpar.pipeline.PipelineLoss`.
       how: the step's arguments.
-      asked: the pipeline's options.
+      options: the pipeline's options.
       window: the schedule of the call's ticks.
       state: holds the parameters that the call's own batch is computed with.
       previous: the parameters that the previous batch is computed with.
       counts: ``[stages, 1]``, the number of layers of each stage, if the stacks are padded to the largest stage;
-        ``None``: as ``asked`` says.
+        ``None``: as ``options`` says.
     """
 
     layout: Layout
     loss_fn: Any
     how: StepConfig
-    asked: Asynchronous
+    options: Asynchronous
     window: AsyncSchedule
     state: TrainState
     previous: Any
@@ -93,11 +100,12 @@ class InFlightCall:
           ConfigError, LayoutError, ModelError: something that a pipeline does not support, or a batch that cannot be
             split into its microbatches.
         """
-        check_trained(self.layout, self.loss_fn, self.state, self.how, self.asked)
+        check_trained(self.layout, self.loss_fn, self.state, self.how, self.options)
         if self.loss_fn.keys:
             raise ConfigError(
-                f"asynchronous pipeline: layers draw random numbers (keys=True), but {self.asked.name!r} hands on no "
-                f"keys with what is on its way. Remedy: layers that draw none, or the schedule '1f1b'."
+                f"asynchronous pipeline: layers draw random numbers (keys=True), but {self.options.name!r} does not "
+                "keep the keys of the microbatches in flight. Remedy: use layers that draw none, or the schedule "
+                "'1f1b'."
             )
         batch = self.loss_fn.prepare(
             self.split.model(jax.tree.map(self.how.precision.computing, self.state.params)), batch
@@ -110,13 +118,13 @@ class InFlightCall:
         return ModelSplit(self.state, self.loss_fn)
 
     @functools.cached_property
-    def board(self) -> StageTransfer:
-        return StageTransfer.of(self.layout, self.split, self.state, self.how.precision, self.asked)
+    def transfer(self) -> StageTransfer:
+        return StageTransfer.of(self.layout, self.split, self.state, self.how.precision, self.options)
 
     @property
     def sizes(self) -> str:
         """The number of layers of each stage, such as ``3-2-1``."""
-        return "-".join(map(str, self.board.layers.each))
+        return "-".join(map(str, self.transfer.layers.each))
 
     def before(self, params: Any, batch: Any, numbers: Any = None) -> tuple[jax.Array, Any]:
         """Returns the first layer's input, and the VJP from its cotangent to the parameters outside the layers.
@@ -130,7 +138,7 @@ class InFlightCall:
 
         def f(others: Any) -> jax.Array:
             with batch_rows(numbers):
-                x = before_of(self.loss_fn, self.split, others, batch)
+                x = run_embed(self.loss_fn, self.split, others, batch)
             return columns(self.layout, x, self.loss_fn.dims)
 
         found: tuple[jax.Array, Any] = jax.vjp(f, others)
@@ -139,29 +147,29 @@ class InFlightCall:
     def ticks(self, before: Any, batch: Any, x: jax.Array) -> tuple[AsyncRunner, jax.Array]:
         """Returns the runner of the call's ticks for two prepared batches, and its input from the own batch."""
         split, count = self.split, self.window.batch
-        new, (pieces, fed) = self.board.enter(self.state.params, given_of(batch), x, count)
-        old, (pieces_before, _) = self.board.enter(self.previous, given_of(before), x, count)
+        new, (pieces, fed) = self.transfer.scatter_to_stages(self.state.params, given_of(batch), x, count)
+        old, (pieces_before, _) = self.transfer.scatter_to_stages(self.previous, given_of(before), x, count)
         numbers = jnp.broadcast_to(jnp.arange(2 * count, dtype=jnp.int32) // count, (fed.shape[0], 2 * count))
         after = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
         program = numbered(self.program(head_of(self.loss_fn, split, None)))
-        weights = beside(split.stack(old), split.stack(new), 1)
-        numbered_pieces = {"batch": numbers, "of": beside(pieces_before, pieces, 1)}
+        weights = concat_batches(split.stack(old), split.stack(new), 1)
+        numbered_pieces = {"batch": numbers, "of": concat_batches(pieces_before, pieces, 1)}
         grows = fed.shape[-1] % self.window.stages == 0
-        read = side_weights(self.loss_fn, split, self.board, after, pieces[0])
+        read = layer_input_weights(self.loss_fn, split, self.transfer, after, pieces[0])
         return AsyncRunner(program, weights, after, numbered_pieces, grows, read), fed
 
     def program(self, head: Head) -> PipelineProgram:
         """Returns the program of stages and head; both chunks of a stage are the same layers."""
-        counts = self.board.layers.counts if self.counts is None else self.counts
+        counts = self.transfer.layers.counts if self.counts is None else self.counts
         return program_of(
             self.layout,
             self.loss_fn,
             self.split,
-            self.board,
+            self.transfer,
             schedule=self.window,
             head=head,
-            activation_checkpointing=self.asked.activation_checkpointing,
-            reduce=self.board.of_one_layer if self.board.each else None,
+            activation_checkpointing=self.options.activation_checkpointing,
+            reduce=self.transfer.of_one_layer if self.transfer.scattered else None,
             counts=None if counts is None else counts.repeat(2, axis=1),
             starts=None,
         )
@@ -171,7 +179,7 @@ class InFlightCall:
 
     def put_stashes(self, aboard: dict[str, Any]) -> dict[str, Any]:
         """Constrains what the stages keep and send to the sharding that the next call takes."""
-        axes, manual, dims = self.board.axes or None, (AXIS, *self.board.axes), self.loss_fn.dims or ()
+        axes, manual, dims = self.transfer.axes or None, (AXIS, *self.transfer.axes), self.loss_fn.dims or ()
 
         def one(x: jax.Array) -> jax.Array:
             lead = x.ndim - len(dims) - 2
@@ -198,9 +206,9 @@ class InFlightCall:
 
     def placed(self, flight: dict[str, Any]) -> dict[str, Any]:
         """Constrains everything in flight to the sharding that the next call takes."""
-        axes, layout, split = self.board.axes or None, self.layout, self.split
+        axes, layout, split = self.transfer.axes or None, self.layout, self.split
         aboard, names = flight["aboard"], dict(self.state.metadata.dims)
-        manual = (AXIS, *self.board.axes)
+        manual = (AXIS, *self.transfer.axes)
 
         def of_layer(keys: Any, x: jax.Array) -> jax.Array:
             dims = names.get(("params", *split.path, *to_path(keys)), ())[1:]
@@ -208,7 +216,7 @@ class InFlightCall:
 
         def of_other(keys: Any, x: jax.Array) -> jax.Array:
             dims = names.get(("params", *to_path(keys)), ())
-            return self.put(x, axes, *split_over(layout, dims, "gradients", x.shape[1:], self.board.axes))
+            return self.put(x, axes, *split_over(layout, dims, "gradients", x.shape[1:], self.transfer.axes))
 
         last = AXIS if aboard["x"].shape[-1] % self.window.stages == 0 else None
         found = {
@@ -235,7 +243,7 @@ def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], man
 
 @numbering
 def start(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Asynchronous
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, options: Asynchronous
 ) -> InFlight:
     """Returns a state with empty buffers for the microbatches in flight.
 
@@ -244,24 +252,24 @@ def start(
       state: as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
       how: the step's arguments.
-      asked: the pipeline's options.
+      options: the pipeline's options.
     """
-    nothing = jax.tree.map(jnp.zeros_like, state.params)
-    call = InFlightCall(layout, loss_fn, how, asked, asked.schedule, state, nothing)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    call = InFlightCall(layout, loss_fn, how, options, options.schedule, state, zeros)
     batch = call.prepared(batch)
     x, _ = call.before(state.params, batch)
     ticks, fed = call.ticks(batch, batch, x)
     aboard = ticks.aboard(jnp.concatenate([fed, fed], 1))
     batch = jax.tree.map(jnp.zeros_like, batch)
-    none = jnp.zeros((), jnp.int32)
-    flight = {"pending": none, "batch": batch, "previous": nothing, "aboard": aboard, "layers": {call.sizes: none}}
+    zero = jnp.zeros((), jnp.int32)
+    flight = {"pending": zero, "batch": batch, "previous": zeros, "aboard": aboard, "layers": {call.sizes: zero}}
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
     return InFlight(**parts, flight=call.placed(flight))
 
 
 @numbering
 def two_versions(
-    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: StepConfig, asked: Asynchronous
+    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: StepConfig, options: Asynchronous
 ) -> tuple[GradientResult, dict[str, Any]]:
     """Runs one call of ``pipedream_2bw``.
 
@@ -270,32 +278,34 @@ def two_versions(
       state: what :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
       how: the step's arguments.
-      asked: the pipeline's options.
+      options: the pipeline's options.
 
     Returns:
       Loss and metrics of the microbatches whose loss this call computed, with the gradients of the previous batch; and
       the new ``flight``.
     """
-    flight, full = state.flight, asked.schedule
+    flight, full = state.flight, options.schedule
     window = full if batch is not None else full.flush()
-    call = InFlightCall(layout, loss_fn, how, asked, window, state, flight["previous"])
+    call = InFlightCall(layout, loss_fn, how, options, window, state, flight["previous"])
     own = flight["batch"] if batch is None else call.prepared(batch)
     _, back = call.before(flight["previous"], flight["batch"])
     x, _ = call.before(state.params, own)
     ticks, fed = call.ticks(flight["batch"], own, x)
-    have = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
+    exists = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
     # The window begins where the previous call's batch began.
     turn = (state.step - 1) % (full.delay + 1) * window.batch
-    done, aboard = ticks.run(flight["aboard"], fed, have, turn)
+    done, aboard = ticks.run(flight["aboard"], fed, exists, turn)
 
     split = call.split
     grads = split.join(done["grads"], done["after"])
-    (sums, seen), weight, grads, x = call.board.leave(grads, (done["sums"], done["seen"]), done["weight"], done["x"])
+    (sums, seen), weight, grads, x = call.transfer.gather_from_stages(
+        grads, (done["sums"], done["seen"]), done["weight"], done["x"]
+    )
     (grads_before,) = back(x)
     grads = split.add(grads, jax.tree.map(at_least_fp32, grads_before))
     grads = jax.tree.map(lambda g: jnp.where(flight["pending"] == 1, g, 0), grads)
     loss, metrics, _ = means_of((*sums, {}), seen)
     _, _, grads = means_of((jnp.zeros(()), {}, grads), weight)
     found = GradientResult(loss, metrics, state.variables, unscaled(state, grads, None))
-    going = {"pending": have[1], "batch": own, "previous": state.params, "aboard": aboard, "layers": flight["layers"]}
-    return found, call.placed(going)
+    new = {"pending": exists[1], "batch": own, "previous": state.params, "aboard": aboard, "layers": flight["layers"]}
+    return found, call.placed(new)

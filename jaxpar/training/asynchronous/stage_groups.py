@@ -19,7 +19,7 @@ from jaxpar.errors import ConfigError, listing
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.training.asynchronous.in_flight import InFlightCall, split_over
 from jaxpar.training.model import to_path
-from jaxpar.training.pipeline.stage_functions import Given, after_of, before_of
+from jaxpar.training.pipeline.stage_functions import Given, run_embed, run_head
 from jaxpar.training.state import moment_names
 
 GROUPS = ("before", "layers", "after")
@@ -56,9 +56,9 @@ class Groups:
 
     def join(self, groups: dict[str, Any]) -> Any:
         """Reverses :meth:`cut`."""
-        others = _over(groups["before"], groups["after"])
-        whole = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
-        return self.call.split.join(whole, others)
+        others = _merged(groups["before"], groups["after"])
+        stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
+        return self.call.split.join(stack, others)
 
     def of_tied(self, params: Any) -> Any:
         """Returns the leaves of the tied parameters."""
@@ -67,7 +67,7 @@ class Groups:
     def with_tied(self, params: Any, tied: Any) -> Any:
         """Returns parameters, or gradients, with the tied ones replaced."""
         split = self.call.split
-        return split.join(split.stack(params), _over(tied, split.others(params)))
+        return split.join(split.stack(params), _merged(tied, split.others(params)))
 
     def with_first(self, params: Any, first: Any) -> Any:
         """Returns parameters with the first group replaced."""
@@ -78,23 +78,23 @@ class Groups:
         tx, cut = self.call.state.metadata.tx, self.cut(params)
         return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
 
-    def update(self, grads: Any, states: dict[str, Any], params: Any, takes: dict[str, jax.Array]) -> tuple[Any, Any]:
+    def update(self, grads: Any, states: dict[str, Any], params: Any, updated: dict[str, jax.Array]) -> tuple[Any, Any]:
         """Returns parameters and states after an update of some groups.
 
         Args:
           grads: gradients of all parameters.
           states: the groups' optimizer states.
           params: all parameters.
-          takes: for each group whether it is updated; ``takes["layers"]`` is ``[stages]``.
+          updated: for each group whether it is updated; ``updated["layers"]`` is ``[stages]``.
         """
         tx, cut, given = self.call.state.metadata.tx, self.cut(params), self.cut(grads)
         new, after = {}, {}
         for name in GROUPS:
             f = jax.vmap(tx.update) if name == "layers" else tx.update
             updates, state = f(given[name], states[name], cut[name])
-            where = lambda a, b, on=takes[name]: jnp.where(on.reshape(on.shape + (1,) * (a.ndim - on.ndim)), a, b)
-            new[name] = jax.tree.map(where, optax.apply_updates(cut[name], updates), cut[name])
-            after[name] = jax.tree.map(where, state, states[name])
+            select = lambda a, b, on=updated[name]: jnp.where(on.reshape(on.shape + (1,) * (a.ndim - on.ndim)), a, b)
+            new[name] = jax.tree.map(select, optax.apply_updates(cut[name], updates), cut[name])
+            after[name] = jax.tree.map(select, state, states[name])
         return self.join(new), after
 
     def squares(self, grads: Any) -> dict[str, jax.Array]:
@@ -132,40 +132,40 @@ class Groups:
         }
 
 
-def _only(others: Any, wanted: Callable[[tuple[Any, ...]], bool]) -> Any:
+def _only(others: Any, chosen: Callable[[tuple[Any, ...]], bool]) -> Any:
     """Returns the leaves at the chosen paths, and ``None`` at all others."""
-    return jax.tree_util.tree_map_with_path(lambda keys, w: w if wanted(to_path(keys)) else None, others)
+    return jax.tree_util.tree_map_with_path(lambda keys, w: w if chosen(to_path(keys)) else None, others)
 
 
-def _over(some: Any, others: Any) -> Any:
+def _merged(some: Any, others: Any) -> Any:
     """Returns the leaves of the first tree, and those of the second where it has ``None``."""
     return jax.tree.map(lambda a, b: b if a is None else a, some, others, is_leaf=lambda x: x is None)
 
 
-def evened(call: InFlightCall) -> InFlightCall:
+def with_padded_stages(call: InFlightCall) -> InFlightCall:
     """Returns the call on parameters whose stages are padded to equal size; see :func:`in_stages`.
 
     Raises:
       ConfigError: the layers are not sharded over their stages, or ``grad_reduction`` is ``per_microbatch``.
     """
-    if call.asked.grad_reduction == "per_microbatch":
+    if call.options.grad_reduction == "per_microbatch":
         raise ConfigError(
-            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an "
-            "update, whose gradients cross once. Remedy: leave it out, or 'pipedream_2bw'."
+            "asynchronous pipeline: grad_reduction is 'per_microbatch', but 'pipedream' updates with every microbatch "
+            "and reduces its gradients once. Remedy: leave grad_reduction out, or use 'pipedream_2bw'."
         )
-    board = call.board
-    for lies in jax.tree.leaves(board.split.stack(board.stored)):
-        if lies.dims[0] != (AXIS,) and board.layers.pieces.stages > 1:
+    transfer = call.transfer
+    for sharding in jax.tree.leaves(transfer.split.stack(transfer.param_shardings)):
+        if sharding.dims[0] != (AXIS,) and transfer.layers.pieces.stages > 1:
+            placement = f"sharded over {listing(sharding.dims[0])}" if sharding.dims[0] else "replicated"
             raise ConfigError(
-                f"asynchronous pipeline: the layers of {'/'.join(call.split.path)} are split over "
-                f"{listing(lies.dims[0]) if lies.dims[0] else 'nothing'}, but under 'pipedream' each stage holds its "
-                f"own. Remedy: the rule layers: {AXIS}."
+                f"asynchronous pipeline: the layers of {'/'.join(call.split.path)} are {placement}, but 'pipedream' "
+                f"requires each stage to hold its own layers. Remedy: set the rule layers: {AXIS}."
             )
-    counts = board.layers.counts
+    counts = transfer.layers.counts
     if counts is None:
         return call
     state = replace(call.state, params=in_stages(call, call.state.params))
-    return replace(call, state=state, previous=state.params, asked=replace(call.asked, layers=()), counts=counts)
+    return replace(call, state=state, previous=state.params, options=replace(call.options, layers=()), counts=counts)
 
 
 def in_stages(call: InFlightCall, params: Any, *, back: bool = False) -> Any:
@@ -175,7 +175,7 @@ def in_stages(call: InFlightCall, params: Any, *, back: bool = False) -> Any:
     compute the padding, since all do the same in a tick, and drop the result. If all stages have the same size, nothing
     changes.
     """
-    layers, split = call.board.layers, call.split
+    layers, split = call.transfer.layers, call.split
     if layers.counts is None:
         return params
     one = (lambda w: layers.back(w[None], split=True)) if back else (lambda w: layers.cut(w)[0])
@@ -194,8 +194,8 @@ def groups_of(call: InFlightCall, batch: Any) -> Groups:
     )
 
     def read(others: Any, piece: Any) -> None:
-        x = before_of(loss_fn, split, others, piece)
-        after_of(loss_fn, split, others, x, Given(piece))
+        x = run_embed(loss_fn, split, others, piece)
+        run_head(loss_fn, split, others, x, Given(piece))
 
     jax.eval_shape(read, others, piece)
     first, last = split.read["embed"], split.read["head"]

@@ -153,14 +153,14 @@ class PipedreamStep:
         """
         program, shapes = jax.make_jaxpr(self._started, return_shape=True)(state, batch)
         mesh = self.layout.mesh
-        lies = dict(
+        shardings = dict(
             zip(map(id, program.jaxpr.invars), (x.sharding for x in jax.tree.leaves((state, batch))), strict=True)
         )
         # The last operation on every array that start makes is a sharding constraint.
-        laid = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
-        lies |= {id(eqn.outvars[0]): eqn.params["sharding"] for eqn in laid}
+        constraints = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+        shardings |= {id(eqn.outvars[0]): eqn.params["sharding"] for eqn in constraints}
         placed = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies.get(id(v), NamedSharding(mesh, PartitionSpec())))
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings.get(id(v), NamedSharding(mesh, PartitionSpec())))
             for x, v in zip(jax.tree.leaves(shapes), program.jaxpr.outvars, strict=True)
         ]
         found: InFlight = jax.tree.unflatten(jax.tree.structure(shapes), placed)
@@ -210,7 +210,7 @@ class PipedreamStep:
         _check_state(state, self.pipeline)
         if not isinstance(state, InFlight):
             raise ConfigError(
-                "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = "
+                "asynchronous pipeline: the state has no buffers for microbatches in flight. Remedy: state = "
                 "step.start(state, batch)."
             )
         self._check_flight(state)
@@ -225,15 +225,15 @@ class PipedreamStep:
             finite = jnp.isfinite(norm)
             ready = state.flight["pending"] == 1
             updates, opt_state = state.metadata.tx.update(grads, state.opt_state, state.params)
-            takes = ready & finite if self.skip_nonfinite else ready
+            updated = ready & finite if self.skip_nonfinite else ready
             params = optax.apply_updates(state.params, updates)
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(takes, a, b), new, old)
+            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(updated, a, b), new, old)
             new = replace(state.landed, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state))
             new = replace(new, step=state.step + (batch is not None))
             check_same(state.landed, new)
             new = place_state(self.layout, new)
-            told = {"skipped": ready & ~finite} if self.skip_nonfinite else {}
-            metrics = {"loss": found.loss, "grad_norm": norm, "updated": takes, **found.metrics, **told}
+            skip_metric = {"skipped": ready & ~finite} if self.skip_nonfinite else {}
+            metrics = {"loss": found.loss, "grad_norm": norm, "updated": updated, **found.metrics, **skip_metric}
             return InFlight(**vars(new), flight=flight), metrics
 
     def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
@@ -249,25 +249,27 @@ class PipedreamStep:
 
     def _check_flight(self, state: InFlight) -> None:
         """Raises if another kind of step made the microbatches in flight."""
-        act, asked = state.flight["aboard"]["act"], self.pipeline
+        act, options = state.flight["aboard"]["act"], self.pipeline
         if not isinstance(self.loss_fn, PipelineLoss):
             return  # the pipeline itself reports this
-        ways = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
+        num_shards = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
         kept = "none" if "res" in state.flight["aboard"] else "full"
         layers = jax.tree.leaves(ModelSplit(state, self.loss_fn).stack(state.params))[0].shape[0]
-        (have,) = state.flight["layers"]
-        wants = "-".join(map(str, asked.layers or (layers // asked.stages,) * asked.stages))
-        was = (kind, act.shape[0], have, act.shape[1], kept)
-        now = (asked.name, asked.stages, wants, ways, asked.activation_checkpointing)
+        (found_layers,) = state.flight["layers"]
+        own_layers = "-".join(map(str, options.layers or (layers // options.stages,) * options.stages))
+        was = (kind, act.shape[0], found_layers, act.shape[1], kept)
+        now = (options.name, options.stages, own_layers, num_shards, options.activation_checkpointing)
         if was != now:
-            told = [
-                f"{kind!r} over {n} stages of {each} layers and {m} devices of rows, activation_checkpointing {kept!r}"
+            described = [
+                f"{kind!r} with {n} stages of {each} layers, rows sharded over {m} devices and "
+                f"activation_checkpointing {kept!r}"
                 for kind, n, each, m, kept in (was, now)
             ]
             raise ConfigError(
-                f"asynchronous pipeline: what is on its way is of {told[0]}, but the step is of {told[1]}. Remedy: "
-                f"flush(state) by the step it came from, then start(state.landed, batch)."
+                f"asynchronous pipeline: the microbatches in flight come from {described[0]}, but this step is "
+                f"{described[1]}. Remedy: call flush(state) of the step that they come from, then start(state.landed, "
+                "batch)."
             )
 
     def _check_batch(self, state: InFlight, batch: Any) -> None:
@@ -277,17 +279,17 @@ class PipedreamStep:
             return  # the pipeline itself reports this
         split = ModelSplit(state, loss_fn)
         with tracing_under(self.layout):
-            made = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
+            prepared = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
         want, got = (
             {to_path(keys): f"{x.dtype}{list(x.shape)}" for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (state.flight["batch"], made)
+            for tree in (state.flight["batch"], prepared)
         )
         for path in want | got:
             if want.get(path) != got.get(path):
                 raise LayoutError(
-                    f"{show(('batch', *path))} is {got.get(path, 'not there')}, but the batch on its way has "
-                    f"{want.get(path, 'nothing there')}. Remedy: batches of one shape; or flush(state), and "
-                    f"start(state.landed, batch)."
+                    f"{show(('batch', *path))} is {got.get(path, 'missing')}, but in the batch in flight it is "
+                    f"{want.get(path, 'missing')}. Remedy: use batches of one shape and dtype, or call flush(state) "
+                    "and then start(state.landed, batch)."
                 )
 
 
@@ -297,18 +299,18 @@ def _check(pipeline: Asynchronous, how: StepConfig, clip_norm: float | None) -> 
     if how.grad_accum_steps != 1:
         raise ConfigError(
             f"{start}: grad_accum_steps is {how.grad_accum_steps}, but the {pipeline.microbatches} microbatches of "
-            f"{name!r} are the accumulation. Remedy: leave it out, or "
+            f"{name!r} already accumulate gradients. Remedy: leave grad_accum_steps out, or set "
             f"microbatches={how.grad_accum_steps * pipeline.microbatches}."
         )
     if how.precision.scale is not None:
         raise ConfigError(
-            f"{start}: precision scales the loss, but under {name!r} gradients of two steps, made with two scales, are "
-            f"on their way at once. Remedy: compute in bf16, which wants no scale, or jp.pipeline.schedule('1f1b')."
+            f"{start}: precision scales the loss, but {name!r} has gradients of two steps, with two scales, in flight "
+            "together. Remedy: compute in bf16, which requires no loss scale, or use jp.pipeline.schedule('1f1b')."
         )
     if name == "pipedream" and clip_norm is not None:
         raise ConfigError(
-            f"{start}: clip_norm is {clip_norm:g}, but under 'pipedream' each stage updates by itself, and no one "
-            f"knows the norm of all gradients. Remedy: clip_norm=None, or 'pipedream_2bw'."
+            f"{start}: clip_norm is {clip_norm:g}, but under 'pipedream' each stage updates on its own, so the norm "
+            "of all gradients is not known. Remedy: set clip_norm=None, or use 'pipedream_2bw'."
         )
 
 
@@ -318,11 +320,11 @@ def _check_state(state: TrainState, pipeline: Asynchronous) -> None:
     if isinstance(state.metadata.tx, SelfReducing):
         what = "an optimizer that reduces gradients itself (one_bit_adam)"
     elif disk_of(state) is not None:
-        what = "an optimizer's state on disk"
+        what = "optimizer state on disk"
     elif any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
-        what = "parameters or an optimizer's state in the host's memory"
+        what = "parameters or optimizer state in host memory"
     if what is not None:
         raise ConfigError(
-            f"asynchronous pipeline: {what} cannot be, as {pipeline.name!r} keeps versions of the weights on the "
-            f"devices. Remedy: leave it out, or jp.pipeline.schedule('1f1b')."
+            f"asynchronous pipeline: {what} cannot be used, because {pipeline.name!r} keeps versions of the weights "
+            "on the devices. Remedy: leave it out, or use jp.pipeline.schedule('1f1b')."
         )

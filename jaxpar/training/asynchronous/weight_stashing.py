@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import numbering
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
-from jaxpar.parallel.pipeline.executor.async_runner import Stashing, beside, rows_of
+from jaxpar.parallel.pipeline.executor.async_runner import Stashing, concat_batches, rows_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import at_least_fp32_dtype, pick, put
 from jaxpar.parallel.pipeline.executor.program import EVERY, Head
@@ -29,12 +29,12 @@ from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.layout import Layout, manual_axes
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall, split_over
-from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, evened, groups_of, in_stages
+from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, groups_of, in_stages, with_padded_stages
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import head_of
-from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_side
+from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_layer_inputs
 from jaxpar.training.pipeline.transfer import row_axes
 from jaxpar.training.state import TrainState
 
@@ -43,7 +43,7 @@ _B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
 
 @numbering
 def start(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Asynchronous
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, options: Asynchronous
 ) -> InFlight:
     """Returns a state with empty buffers for the microbatches in flight, and an initial optimizer state for each stage.
 
@@ -52,24 +52,24 @@ def start(
       state: as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
       how: the step's arguments.
-      asked: the pipeline's options.
+      options: the pipeline's options.
     """
-    call = InFlightCall(layout, loss_fn, how, asked, asked.schedule, state, state.params)
+    call = InFlightCall(layout, loss_fn, how, options, options.schedule, state, state.params)
     batch, sizes = call.prepared(batch), call.sizes
-    call = evened(call)
+    call = with_padded_stages(call)
     groups, params = groups_of(call, batch), call.state.params
     run = _Run(call, groups, batch, batch)
     first = groups.cut(params)["before"]
     pieces = run.pieces()
     run.check_side(pieces.batch)
     tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
-    nothing = jax.tree.map(jnp.zeros_like, batch)
+    empty_batch = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}
     late = jax.tree.map(
-        lambda w: jnp.zeros((asked.stages, *w.shape), at_least_fp32_dtype(w.dtype)), groups.of_tied(params)
+        lambda w: jnp.zeros((options.stages, *w.shape), at_least_fp32_dtype(w.dtype)), groups.of_tied(params)
     )
     none = jnp.zeros((), jnp.int32)
-    flight = {"pending": none, "batch": nothing, "versions": versions, "late": late, "layers": {sizes: none}}
+    flight = {"pending": none, "batch": empty_batch, "versions": versions, "late": late, "layers": {sizes: none}}
     flight["aboard"] = tick.aboard(fed)
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
     parts["opt_state"] = groups.placed(groups.start(params))
@@ -88,21 +88,23 @@ class _Run:
     def pieces(self) -> Any:
         """Returns both batches as ``[devices, 2 * microbatches, rows, ...]``."""
         call = self.call
-        ways = math.prod(call.layout.sizes[axis] for axis in call.board.axes)
+        num_shards = math.prod(call.layout.sizes[axis] for axis in call.transfer.axes)
         rows = jax.tree.leaves(self.own)[0].shape[0]
-        nothing = jnp.zeros((rows, ways, call.window.stages))
-        enter = lambda batch: call.board.enter(call.state.params, given_of(batch), nothing, call.window.batch)[1][0]
-        return beside(enter(self.before), enter(self.own), 1)
+        placeholder = jnp.zeros((rows, num_shards, call.window.stages))
+        split_rows = lambda batch: call.transfer.scatter_to_stages(
+            call.state.params, given_of(batch), placeholder, call.window.batch
+        )[1][0]
+        return concat_batches(split_rows(self.before), split_rows(self.own), 1)
 
     def piece(self, pieces: Given, at: jax.Array) -> Given:
         """Returns one microbatch ``[rows, ...]``, with the rows of all devices."""
         call = self.call
         found = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, 1, keepdims=False), pieces)
         out = jax.tree.map(lambda x: PartitionSpec(*row_axes(call.layout, x)), given_of(self.own))
-        manual = manual_axes(call.layout, call.board.axes, but=(AXIS,))
+        manual = manual_axes(call.layout, call.transfer.axes, but=(AXIS,))
         local = lambda piece: jax.tree.map(lambda x: x[0], piece)
-        if call.board.axes:
-            own = PartitionSpec(call.board.axes)
+        if call.transfer.axes:
+            own = PartitionSpec(call.transfer.axes)
             local = jax.shard_map(local, in_specs=own, out_specs=out, axis_names=manual, check_vma=False)
         piece: Given = local(found)
         return piece
@@ -150,12 +152,12 @@ class _Run:
           ConfigError: ``layer_inputs`` reads parameters; the error lists them.
         """
         call = self.call
-        call.board.look_at(lambda piece: read_by_side(call.loss_fn, call.split, piece), pieces)
+        call.transfer.trace_piece(lambda piece: read_by_layer_inputs(call.loss_fn, call.split, piece), pieces)
         if read := call.split.read["layer_inputs"]:
             raise ConfigError(
-                f"asynchronous pipeline: PipelineLoss(layer_inputs=...) reads {listed(read)}, of which the stages of "
-                f"'pipedream' would want different versions. Remedy: a side that reads no parameters, or the schedule "
-                f"'pipedream_2bw' or '1f1b'."
+                f"asynchronous pipeline: PipelineLoss(layer_inputs=...) reads {listed(read)}, of which each stage of "
+                "'pipedream' would need a different version. Remedy: use layer_inputs that read no parameters, or the "
+                "schedule 'pipedream_2bw' or '1f1b'."
             )
 
     def tick(self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
@@ -171,20 +173,20 @@ class _Run:
         call = self.call
         split, piece = call.split, self.piece(pieces, at)
         x, _ = call.before(params, piece.batch, piece.numbers)
-        lent = self.groups.with_first(params, first) if self.groups.tied else params
-        new, (_, fed) = call.board.enter(lent, piece, x, 1)
-        old, _ = call.board.enter(split.join(layers, split.others(params)), piece, x, 1)
-        program = call.program(_mean(head_of(call.loss_fn, split, None), call.board.axes))
+        read_by_loss = self.groups.with_first(params, first) if self.groups.tied else params
+        new, (_, fed) = call.transfer.scatter_to_stages(read_by_loss, piece, x, 1)
+        old, _ = call.transfer.scatter_to_stages(split.join(layers, split.others(params)), piece, x, 1)
+        program = call.program(_mean(head_of(call.loss_fn, split, None), call.transfer.axes))
         grows = fed.shape[-1] % call.window.stages == 0
-        weights = beside(split.stack(old), split.stack(new), 1)
+        weights = concat_batches(split.stack(old), split.stack(new), 1)
         return Stashing(program, weights, split.others(new), pieces, grows), fed
 
-    def __call__(self, state: InFlight, have: jax.Array, skips: bool) -> tuple[InFlight, Metrics]:
+    def __call__(self, state: InFlight, exists: jax.Array, skips: bool) -> tuple[InFlight, Metrics]:
         """Returns the state after the ticks of the window, and metrics."""
-        call, window, groups, board = self.call, self.call.window, self.groups, self.call.board
-        full, delay, pieces = call.asked.schedule, window.delay, self.pieces()
+        call, window, groups, transfer = self.call, self.call.window, self.groups, self.call.transfer
+        full, delay, pieces = call.options.schedule, window.delay, self.pieces()
         program = call.program(head_of(call.loss_fn, call.split, None))
-        rows, every, _ = rows_of(program, have, (state.step - 1) % (delay + 1) * full.batch)
+        rows, every, _ = rows_of(program, exists, (state.step - 1) % (delay + 1) * full.batch)
         ring, count, stages = delay + 1, window.stages, np.arange(window.stages)
 
         def one(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -193,10 +195,10 @@ class _Run:
             now = (state.step % ring * full.batch + t) % ring
             versions = jax.tree.map(lambda ring, w: put(ring, w, now), versions, self.kept(params))
             layers = self.stashed(versions["layers"], (now - delay + 2 * jnp.asarray(stages)) % ring)
-            seen = pick(versions["before"], (now - (count - 1)) % ring)
-            tick, fed = self.tick(params, layers, seen, pieces, full.batch + t)
+            read_by_loss = pick(versions["before"], (now - (count - 1)) % ring)
+            tick, fed = self.tick(params, layers, read_by_loss, pieces, full.batch + t)
             aboard, grads, (sums, weight, after), x = tick.once(aboard, fed, row, every)
-            sums, weight, grads, x = board.leave(call.split.join(grads, after), sums, weight, x)
+            sums, weight, grads, x = transfer.gather_from_stages(call.split.join(grads, after), sums, weight, x)
             # For tied parameters, the head's part of the gradient is pending until the first stage adds its own.
             slot = (state.step % count * full.batch + t) % count
             late = jax.tree.map(lambda g, ring: put(ring, g, slot), groups.of_tied(grads), late)
@@ -209,11 +211,11 @@ class _Run:
             valid = {"before": row[0, _B_ON] == 1, "layers": row[:, _B_ON] == 1, "after": every[_HEADS] == 1}
             squares = groups.squares(grads)
             finite = {name: jnp.isfinite(square) for name, square in squares.items()}
-            takes = {name: valid[name] & finite[name] if skips else valid[name] for name in GROUPS}
-            params, states = groups.update(grads, states, params, takes)
+            updated = {name: valid[name] & finite[name] if skips else valid[name] for name in GROUPS}
+            params, states = groups.update(grads, states, params, updated)
             square = sum((jnp.where(valid[name], squares[name], 0).sum() for name in GROUPS), jnp.zeros(()))
             skipped = jnp.stack([jnp.any(valid[name] & ~finite[name]) for name in GROUPS]).any()
-            taken = jnp.stack([jnp.any(takes[name]) for name in GROUPS]).any()
+            taken = jnp.stack([jnp.any(updated[name]) for name in GROUPS]).any()
             kept = self.put_versions(versions), self.put_late(late), aboard
             carry = call.put_params(params), groups.placed(states), *kept
             return carry, (sums, weight, square, skipped, taken)
@@ -225,11 +227,11 @@ class _Run:
         params, states, versions, late, aboard = carry
         loss, metrics, _ = means_of((*jax.tree.map(lambda x: x.sum(0), sums), {}), weight.sum(0))
         norm = jnp.sqrt(squares.sum() / max(window.length, 1))
-        told = {"skipped": skipped.any()} if skips else {}
+        skip_metric = {"skipped": skipped.any()} if skips else {}
         kept = {"batch": self.own, "versions": versions, "late": late, "aboard": aboard, "layers": flight["layers"]}
-        flight = {"pending": have[1], **kept}
+        flight = {"pending": exists[1], **kept}
         new = replace(state, params=params, opt_state=states, flight=self.placed(flight))
-        return new, {"loss": loss, "grad_norm": norm, "updated": taken.any(), **metrics, **told}
+        return new, {"loss": loss, "grad_norm": norm, "updated": taken.any(), **metrics, **skip_metric}
 
     def put_versions(self, versions: dict[str, Any]) -> dict[str, Any]:
         split = self.call.split
@@ -268,7 +270,7 @@ def every_stage(
     state: InFlight,
     batch: Any | None,
     how: StepConfig,
-    asked: Asynchronous,
+    options: Asynchronous,
     *,
     skips: bool,
 ) -> tuple[InFlight, Metrics]:
@@ -279,16 +281,16 @@ def every_stage(
       state: what :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
       how: the step's arguments.
-      asked: the pipeline's options.
+      options: the pipeline's options.
       skips: skip updates whose gradients are not finite.
 
     Returns:
       The new state, whose ``step`` is unchanged, and metrics.
     """
-    flight, full = state.flight, asked.schedule
-    call = InFlightCall(layout, loss_fn, how, asked, full if batch is not None else full.flush(), state, state.params)
+    flight, full = state.flight, options.schedule
+    call = InFlightCall(layout, loss_fn, how, options, full if batch is not None else full.flush(), state, state.params)
     own = flight["batch"] if batch is None else call.prepared(batch)
-    have = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
-    even = evened(call)
-    new, metrics = _Run(even, groups_of(even, own), flight["batch"], own)(state, have, skips)
+    exists = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
+    even = with_padded_stages(call)
+    new, metrics = _Run(even, groups_of(even, own), flight["batch"], own)(state, exists, skips)
     return replace(new, params=in_stages(call, new.params, back=True)), metrics

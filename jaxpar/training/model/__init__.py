@@ -42,6 +42,6 @@ def read(model: Any) -> ModelParts:
     if linen is not None and isinstance(model, linen.Module):
         raise ModelError(
             f"make_model returned the Linen module {type(model).__name__}, which holds no arrays. Remedy: return its "
-            f"variables, as make_model = lambda key: module.init(key, example_input)."
+            "variables, as in make_model = lambda key: module.init(key, example_input)."
         )
     return pytree.read(model)

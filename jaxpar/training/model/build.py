@@ -32,10 +32,10 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, 
         static.append((parts.dims, parts.kind))
         return parts.params, parts.variables
 
-    (params, rest), found = in_fixed_order(arrays, key)
+    (params, variables), found = in_fixed_order(arrays, key)
     paths = [show(("params", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
     causes = {path: names for path, names in zip(paths, found, strict=True) if names}
-    return ModelParts(params, rest, *static[0]), causes
+    return ModelParts(params, variables, *static[0]), causes
 
 
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
@@ -46,8 +46,8 @@ def _call(make_model: MakeModel, key: jax.Array) -> Any:
         or (linen and isinstance(make_model, linen.Module))
     ):
         raise ModelError(
-            f"make_model is a {type(make_model).__name__}, but a function of a PRNG key is wanted, so that the model "
-            f"can be built in place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+            "make_model must be a function of a PRNG key, so that the model can be built in place, got "
+            f"{type(make_model).__name__}. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
         )
     return make_model(key)
 
@@ -58,7 +58,7 @@ def _check_trainable(params: Any) -> None:
         try:
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         except TypeError:
-            raise ModelError(f"{path} is a {type(leaf).__name__}, but an array is wanted.") from None
+            raise ModelError(f"{path} must be an array, got {type(leaf).__name__}.") from None
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ModelError(
                 f"{path} has dtype {dtype}, which has no gradient. Remedy: keep it out of the parameters (another "

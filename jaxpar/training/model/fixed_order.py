@@ -239,10 +239,10 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 
 def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Returns the operations that the results depend on: Linen's ``init`` also runs the model."""
-    wanted, kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}, []
+    needed, kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}, []
     for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or wanted.intersection(eqn.outvars):
-            wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+        if eqn.effects or needed.intersection(eqn.outvars):
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
             kept.append(eqn)
     return kept[::-1]
 

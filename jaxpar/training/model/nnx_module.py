@@ -25,14 +25,14 @@ class NNXKind:
     params: Any
     variables: Any
 
-    def merge(self, params: Any, rest: Any) -> Any:
+    def merge(self, params: Any, variables: Any) -> Any:
         states = [
             jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=lambda leaf: is_waiting(leaf) or is_int8(leaf)))
-            for d, x in ((self.params, params), (self.variables, rest))
+            for d, x in ((self.params, params), (self.variables, variables))
         ]
         return nnx.merge(self.graphdef, *states)
 
-    def carried(self, model: Any, rest: Any, updates: Any) -> Any:
+    def carried(self, model: Any, variables: Any, updates: Any) -> Any:
         if updates is not None:
             raise ModelError(
                 "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: return "
@@ -45,8 +45,8 @@ class NNXKind:
         if before != after:
             text = " and ".join(f"{verb} {listing(sorted(paths))}" for verb, paths in changes.items() if paths)
             raise ModelError(
-                f"loss_fn {text}, but the variables of an NNX module stay those that its constructor made. Remedy: "
-                f"create every variable there; return intermediate values from loss_fn."
+                f"loss_fn {text}, but an NNX module must keep the variables that its constructor created. Remedy: "
+                "create every variable in the constructor; return intermediate values from loss_fn."
             )
         return nnx.to_pure_dict(now[1])
 
@@ -64,16 +64,16 @@ def read(module: Any) -> ModelParts:
     Raises:
       ModelError: the module holds no ``nnx.Param``.
     """
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    graphdef, params, variables = nnx.split(module, nnx.Param, ...)
     names: list[tuple[Path, Names]] = []
-    for part, state in (("params", params), ("variables", rest)):
+    for part, state in (("params", params), ("variables", variables)):
         for keys, variable in nnx.to_flat_state(state):
             path = (part, *map(str, keys))
             dims = names_of(variable.get_metadata(), show(path))
             if dims is not None:
                 names.append((path, dims))
-    kind = NNXKind(graphdef, jax.tree.structure(params), jax.tree.structure(rest))
-    pure = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    kind = NNXKind(graphdef, jax.tree.structure(params), jax.tree.structure(variables))
+    pure = nnx.to_pure_dict(params), nnx.to_pure_dict(variables)
     if not jax.tree.leaves(pure[0]):
         raise ModelError(
             f"make_model returned {type(module).__name__}, which holds no nnx.Param. Remedy: return the whole module."

@@ -46,11 +46,11 @@ def tag(x: Any, *dims: str | None) -> Tagged:
 class Kind(Protocol):
     """How to rebuild the model from its parts. Hashable, because it is static in the training state."""
 
-    def merge(self, params: Any, rest: Any) -> Any:
+    def merge(self, params: Any, variables: Any) -> Any:
         """Returns the model that ``loss_fn`` receives."""
         ...
 
-    def carried(self, model: Any, rest: Any, updates: Any) -> Any:
+    def carried(self, model: Any, variables: Any, updates: Any) -> Any:
         """Returns the carried arrays after ``loss_fn(model, batch)``, whose third value, if any, is ``updates``."""
         ...
 

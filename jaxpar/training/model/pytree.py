@@ -20,19 +20,20 @@ class TreeKind:
 
     collections: bool
 
-    def merge(self, params: Any, rest: Any) -> Any:
-        return {"params": params, **rest} if self.collections else params
+    def merge(self, params: Any, variables: Any) -> Any:
+        return {"params": params, **variables} if self.collections else params
 
-    def carried(self, model: Any, rest: Any, updates: Any) -> Any:
+    def carried(self, model: Any, variables: Any, updates: Any) -> Any:
         if updates is None:
-            return rest
-        if not isinstance(updates, Mapping) or not set(updates) <= set(rest):
-            what = type(updates).__name__ if not isinstance(updates, Mapping) else f"a dict of {listing(updates)}"
+            return variables
+        if not isinstance(updates, Mapping) or not set(updates) <= set(variables):
+            given = type(updates).__name__ if not isinstance(updates, Mapping) else f"a dict of {listing(updates)}"
             raise ModelError(
-                f"the third value of loss_fn is {what}, but a dict of the carried collections ({listing(rest)}) is "
-                f"wanted. Remedy: return what apply(..., mutable=[...]) gives beside the output."
+                "the third value that loss_fn returns must be a dict of the carried collections "
+                f"({listing(variables)}), got {given}. Remedy: return the collections that apply(..., mutable=[...]) "
+                "returns in addition to the output."
             )
-        return {**rest, **updates}
+        return {**variables, **updates}
 
 
 def read(model: Any) -> ModelParts:
@@ -47,13 +48,13 @@ def read(model: Any) -> ModelParts:
     """
     collections = isinstance(model, Mapping) and "params" in model
     params = model["params"] if collections else model
-    rest = {name: value for name, value in model.items() if name != "params"} if collections else {}
+    variables = {name: value for name, value in model.items() if name != "params"} if collections else {}
     names: list[tuple[Path, Names]] = []
     plain = {
         part: jax.tree_util.tree_map_with_path(
             lambda path, leaf, part=part: _unbox((part, *to_path(path)), leaf, names), tree, is_leaf=_is_box
         )
-        for part, tree in (("params", params), ("variables", rest))
+        for part, tree in (("params", params), ("variables", variables))
     }
     if not jax.tree.leaves(plain["params"]):
         raise ModelError(
@@ -78,6 +79,6 @@ def _unbox(path: Path, leaf: Any, names: list[tuple[Path, Names]]) -> Any:
     else:
         return leaf
     if not jax.tree_util.all_leaves([value]):
-        raise AnnotationError(f"{show(path)}: a tag goes around one array, not around {type(value).__name__}.")
+        raise AnnotationError(f"{show(path)}: a tag must contain one array, got {type(value).__name__}.")
     names.append((path, check_names(dims, show(path))))
     return value

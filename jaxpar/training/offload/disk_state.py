@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from jaxpar.parallel.offload.placement import OnDisk, Stored
 from jaxpar.sharding.layout import Layout, to_spec
 from jaxpar.training.model import show, to_path
 from jaxpar.training.offload.host_update import entangled
+from jaxpar.training.optimizers import accepted
 from jaxpar.training.state import PlacedLeaf, TrainState, moment_names, place
 
 
@@ -90,9 +90,7 @@ def stored_tensors(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
 
 def offered(tx: Any, loss: Any, grads: Any) -> dict[str, Any]:
     """Returns those extra arguments of ``tx.update`` that are available piece by piece."""
-    wanted = inspect.signature(tx.update).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-    return {name: x for name, x in (("value", loss), ("grad", grads)) if takes_any or name in wanted}
+    return accepted(tx, {"value": loss, "grad": grads})
 
 
 def refusal(state: TrainState) -> str | None:
@@ -103,16 +101,16 @@ def refusal(state: TrainState) -> str | None:
     operation = entangled(whole, offered(whole.metadata.tx, np.float32(0), None))
     if operation is not None:
         return (
-            f"offload: the optimizer makes a number of several ({operation}), so its state cannot come from the disk "
-            f"piece by piece. Remedy: an optimizer that treats every number by itself (as Adam, Lion, SGD; clip by "
-            f"clip_norm), or optimizer: host (to='host')."
+            f"offload: the optimizer mixes elements of an array ({operation}), so its state cannot be read from disk "
+            "piece by piece. Remedy: use an elementwise optimizer (such as Adam, Lion or SGD; clip with clip_norm), "
+            "or optimizer: host (to='host')."
         )
     params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
     for path, x, owner in _owned(state):
         if is_stored(x) and (owner is None or params[owner] != x.shape):
             return (
-                f"offload: {show(path)} {list(x.shape)} is no moment of a parameter's shape, so it cannot come from "
-                f"the disk piece by piece. Remedy: optimizer: host (to='host'), or a larger min_bytes."
+                f"offload: {show(path)} {list(x.shape)} is not a moment with the shape of its parameter, so it cannot "
+                "be read from disk piece by piece. Remedy: set optimizer: host (to='host'), or increase min_bytes."
             )
     return None
 
@@ -148,8 +146,8 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
     """
     if disk_of(state) is None:
         raise ConfigError(
-            "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: jp.offload.to_disk(tx, path) "
-            "instead of tx, also in jp.init; or jp.train_step."
+            "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: pass jp.offload.to_disk(tx, "
+            "path=...) instead of tx, also to jp.init; or use jp.train_step."
         )
     text = refusal(state)
     if text is not None:
@@ -171,7 +169,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
             (MomentLeaf(i, tensor, shape, NamedSharding(layout.mesh, to_spec(tensor.resolved))), away)
             for i, tensor, away in mine
         ]
-        split = (tuple(m for m, away in moments if away is wanted) for wanted in (True, False))
+        split = (tuple(m for m, away in moments if away is on_disk) for on_disk in (True, False))
         groups.append(LeafGroup(number, w.shape[0] if stack else 1, *split))
     return groups
 

@@ -23,7 +23,7 @@ from jaxpar.training.model import Path, show, to_path
 from jaxpar.training.state import TrainState, moment_names, place
 
 # Elementwise: each element of the result depends on one element of each operand.
-_BY_ITSELF = frozenset(
+_ELEMENTWISE = frozenset(
     [
         "abs",
         "add",
@@ -106,30 +106,35 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (list(weights), list(states)))
 
     tensors = place(layout, state)
-    specs = [to_spec(t.resolved) for t in tensors if t.role == "opt_state"]
-    own = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
-    ours, theirs, homes = _by_layers(state, extra, own, specs)
+    state_specs = [to_spec(t.resolved) for t in tensors if t.role == "opt_state"]
+    param_specs = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
+    w_layered, s_layered, loop_specs = _by_layers(state, extra, param_specs, state_specs)
     # First the arrays that move in full. Nothing reads the placeholders of the stacks.
-    stood = [
-        _stand_in(x) if skip else _bring(layout, x, spec) if on_host(x) else x
-        for x, spec, skip in zip(states, specs, theirs, strict=True)
+    full_states = [
+        placeholder(x) if skip else _to_device(layout, x, spec) if on_host(x) else x
+        for x, spec, skip in zip(states, state_specs, s_layered, strict=True)
     ]
     loss = extra.get("value", jnp.zeros(()))
-    new_w, new_s = apply(_without(weights, ours), _without(gradients, ours), stood, finite, loss)
+    new_w, new_s = apply(_without(weights, w_layered), _without(gradients, w_layered), full_states, finite, loss)
     new_s = [
-        _send(layout, new, spec) if on_host(old) and not skip else new
-        for old, new, spec, skip in zip(states, new_s, specs, theirs, strict=True)
+        _to_host(layout, new, spec) if on_host(old) and not skip else new
+        for old, new, spec, skip in zip(states, new_s, state_specs, s_layered, strict=True)
     ]
-    if any(ours):
+    if any(w_layered):
         layered = _layers(
-            layout, apply, (weights, gradients, states), (ours, theirs), (homes, _only(specs, theirs)), (finite, loss)
+            layout,
+            apply,
+            (weights, gradients, states),
+            (w_layered, s_layered),
+            (loop_specs, _only(state_specs, s_layered)),
+            (finite, loss),
         )
-        new_w, new_s = _filled(layered[0], ours, new_w), _filled(layered[1], theirs, new_s)
+        new_w, new_s = _filled(layered[0], w_layered, new_w), _filled(layered[1], s_layered, new_s)
     return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
 
 
 def _by_layers(
-    state: TrainState, extra: dict[str, Any], placed: Any, specs: Sequence[PartitionSpec]
+    state: TrainState, extra: dict[str, Any], placed: Any, state_specs: Sequence[PartitionSpec]
 ) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
     """Returns which parameters and optimizer arrays are updated layer by layer, and the specs of their state."""
     dims = dict(state.metadata.dims)
@@ -139,56 +144,59 @@ def _by_layers(
         owner = moment_names(to_path(keys), x.shape, {path: w.shape for path, w in params.items()}, dims)[0]
         owners.append(owner if owner is not None and params[owner].shape == x.shape else None)
     states = jax.tree.leaves(state.opt_state)
-    ours = {path for path, w in params.items() if on_host(w)}
-    waiting = ours | {owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)}
+    hosted_params = {path for path, w in params.items() if on_host(w)}
+    hosted = hosted_params | {
+        owner for owner, x in zip(owners, states, strict=True) if owner is not None and on_host(x)
+    }
     # Not 2-D stacks: the TPU compiler cannot slice single rows out of host memory.
-    stacks = {path for path in waiting if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
-    lengths = [params[path].shape[0] for path in params if path in (ours or stacks)]
+    stacks = {path for path in hosted if dims.get(("params", *path), ())[:1] == (LAYERS,) and params[path].ndim > 2}
+    lengths = [params[path].shape[0] for path in params if path in (hosted_params or stacks)]
     stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
-    tangled = entangled(state, extra) if stacks else None
-    if not stacks or tangled:
-        _check_stay(ours, tangled)
+    mixing = entangled(state, extra) if stacks else None
+    if not stacks or mixing:
+        _check_elementwise(hosted_params, mixing)
         return [False] * len(params), [False] * len(states), []
-    lies = {owner: spec for owner, spec in zip(owners, specs, strict=True) if owner in stacks}
-    own = {to_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(placed)}
-    _check_alike(params, ours, stacks, own, lies)
-    lies |= {path: own[path] for path in ours}
+    loop_specs = {owner: spec for owner, spec in zip(owners, state_specs, strict=True) if owner in stacks}
+    param_specs = {to_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(placed)}
+    _check_same_specs(params, hosted_params, stacks, param_specs, loop_specs)
+    loop_specs |= {path: param_specs[path] for path in hosted_params}
     return (
         [path in stacks for path in params],
         [owner in stacks for owner in owners],
-        [lies[path] for path in params if path in stacks],
+        [loop_specs[path] for path in params if path in stacks],
     )
 
 
-def _check_stay(ours: set[Path], tangled: str | None) -> None:
+def _check_elementwise(hosted_params: set[Path], mixing: str | None) -> None:
     """Raises if parameters in host memory would have to move in full."""
-    if ours:
+    if hosted_params:
         raise ConfigError(
-            f"offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a "
-            f"number of several ({tangled}). Remedy: one that treats every number by itself (as adamw, lion, sgd; to "
-            f"clip, clip_norm of the step), or keep parameters on the device."
+            "offload: parameters in host memory are updated layer by layer, but the optimizer mixes elements of an "
+            f"array ({mixing}). Remedy: use an elementwise optimizer (such as adamw, lion or sgd; to clip, use "
+            "clip_norm of the step), or keep parameters on the device."
         )
 
 
-def _check_alike(
+def _check_same_specs(
     params: Mapping[Path, Any],
-    ours: set[Path],
+    hosted_params: set[Path],
     stacks: set[Path],
-    own: Mapping[Path, PartitionSpec],
-    states: Mapping[Path, PartitionSpec],
+    param_specs: Mapping[Path, PartitionSpec],
+    state_specs: Mapping[Path, PartitionSpec],
 ) -> None:
     """Raises if parameters in host memory need resharding, or their stacks differ in length; one loop updates all."""
     for path in params:
         where = show(("params", *path))
-        if path in ours - stacks:
+        if path in hosted_params - stacks:
             raise ConfigError(
-                f"offload: {where} {list(params[path].shape)} waits in the host's memory, but another stack there has "
-                f"another number of layers, and one loop updates all. Remedy: keep parameters on the device."
+                f"offload: {where} {list(params[path].shape)} is in host memory, but another stack in host memory has "
+                "a different number of layers, and one loop updates all stacks. Remedy: keep parameters on the device."
             )
-        if path in ours and states.get(path, own[path]) != own[path]:
+        if path in hosted_params and state_specs.get(path, param_specs[path]) != param_specs[path]:
             raise ConfigError(
-                f"offload: {where} waits in the host's memory as {own[path]}, its optimizer's state as {states[path]}, "
-                f"but nothing is laid out anew there. Remedy: the same rules for the roles params and optimizer."
+                f"offload: {where} is in host memory with the sharding {param_specs[path]}, but its optimizer state "
+                f"has {state_specs[path]}, and arrays are not resharded in host memory. Remedy: use the same rules "
+                "for the roles params and optimizer."
             )
 
 
@@ -219,7 +227,7 @@ def _entangled(jaxpr: Any) -> str | None:
             found = _entangled(getattr(inner, "jaxpr", inner))
         else:
             spread = name == "broadcast_in_dim" and not inputs[0].aval.ndim
-            found = None if spread or name in _BY_ITSELF else str(name)
+            found = None if spread or name in _ELEMENTWISE else str(name)
         if found:
             return found
     return None
@@ -234,26 +242,26 @@ def _layers(
     scalars: tuple[Any, Any],
 ) -> tuple[list[Any], list[Any]]:
     """Returns the parameters and states of stacked layers, updated layer by layer in their own memory."""
-    (weights, gradients, states), (ours, theirs) = arrays, chosen
-    stand = [_stand_in(w) for w in weights]
+    (weights, gradients, states), (w_layered, s_layered) = arrays, chosen
+    absent = [placeholder(w) for w in weights]
     # During the update a parameter is sharded like its state.
-    w_specs, s_specs = (list(some) for some in specs)
+    param_specs, state_specs = (list(some) for some in specs)
 
     def loop(
         weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], scalars: tuple[Any, Any]
     ) -> tuple[list[Any], list[Any]]:
         def one(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             part = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
-            here = lambda x: jax.device_put(part(x), DEVICE) if on_host(x) else part(x)
-            back = lambda x, new: jax.lax.dynamic_update_slice_in_dim(
+            load = lambda x: jax.device_put(part(x), DEVICE) if on_host(x) else part(x)
+            store = lambda x, new: jax.lax.dynamic_update_slice_in_dim(
                 x, jax.device_put(new, HOST) if on_host(x) else new, i, 0
             )
-            w, g, s = ([here(x) for x in xs] for xs in (carry[0], gradients, carry[1]))
+            w, g, s = ([load(x) for x in xs] for xs in (carry[0], gradients, carry[1]))
             new_w, new_s = apply(
-                _filled(w, ours, stand), _filled(g, ours, stand), _filled(s, theirs, staying), *scalars
+                _filled(w, w_layered, absent), _filled(g, w_layered, absent), _filled(s, s_layered, staying), *scalars
             )
-            write = lambda old, new, flags: [back(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
-            return write(carry[0], new_w, ours), write(carry[1], new_s, theirs)
+            write = lambda old, new, flags: [store(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
+            return write(carry[0], new_w, w_layered), write(carry[1], new_s, s_layered)
 
         # Carry the host arrays themselves: otherwise the compiler copies them in full.
         return jax.lax.fori_loop(0, weights[0].shape[0], one, (weights, moving))
@@ -262,12 +270,12 @@ def _layers(
     run = jax.shard_map(
         loop,
         mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
-        in_specs=(w_specs, w_specs, s_specs, PartitionSpec(), PartitionSpec()),
-        out_specs=(w_specs, s_specs),
+        in_specs=(param_specs, param_specs, state_specs, PartitionSpec(), PartitionSpec()),
+        out_specs=(param_specs, state_specs),
         check_vma=False,
     )
-    staying = [_stand_in(x) if x.ndim else x for x in states]
-    return run(_only(weights, ours), _only(gradients, ours), _only(states, theirs), staying, scalars)
+    staying = [placeholder(x) if x.ndim else x for x in states]
+    return run(_only(weights, w_layered), _only(gradients, w_layered), _only(states, s_layered), staying, scalars)
 
 
 def _only(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
@@ -281,18 +289,18 @@ def _filled(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) 
 
 
 def _without(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
-    return [_stand_in(x) if flag else x for x, flag in zip(values, chosen, strict=True)]
+    return [placeholder(x) if flag else x for x, flag in zip(values, chosen, strict=True)]
 
 
-def _stand_in(x: Any) -> jax.Array:
+def placeholder(x: Any) -> jax.Array:
     """Returns a placeholder on the device with the same number of dims and one element."""
     return jnp.zeros((1,) * x.ndim, x.dtype)
 
 
-def _bring(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _to_device(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     # Pinned to its own sharding: otherwise the compiler would reshard it on the host.
     return with_sharding(layout.mesh, jax.device_put(x, DEVICE), spec)
 
 
-def _send(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _to_host(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.device_put(with_sharding(layout.mesh, x, spec), HOST)

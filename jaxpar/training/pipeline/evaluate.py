@@ -20,14 +20,14 @@ from jaxpar.training.loss import Metrics, key_of
 from jaxpar.training.microbatches import means_of, weighted_sum
 from jaxpar.training.pipeline.gradients import check_pipeline, join
 from jaxpar.training.pipeline.stage_functions import (
-    after_of,
-    before_of,
     check_rows,
     columns,
-    each_before,
+    embed_in_ticks,
     given_of,
+    layer_input_weights,
     program_of,
-    side_weights,
+    run_embed,
+    run_head,
 )
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
@@ -35,7 +35,7 @@ from jaxpar.training.state import TrainState
 
 @numbering
 def evaluate_pipeline(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, asked: Pipeline
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, precision: Precision, options: Pipeline
 ) -> Metrics:
     """Returns loss and metrics of ``batch``, averaged over microbatches as in training.
 
@@ -45,37 +45,37 @@ def evaluate_pipeline(
       state: supplies parameters and key.
       batch: arrays ``[rows, ...]``.
       precision: dtypes of the compute and the gathers.
-      asked: the pipeline's options; options for backward passes are ignored.
+      options: the pipeline's options; options for backward passes are ignored.
 
     Raises:
       ConfigError, LayoutError, ModelError: as in training.
     """
-    schedule = forwards(asked.schedule)
-    asked = replace(
-        asked,
+    schedule = forwards(options.schedule)
+    options = replace(
+        options,
         schedule=schedule,
         activation_checkpointing="full",
         grad_reduction="per_step",
         executor="lockstep",
         recompute=(),
     )
-    check_pipeline(layout, loss_fn, state, asked)
+    check_pipeline(layout, loss_fn, state, options)
     split = ModelSplit(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches)
-    in_ticks, x = asked.embedding == "per_microbatch", None
+    in_ticks, x = options.embedding == "per_microbatch", None
     if not in_ticks:
         others = jax.tree.map(precision.computing, split.others(state.params))
-        x = columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
-    board = StageTransfer.of(layout, split, state, precision, asked)
+        x = columns(layout, run_embed(loss_fn, split, others, batch), loss_fn.dims)
+    transfer = StageTransfer.of(layout, split, state, precision, options)
     given = given_of(batch, loss_fn.rows(batch, key_of(state)))
-    weights, (pieces, fed) = board.enter(state.params, given, x, schedule.microbatches)
-    head, before = _head(loss_fn, split), each_before(loss_fn, split) if in_ticks else None
-    program = program_of(layout, loss_fn, split, board, schedule=schedule, head=head, join=join, before=before)
+    weights, (pieces, fed) = transfer.scatter_to_stages(state.params, given, x, schedule.microbatches)
+    head, before = _head(loss_fn, split), embed_in_ticks(loss_fn, split) if in_ticks else None
+    program = program_of(layout, loss_fn, split, transfer, schedule=schedule, head=head, join=join, before=before)
     others = split.others(weights)
-    read = side_weights(loss_fn, split, board, others, pieces[0])
+    read = layer_input_weights(loss_fn, split, transfer, others, pieces[0])
     sums = run_forward(program, split.stack(weights), others, fed, pieces, read)
-    (loss, metrics), weight = board.summed(sums)
+    (loss, metrics), weight = transfer.summed(sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)
     return {"loss": loss, **metrics}
 
@@ -84,7 +84,7 @@ def _head(loss_fn: PipelineLoss, split: ModelSplit) -> Head:
     """Returns the head of one microbatch, which gives its contribution to all sums."""
 
     def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
-        loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
+        loss, metrics, weight = run_head(loss_fn, split, after, y, piece)
         return (weighted_sum((loss, metrics), weight, metrics), weight), ((), jnp.stack([weight, weight]))
 
     return head

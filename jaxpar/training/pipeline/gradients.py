@@ -31,72 +31,74 @@ from jaxpar.training.loss import check_names, key_of
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.stage_functions import (
-    after_of,
-    before_of,
     check_rows,
     columns,
-    each_before,
+    embed_in_ticks,
     given_of,
+    layer_input_weights,
     program_of,
     read_by,
-    side_weights,
+    run_embed,
+    run_head,
 )
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, seq_axes
 from jaxpar.training.state import TrainState
 
 
 def pipeline_gradients(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, asked: Pipeline
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, options: Pipeline
 ) -> GradientResult:
     """Returns loss, metrics and gradients of ``state``'s parameters on ``batch``.
 
     Args:
       layout, loss_fn, state, batch, how: as for :func:`jaxpar.training.gradients.gradients`.
-      asked: the pipeline's options.
+      options: the pipeline's options.
 
     Raises:
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.training.gradients.gradients`, or something that a
         pipeline does not support.
     """
-    check_trained(layout, loss_fn, state, how, asked)
-    if how.grad_reduction == "per_microbatch" and asked.grad_reduction == "per_step":  # ZeRO stage 2
-        asked = replace(asked, grad_reduction="per_microbatch")
-    schedule, precision, scale = asked.schedule, how.precision, scale_of(state, how.precision)
+    check_trained(layout, loss_fn, state, how, options)
+    if how.grad_reduction == "per_microbatch" and options.grad_reduction == "per_step":  # ZeRO stage 2
+        options = replace(options, grad_reduction="per_microbatch")
+    schedule, precision, scale = options.schedule, how.precision, scale_of(state, how.precision)
     split = ModelSplit(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
-    _check_chunks(layout, loss_fn, batch, asked)
+    _check_chunks(layout, loss_fn, batch, options)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    before = lambda others: columns(layout, before_of(loss_fn, split, others, batch), loss_fn.dims)
-    in_ticks = asked.embedding == "per_microbatch"
+    before = lambda others: columns(layout, run_embed(loss_fn, split, others, batch), loss_fn.dims)
+    in_ticks = options.embedding == "per_microbatch"
     x, pull = (jax.eval_shape(before, others), None) if in_ticks else jax.vjp(before, others)
     check_chunks(x, schedule)
 
-    board = StageTransfer.of(layout, split, state, precision, asked)
+    transfer = StageTransfer.of(layout, split, state, precision, options)
     given = given_of(batch, loss_fn.rows(batch, key_of(state)))
-    weights, (pieces, fed) = board.enter(state.params, given, None if in_ticks else x, schedule.microbatches)
+    weights, (pieces, fed) = transfer.scatter_to_stages(
+        state.params, given, None if in_ticks else x, schedule.microbatches
+    )
     program = program_of(
         layout,
         loss_fn,
         split,
-        board,
+        transfer,
         schedule=schedule,
         head=head_of(loss_fn, split, scale),
-        activation_checkpointing=asked.activation_checkpointing,
-        divergent=asked.executor == "independent",
-        reduce=board.of_one_layer if asked.grad_reduction == "per_microbatch" else None,
-        turn=board.of_one_layer if asked.grad_reduction == "per_chunk" else None,
+        activation_checkpointing=options.activation_checkpointing,
+        divergent=options.executor == "independent",
+        reduce=transfer.of_one_layer if options.grad_reduction == "per_microbatch" else None,
+        turn=transfer.of_one_layer if options.grad_reduction == "per_chunk" else None,
         join=join,
-        kept=board.kept(asked),
-        again=asked.recompute,
+        kept=transfer.residual_slots(options),
+        again=options.recompute,
         carry=_carry(loss_fn, split, schedule.sequence_chunks),
-        before=each_before(loss_fn, split) if in_ticks else None,
+        before=embed_in_ticks(loss_fn, split) if in_ticks else None,
     )
     others = split.others(weights)
-    read = side_weights(loss_fn, split, board, others, pieces[0])
+    read = layer_input_weights(loss_fn, split, transfer, others, pieces[0])
     grads, (sums, weight, after), fed = run(program, split.stack(weights), others, fed, pieces, read)
-    sums, weight, grads, x = board.leave(split.join(grads, after), sums, weight, fed)
+    sums, weight, grads, x = transfer.gather_from_stages(split.join(grads, after), sums, weight, fed)
     if pull is not None:
         (grads_before,) = pull(x)
         grads = split.add(grads, jax.tree.map(at_least_fp32, grads_before))
@@ -105,49 +107,51 @@ def pipeline_gradients(
 
 
 def check_trained(
-    layout: Layout, loss_fn: Any, state: TrainState, how: StepConfig, asked: Pipeline | Asynchronous
+    layout: Layout, loss_fn: Any, state: TrainState, how: StepConfig, options: Pipeline | Asynchronous
 ) -> None:
     """Raises if a pipeline cannot train with these arguments.
 
     Raises:
       ConfigError, ModelError: the first problem.
     """
-    check_pipeline(layout, loss_fn, state, asked)
-    if asked.schedule.forward_only:
+    check_pipeline(layout, loss_fn, state, options)
+    if options.schedule.forward_only:
         raise ConfigError(
-            f"pipeline: the schedule {asked.schedule.name!r} has no backwards, so nothing can be trained. Remedy: "
-            f"'1f1b'."
+            f"pipeline: the schedule {options.schedule.name!r} has no backward passes, so it cannot train. Remedy: use "
+            "'1f1b'."
         )
-    others = {axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))}
-    if asked.executor == "independent" and others:
-        said = ", ".join(f"{axis} {size}" for axis, size in others.items())
+    other_sizes = {
+        axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))
+    }
+    if options.executor == "independent" and other_sizes:
+        other_axes = ", ".join(f"{axis} {size}" for axis, size in other_sizes.items())
         raise ConfigError(
-            f"pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has "
-            f"{said}: collectives over it stand inside of layers, where some stages would wait for others for ever. "
-            f"Remedy: executor='lockstep', or a mesh of pipeline and the axes of the batch alone."
+            "pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has "
+            f"{other_axes}: layers contain collectives over these axes, so some stages would wait for others forever. "
+            "Remedy: set executor='lockstep', or use a mesh of only pipeline and the axes of the batch."
         )
     if how.grad_accum_steps != 1:
         raise ConfigError(
-            f"pipeline: grad_accum_steps is {how.grad_accum_steps}, but the schedule's {asked.schedule.microbatches} "
-            f"microbatches are the accumulation. Remedy: leave grad_accum_steps out, or a schedule of "
-            f"{how.grad_accum_steps * asked.schedule.microbatches}."
+            f"pipeline: grad_accum_steps is {how.grad_accum_steps}, but the schedule's {options.schedule.microbatches} "
+            "microbatches already accumulate gradients. Remedy: leave grad_accum_steps out, or use a schedule of "
+            f"{how.grad_accum_steps * options.schedule.microbatches} microbatches."
         )
     groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
-    each = isinstance(asked, Asynchronous) and how.grad_reduction == "per_microbatch"
+    each = isinstance(options, Asynchronous) and how.grad_reduction == "per_microbatch"
     if groups or each:
         what = f"fusion: {groups[0]} names groups of layers" if groups else "grad_reduction is 'per_microbatch'"
         raise ConfigError(
-            f"pipeline: {what}, but each stage gathers its weights at once, and reduces its gradients once a step. "
-            f"Remedy: leave it out."
+            f"pipeline: {what}, but each stage gathers its weights and reduces its gradients once per step. Remedy: "
+            "leave it out."
         )
     if how.per_device_grads:
         raise ConfigError(
-            "pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be. Remedy: leave it out, or "
-            "the pipeline."
+            "pipeline: an optimizer that reduces gradients itself (one_bit_adam) is not supported. Remedy: use "
+            "another optimizer, or leave the pipeline out."
         )
 
 
-def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipeline | Asynchronous) -> None:
+def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, options: Pipeline | Asynchronous) -> None:
     """Raises if no pipeline supports these arguments, in training or evaluation.
 
     Raises:
@@ -155,18 +159,22 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipel
     """
     if not isinstance(loss_fn, PipelineLoss):
         raise ConfigError(
-            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not say what "
-            f"the layers are. Remedy: jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which "
-            f"names the stack and what comes before and after it."
+            f"pipeline: loss_fn is {getattr(loss_fn, '__name__', type(loss_fn).__name__)!r}, which does not define "
+            "the layers. Remedy: use jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which "
+            "defines the stack of layers and the parts before and after it."
         )
     stages = layout.sizes.get(AXIS, 1)
-    if asked.schedule.stages != stages:
+    if options.schedule.stages != stages:
         raise ConfigError(
-            f"pipeline: the schedule {asked.schedule.name!r} has {asked.schedule.stages} stages, but the mesh's axis "
-            f"{AXIS!r} has {stages} devices. Remedy: stages={stages}, or mesh {{{AXIS}: {asked.schedule.stages}}}."
+            f"pipeline: the schedule {options.schedule.name!r} has {options.schedule.stages} stages, but the mesh's "
+            f"axis {AXIS!r} has {stages} devices. Remedy: set stages={stages}, or mesh {{{AXIS}: "
+            f"{options.schedule.stages}}}."
         )
     if any(map(on_host, jax.tree.leaves(state.params))):
-        raise ConfigError("pipeline: parameters in the host's memory cannot be. Remedy: leave it out, or the pipeline.")
+        raise ConfigError(
+            "pipeline: parameters in host memory are not supported. Remedy: keep parameters on the device, or leave "
+            "the pipeline out."
+        )
     carried = [
         show(("variables", *to_path(keys)))
         for keys, x in jax.tree_util.tree_leaves_with_path(state.variables)
@@ -175,8 +183,8 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, asked: Pipel
     if carried:
         raise ModelError(
             f"pipeline: the model carries {', '.join(carried)}, but microbatches pass the stages in an order of their "
-            f"own, so no state can be carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm "
-            f"in the place of BatchNorm)."
+            "own, so no state can be carried from one to the next. Remedy: use a model without carried state "
+            "(LayerNorm or RMSNorm instead of BatchNorm)."
         )
 
 
@@ -190,44 +198,45 @@ def join(sums: Any, extras: LayerScalars) -> Any:
     return (loss, metrics), *others
 
 
-def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, asked: Pipeline) -> None:
+def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, options: Pipeline) -> None:
     """Raises if a sequence cannot be split into chunks, or the layers cannot process it in chunks."""
-    schedule = asked.schedule
+    schedule = options.schedule
     if schedule.sequence_chunks == 1:
         return
-    cuts = f"pipeline: the schedule {schedule.name!r} cuts each sequence into {schedule.sequence_chunks} chunks"
+    start = f"pipeline: the schedule {schedule.name!r} splits each sequence into {schedule.sequence_chunks} chunks"
     if loss_fn.chunked_layer is None:
         raise ConfigError(
-            f"{cuts}, but the loss does not say what a layer carries from one to the next. Remedy: "
-            f"PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1."
+            f"{start}, but the loss does not define what a layer carries from one chunk to the next. Remedy: set "
+            "PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1."
         )
     if loss_fn.keys:
         raise ConfigError(
-            f"{cuts}, but layers draw random numbers (keys=True), a key for each row, and each of its chunks would "
-            f"draw the same. Remedy: sequence_chunks=1, or layers that draw none."
+            f"{start}, but layers draw random numbers (keys=True) with one key per row, so all chunks of a row would "
+            "draw the same numbers. Remedy: set sequence_chunks=1, or use layers that draw none."
         )
-    if asked.recompute:
+    if options.recompute:
         raise ConfigError(
-            f"{cuts}, but recompute is {list(asked.recompute)}, and what chunks carry has no slots layer by layer. "
-            f"Remedy: activation_checkpointing='full', or sequence_chunks=1."
+            f"{start}, but recompute is {list(options.recompute)}, and the carries of chunks have no slots per layer. "
+            "Remedy: set activation_checkpointing='full', or sequence_chunks=1."
         )
     if schedule.split:
         raise ConfigError(
-            f"{cuts} and backwards in two, but the gradients of what chunks carry come whole. Remedy: an order without "
-            f"W."
+            f"{start} and each backward pass in two, but the gradients of the carries of chunks cannot be split. "
+            "Remedy: use orders without W."
         )
     if axes := seq_axes(layout):
         raise ConfigError(
-            f"{cuts}, but the rule of 'seq' splits it over "
-            f"{', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}: a chunk would be some devices' alone. "
-            f"Remedy: sequence_chunks=1, or no rule of 'seq' over them."
+            f"{start}, but the rule for 'seq' shards it over "
+            f"{', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}, so only some devices would have a chunk. "
+            "Remedy: set sequence_chunks=1, or remove these axes from the rule for 'seq'."
         )
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
         if x.ndim > 1 and x.shape[1] % schedule.sequence_chunks:
             raise LayoutError(
-                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} cuts the second "
-                f"dim of the batch's arrays into {schedule.sequence_chunks} chunks, which do not divide {x.shape[1]}. "
-                f"Remedy: a sequence of a multiple of {schedule.sequence_chunks}, or another sequence_chunks."
+                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} splits the second "
+                f"dim of the batch's arrays into {schedule.sequence_chunks} chunks, but {schedule.sequence_chunks} "
+                f"does not divide {x.shape[1]}. Remedy: use sequences whose length is a multiple of "
+                f"{schedule.sequence_chunks}, or another sequence_chunks."
             )
 
 
@@ -260,7 +269,7 @@ def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
     """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
 
     def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
-        loss, metrics, weight = after_of(loss_fn, split, after, y, piece)
+        loss, metrics, weight = run_head(loss_fn, split, after, y, piece)
         scaled = at_least_fp32(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 
@@ -270,6 +279,6 @@ def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
         counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
         grads, cotangent = counted((grads, cotangent), weight, metrics)
         sums = weighted_sum((loss, metrics), weight, metrics)
-        return (sums, weight, split.laid(jax.tree.map(at_least_fp32, grads))), (cotangent, counts)
+        return (sums, weight, split.constrained(jax.tree.map(at_least_fp32, grads))), (cotangent, counts)
 
     return head

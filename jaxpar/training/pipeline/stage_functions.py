@@ -52,41 +52,44 @@ def given_of(batch: Any, keys: Any = None) -> Given:
 
 
 def program_of(
-    layout: Layout, loss_fn: PipelineLoss, split: ModelSplit, board: StageTransfer, **others: Any
+    layout: Layout, loss_fn: PipelineLoss, split: ModelSplit, transfer: StageTransfer, **others: Any
 ) -> PipelineProgram:
-    """Returns the program that the stages execute, with the loss's layers placed by ``board``.
+    """Returns the program that the stages execute, with the loss's layers placed by ``transfer``.
 
     ``others`` are the program's other fields, or overrides of these.
     """
-    layers = board.layers
-    mine: dict[str, Any] = {
+    layers = transfer.layers
+    defaults: dict[str, Any] = {
         "layer": layer_of(loss_fn, split),
-        "side": side_of(layout, loss_fn, split),
+        "side": layer_inputs_of(layout, loss_fn, split),
         "dims": loss_fn.dims,
+        "axes": transfer.axes,
+        "counts": layers.counts,
+        "starts": layers.starts,
     }
-    return PipelineProgram(**{**mine, "axes": board.axes, "counts": layers.counts, "starts": layers.starts, **others})
+    return PipelineProgram(**{**defaults, **others})
 
 
-def before_of(loss_fn: PipelineLoss, split: ModelSplit, others: Any, batch: Any) -> jax.Array:
+def run_embed(loss_fn: PipelineLoss, split: ModelSplit, others: Any, batch: Any) -> jax.Array:
     """Returns the first layer's input."""
-    x: jax.Array = _called(split, "embed", lambda model: loss_fn.embed(model, batch), others)
+    x: jax.Array = _call_part(split, "embed", lambda model: loss_fn.embed(model, batch), others)
     return x
 
 
-def each_before(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
+def embed_in_ticks(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
     """Returns the first layer's input and its backward pass for one microbatch at a time, for use in the ticks."""
 
-    def given(weights: Any, piece: Given) -> jax.Array:
+    def run(weights: Any, piece: Given) -> jax.Array:
         with batch_rows(piece.numbers):
-            return before_of(loss_fn, split, weights, piece.batch)
+            return run_embed(loss_fn, split, weights, piece.batch)
 
-    def back(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
-        _, pull = jax.vjp(lambda weights: given(weights, piece), weights)
+    def run_backward(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
+        _, pull = jax.vjp(lambda weights: run(weights, piece), weights)
         (found,) = pull(cotangent)
         *others, grads = sums
-        return *others, jax.tree.map(jnp.add, grads, split.laid(jax.tree.map(at_least_fp32, found)))
+        return *others, jax.tree.map(jnp.add, grads, split.constrained(jax.tree.map(at_least_fp32, found)))
 
-    return Before(given, back)
+    return Before(run, run_backward)
 
 
 def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
@@ -99,19 +102,19 @@ def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
     return layer
 
 
-def side_of(
+def layer_inputs_of(
     layout: Layout, loss_fn: PipelineLoss, split: ModelSplit
 ) -> Callable[[Any, Sequence[jax.Array]], LayerInputs]:
-    """Returns a function of a microbatch and :func:`side_weights` that computes the layer inputs."""
+    """Returns a function of a microbatch and :func:`layer_input_weights` that computes the layer inputs."""
 
     def side(piece: Given, weights: Sequence[jax.Array]) -> LayerInputs:
         batch, keys, numbers = piece
-        read, values = read_by_side(loss_fn, split, batch), iter(weights)
+        read, values = read_by_layer_inputs(loss_fn, split, batch), iter(weights)
         # Parameters that it does not read stay shapes, so that no tick receives them.
         value = lambda keys, shape: next(values) if to_path(keys) in read else shape
         others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
         with batch_rows(numbers):
-            given = _called(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), others)
+            given = _call_part(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), others)
         if keys is not None:
             for axis in seq_axes(layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
@@ -120,31 +123,31 @@ def side_of(
     return side
 
 
-def read_by_side(loss_fn: PipelineLoss, split: ModelSplit, batch: Any) -> frozenset[Path]:
+def read_by_layer_inputs(loss_fn: PipelineLoss, split: ModelSplit, batch: Any) -> frozenset[Path]:
     """Returns the paths of the parameters that ``PipelineLoss.layer_inputs`` reads; none are of the layers."""
     return read_by(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), split.others(split.shapes))
 
 
-def side_weights(
-    loss_fn: PipelineLoss, split: ModelSplit, board: StageTransfer, weights: Any, pieces: Any
+def layer_input_weights(
+    loss_fn: PipelineLoss, split: ModelSplit, transfer: StageTransfer, weights: Any, pieces: Any
 ) -> list[jax.Array]:
     """Returns the parameters that ``PipelineLoss.layer_inputs`` reads, replicated over the stages.
 
     They are replicated because each stage computes the layer inputs of its own microbatch.
 
     Args:
-      loss_fn, split, board: the loss, its parameters and their transfer.
+      loss_fn, split, transfer: the loss, its parameters and their transfer.
       weights: the parameters outside the layers, as the ticks use them; or several versions of them,
         ``[versions, ...]``.
       pieces: the batch alone, ``[devices, microbatches, rows, ...]``.
     """
-    board.look_at(lambda piece: read_by_side(loss_fn, split, piece), pieces)
+    transfer.trace_piece(lambda piece: read_by_layer_inputs(loss_fn, split, piece), pieces)
     read = split.read["layer_inputs"]
     leaves = [w for keys, w in jax.tree_util.tree_leaves_with_path(weights) if to_path(keys) in read]
-    return board.on_all_stages(leaves) if leaves else []
+    return transfer.on_all_stages(leaves) if leaves else []
 
 
-def after_of(
+def run_head(
     loss_fn: PipelineLoss, split: ModelSplit, after: Any, y: jax.Array, piece: Given
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """Returns loss, metrics and weight of a microbatch that has passed all layers.
@@ -153,7 +156,7 @@ def after_of(
       ModelError: ``head`` returned updates, or a metric that is not a scalar.
     """
     with batch_rows(piece.numbers):
-        found = _called(split, "head", lambda model: loss_fn.head(model, y, piece.batch), after)
+        found = _call_part(split, "head", lambda model: loss_fn.head(model, y, piece.batch), after)
     loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(
@@ -163,8 +166,8 @@ def after_of(
     for name, value in metrics.items():
         if jnp.shape(value):
             raise ModelError(
-                f"PipelineLoss(head=...) returned the metric {name!r} of shape {jnp.shape(value)}, but microbatches "
-                f"are averaged, so scalars are wanted. Remedy: return its mean."
+                f"PipelineLoss(head=...) returned the metric {name!r} of shape {jnp.shape(value)}, but metrics are "
+                "averaged over microbatches and must be scalars. Remedy: return its mean."
             )
     return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
 
@@ -195,11 +198,11 @@ def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: An
         paths = [*((*split.path, *path) for path in stack), *rest]
         read = [path for path, is_used in zip(paths, used, strict=True) if is_used]
         if of_layers := read[: sum(used[: len(stack)])]:
-            where = "/".join(split.path)
+            stack_path = "/".join(split.path)
             raise ModelError(
-                f"PipelineLoss({what}=...) reads {listed(of_layers)}, but under a pipeline each stage has the "
-                f"parameters of its own layers alone. Remedy: read them in PipelineLoss(layer=...), or keep them "
-                f"outside of {where!r}."
+                f"PipelineLoss({what}=...) reads {listed(of_layers)}, but in a pipeline each stage has only the "
+                "parameters of its own layers. Remedy: read them in PipelineLoss(layer=...), or keep them outside of "
+                f"{stack_path!r}."
             )
         split.read[what] = frozenset(read)
     return split.read[what]
@@ -209,7 +212,7 @@ def listed(paths: Iterable[Path]) -> str:
     return ", ".join(sorted(show(("params", *path)) for path in paths))
 
 
-def _called(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> Any:
+def _call_part(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> Any:
     """Returns ``call(model)`` for a model without its layers; ``call`` is a part of the loss."""
     read_by(split, what, call, others)
     model = split.model_of(others)
@@ -225,8 +228,8 @@ def _check_carried(what: str, split: ModelSplit, model: Any) -> None:
     changed = [show(("variables", *to_path(keys))) for (keys, new), old in pairs if new is not old]
     if changed:
         raise ModelError(
-            f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: a "
-            f"model that changes none; for random numbers of layers PipelineLoss(keys=True)."
+            f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: use "
+            "a model that changes none; for random numbers in layers, set PipelineLoss(keys=True)."
         )
 
 
@@ -236,18 +239,18 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
     Raises:
       LayoutError: the arrays, with the numbers that do not divide.
     """
-    ways = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
-    if undivided := undivided_by(batch, ways * microbatches):
-        raise LayoutError(messages.uncut_rows(undivided, microbatches, ways, "pipeline"))
+    num_shards = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
+    if undivided := undivided_by(batch, num_shards * microbatches):
+        raise LayoutError(messages.uncut_rows(undivided, microbatches, num_shards, "pipeline"))
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
-        what = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+        name = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
         _, *seq = row_axes(layout, x)
         parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
         if x.ndim > 1 and x.shape[1] % parts:
             raise LayoutError(
-                f"{what}: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays over {parts} "
-                f"devices, which do not divide {x.shape[1]}. Remedy: a sequence of a multiple of {parts}, or no rule "
-                f"of 'seq' over those axes."
+                f"{name}: in a pipeline the rule for 'seq' shards the second dim of the batch's arrays over {parts} "
+                f"devices, but {parts} does not divide {x.shape[1]}. Remedy: use sequences whose length is a multiple "
+                f"of {parts}, or remove those axes from the rule for 'seq'."
             )
 
 

@@ -41,9 +41,9 @@ class StageTransfer:
       split: the parameters, as the stack of layers and all others.
       layers: which stage has which layers.
       precision: dtypes of the gathers and reductions.
-      stored: the shardings of the parameters, a tree of :class:`LeafSharding`.
-      wanted: the shardings of their gradients, a tree of :class:`LeafSharding`.
-      each: the layers' gradients leave the ticks already scattered.
+      param_shardings: the shardings of the parameters, a tree of :class:`LeafSharding`.
+      grad_shardings: the shardings of their gradients, a tree of :class:`LeafSharding`.
+      scattered: the layers' gradients leave the ticks already scattered.
       chunks: number of chunks of each sequence.
     """
 
@@ -52,14 +52,19 @@ class StageTransfer:
     split: ModelSplit
     layers: Layers
     precision: Precision
-    stored: Any
-    wanted: Any
-    each: bool
+    param_shardings: Any
+    grad_shardings: Any
+    scattered: bool
     chunks: int
 
     @classmethod
     def of(
-        cls, layout: Layout, split: ModelSplit, state: TrainState, precision: Precision, asked: Pipeline | Asynchronous
+        cls,
+        layout: Layout,
+        split: ModelSplit,
+        state: TrainState,
+        precision: Precision,
+        options: Pipeline | Asynchronous,
     ) -> StageTransfer:
         """Returns the transfers for a state.
 
@@ -68,27 +73,27 @@ class StageTransfer:
           split: the state's parameters.
           state: supplies the parameters' shapes and dims.
           precision: dtypes of the gathers and reductions.
-          asked: the pipeline's options.
+          options: the pipeline's options.
 
         Raises:
           ConfigError, LayoutError: the layers cannot be split over the pieces, or the rules shard parameters so that
             stages cannot get theirs.
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
-        stored, wanted = (_lies(layout, state, role, axes) for role in ("params", "gradients"))
-        each = asked.grad_reduction != "per_step"
-        for lies in jax.tree.leaves(split.stack(wanted)):
-            first = lies.parts(axes).dims[0]
-            if each and first:
+        params, grads = (_leaf_shardings(layout, state, role, axes) for role in ("params", "gradients"))
+        scattered = options.grad_reduction != "per_step"
+        for sharding in jax.tree.leaves(split.stack(grads)):
+            first = sharding.parts(axes).dims[0]
+            if scattered and first:
                 raise ConfigError(
-                    f"pipeline: grad_reduction is {asked.grad_reduction!r}, but gradients are split over "
-                    f"{listing(first)} layer by layer, of which one alone cannot be. Remedy: "
-                    f"grad_reduction='per_step', or rules that split another dim."
+                    f"pipeline: grad_reduction is {options.grad_reduction!r}, which reduces the gradients of one "
+                    f"layer at a time, but the rules shard the layers of the gradients over {listing(first)}. Remedy: "
+                    "set grad_reduction='per_step', or use rules that shard another dim."
                 )
-        chunks = asked.schedule.sequence_chunks
-        return cls(layout, axes, split, _layers(split, asked), precision, stored, wanted, each, chunks)
+        chunks = options.schedule.sequence_chunks
+        return cls(layout, axes, split, _layers(split, options), precision, params, grads, scattered, chunks)
 
-    def kept(self, asked: Pipeline) -> Kept | None:
+    def residual_slots(self, options: Pipeline) -> Kept | None:
         """Returns the residual slots of each layer, if the first layers of a stage recompute; else ``None``.
 
         Raises:
@@ -98,15 +103,18 @@ class StageTransfer:
         counts = np.zeros((pieces.stages, pieces.chunks), np.int32)
         for piece, count in enumerate(self.layers.each):
             counts[pieces.place(piece)] = count
-        for stage, (wanted, most) in enumerate(zip(asked.recompute, counts.max(axis=1).tolist(), strict=False)):
-            if wanted > most:
+        for stage, (recomputed, most) in enumerate(zip(options.recompute, counts.max(axis=1).tolist(), strict=False)):
+            if recomputed > most:
                 raise ConfigError(
-                    f"pipeline: recompute is {list(asked.recompute)}, but stage {stage} has {most} of the "
-                    f"{self.layers.total} layers of {path} in a pass. Remedy: a number up to {most} for stage {stage}."
+                    f"pipeline: recompute is {list(options.recompute)}, but stage {stage} has {most} of the "
+                    f"{self.layers.total} layers of {path} in its largest piece. Remedy: set a number up to {most} "
+                    f"for stage {stage}."
                 )
-        return kept_of(asked.schedule, asked.recompute, counts) if asked.recompute else None
+        return kept_of(options.schedule, options.recompute, counts) if options.recompute else None
 
-    def enter(self, params: Any, batch: Any, x: jax.Array | None, microbatches: int) -> tuple[Any, tuple[Any, Any]]:
+    def scatter_to_stages(
+        self, params: Any, batch: Any, x: jax.Array | None, microbatches: int
+    ) -> tuple[Any, tuple[Any, Any]]:
         """Moves weights and a batch into the pipeline.
 
         Args:
@@ -121,24 +129,28 @@ class StageTransfer:
         """
 
         def local(params: Any, batch: Any, x: jax.Array | None) -> Any:
-            whole = lambda w, lies: gather(w, lies.parts(self.axes), self.precision)
-            weights = self.split.apart(params, self.stored, whole, self._cut)
+            gathered = lambda w, sharding: gather(w, sharding.parts(self.axes), self.precision)
+            weights = self.split.map_parts(params, self.param_shardings, gathered, self._gather_layers)
             pieces = in_chunks(pieces_of((batch, x), microbatches // self.chunks, 1, 0), self.chunks)
             return weights, jax.tree.map(lambda x: x[None], pieces)
 
-        ways, own = self.axes or None, PartitionSpec(self.axes or None)
+        device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
         of_layers = PartitionSpec(AXIS)
-        weights = self.split.apart(self.stored, self.stored, lambda _, lies: lies.spec((AXIS,)), lambda *_: of_layers)
+        weights = self.split.map_parts(
+            self.param_shardings, self.param_shardings, lambda _, sharding: sharding.spec((AXIS,)), lambda *_: of_layers
+        )
         rows = lambda x: PartitionSpec(*row_axes(self.layout, x))
-        stored = jax.tree.map(lambda lies: lies.spec(), self.stored)
-        came = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
-        goes = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, ways), x)
-        into = stored, jax.tree.map(rows, batch), came
-        out = weights, (jax.tree.map(lambda _: own, batch), goes)
-        found: tuple[Any, tuple[Any, Any]] = self._inside(local, into, out)(params, batch, x)
+        param_specs = jax.tree.map(lambda sharding: sharding.spec(), self.param_shardings)
+        x_in = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
+        x_out = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, device_axes), x)
+        in_specs = param_specs, jax.tree.map(rows, batch), x_in
+        out_specs = weights, (jax.tree.map(lambda _: per_device, batch), x_out)
+        found: tuple[Any, tuple[Any, Any]] = self._inside(local, in_specs, out_specs)(params, batch, x)
         return found
 
-    def leave(self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> tuple[Any, jax.Array, Any, Any]:
+    def gather_from_stages(
+        self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None
+    ) -> tuple[Any, jax.Array, Any, Any]:
         """Moves gradients and metrics out of the pipeline.
 
         Args:
@@ -154,23 +166,26 @@ class StageTransfer:
 
         def local(grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> Any:
             sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
-            scatter = lambda g, lies: reduce(g[0], lies.parts(self.axes), self.axes, self.precision)
-            grads = self.split.apart(grads, self.wanted, scatter, self._back)
+            scatter = lambda g, sharding: reduce(g[0], sharding.parts(self.axes), self.axes, self.precision)
+            grads = self.split.map_parts(grads, self.grad_shardings, scatter, self._reduce_layers)
             sums, weight = jax.lax.psum((sums, weight), self.axes) if self.axes else (sums, weight)
-            whole = lambda x: x.reshape(-1, *x.shape[2:])
-            return sums, weight, grads, jax.tree.map(lambda x: whole(joined(x, self.chunks)), x)
+            flat = lambda x: x.reshape(-1, *x.shape[2:])
+            return sums, weight, grads, jax.tree.map(lambda x: flat(joined(x, self.chunks)), x)
 
-        ways, own = self.axes or None, PartitionSpec(self.axes or None)
-        of_layers = PartitionSpec(AXIS, ways)
-        came = self.split.apart(
-            self.wanted, self.wanted, lambda _, lies: lies.spec((AXIS,), ways), lambda *_: of_layers
+        device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
+        of_layers = PartitionSpec(AXIS, device_axes)
+        grads_in = self.split.map_parts(
+            self.grad_shardings,
+            self.grad_shardings,
+            lambda _, sharding: sharding.spec((AXIS,), device_axes),
+            lambda *_: of_layers,
         )
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype), x)
-        into = came, own, own, jax.tree.map(lambda x: self._columns(x, x.ndim, ways), x)
-        wanted = jax.tree.map(lambda lies: lies.spec(), self.wanted)
-        goes = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), like)
-        out = PartitionSpec(), PartitionSpec(), wanted, goes
-        found: tuple[Any, jax.Array, Any, Any] = self._inside(local, into, out)(grads, sums, weight, x)
+        in_specs = grads_in, per_device, per_device, jax.tree.map(lambda x: self._columns(x, x.ndim, device_axes), x)
+        grads_out = jax.tree.map(lambda sharding: sharding.spec(), self.grad_shardings)
+        x_out = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), like)
+        out_specs = PartitionSpec(), PartitionSpec(), grads_out, x_out
+        found: tuple[Any, jax.Array, Any, Any] = self._inside(local, in_specs, out_specs)(grads, sums, weight, x)
         return found
 
     def summed(self, sums: Any) -> Any:
@@ -184,7 +199,7 @@ class StageTransfer:
         """Replicates parameters outside the layers over the stages."""
         return self._inside(lambda weights: weights, (PartitionSpec(),), PartitionSpec())(weights)
 
-    def look_at(self, f: Callable[[Any], Any], pieces: Any) -> None:
+    def trace_piece(self, f: Callable[[Any], Any], pieces: Any) -> None:
         """Traces ``f(microbatch)`` with the manual axes of a tick, and discards the result.
 
         Args:
@@ -201,38 +216,38 @@ class StageTransfer:
     def of_one_layer(self, grads: Any) -> Any:
         """Reduce-scatters one layer's gradients over the devices."""
 
-        def one(g: jax.Array, lies: LeafSharding) -> jax.Array:
-            return reduce(g, Parts(lies.parts(self.axes).dims[1:]), self.axes, self.precision)
+        def one(g: jax.Array, sharding: LeafSharding) -> jax.Array:
+            return reduce(g, Parts(sharding.parts(self.axes).dims[1:]), self.axes, self.precision)
 
-        return jax.tree.map(one, grads, self.split.stack(self.wanted))
+        return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
 
-    def _cut(self, w: jax.Array, lies: LeafSharding) -> jax.Array:
+    def _gather_layers(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Returns a stage's layers, gathered."""
-        first, *others = lies.parts(self.axes).dims
+        first, *others = sharding.parts(self.axes).dims
         w = gather(w, Parts((first,)), self.precision) if first else w
         # Cast before the transfer to another stage, which then moves fewer bytes.
         w = self.layers.cut(self.precision.crossing(w))
         return gather(w, Parts(((), (), *others)), self.precision)[None]
 
-    def _back(self, g: jax.Array, lies: LeafSharding) -> jax.Array:
+    def _reduce_layers(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
-        first, *others = lies.parts(self.axes).dims
-        on, g = AXIS in lies.dims[0], g[0, 0]
-        if not self.each and not first:
+        first, *others = sharding.parts(self.axes).dims
+        over_stages, g = AXIS in sharding.dims[0], g[0, 0]
+        if not self.scattered and not first:
             g = reduce(g, Parts(((), (), *others)), self.axes, self.precision)
-        g = self.layers.back(g, split=on)
+        g = self.layers.back(g, split=over_stages)
         if first:
-            g = reduce(g, lies.parts(self.axes), self.axes, self.precision)
-        return g if on or self.layers.pieces.stages == 1 else jax.lax.psum(g, AXIS)
+            g = reduce(g, sharding.parts(self.axes), self.axes, self.precision)
+        return g if over_stages or self.layers.pieces.stages == 1 else jax.lax.psum(g, AXIS)
 
     def _columns(self, x: Any, ndim: int, *lead: Any) -> PartitionSpec:
         """Returns the spec of an array that ends in the last dim of ``x``, sharded over the stages if possible."""
         last = AXIS if x.shape[-1] % self.layers.pieces.stages == 0 else None
         return PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
 
-    def _inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+    def _inside(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         manual = manual_axes(self.layout, (*self.axes, AXIS))
-        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=manual, check_vma=False)
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
 class ModelSplit:
@@ -257,7 +272,7 @@ class ModelSplit:
         """Returns the parameters outside the layers."""
         return _replaced(params, self.path, None)
 
-    def laid(self, others: Any) -> Any:
+    def constrained(self, others: Any) -> Any:
         """Constrains gradients of the parameters outside the layers to their rules."""
 
         def one(keys: Any, grad: jax.Array) -> jax.Array:
@@ -273,13 +288,15 @@ class ModelSplit:
         """Returns the model with shapes instead of arrays for its layers."""
         return self.model(self.join(self.stack(self.shapes), others))
 
-    def apart(self, tree: Any, beside: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]) -> Any:
+    def map_parts(
+        self, tree: Any, other: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]
+    ) -> Any:
         """Maps ``f(x, y)`` over the parameters outside the layers and ``of_stack(x, y)`` over those of the layers.
 
-        ``y`` is the leaf of ``beside`` at the same path.
+        ``y`` is the leaf of ``other`` at the same path.
         """
-        others = jax.tree.map(f, self.others(tree), self.others(beside))
-        return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(beside)), others)
+        others = jax.tree.map(f, self.others(tree), self.others(other))
+        return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(other)), others)
 
     def add(self, grads: Any, others: Any) -> Any:
         """Adds ``others`` to the gradients of the parameters outside the layers."""
@@ -303,7 +320,7 @@ class LeafSharding:
         return PartitionSpec(*lead, *(dim or None for dim in dims))
 
 
-def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
+def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
     """Returns the sharding of every parameter, or of its gradient.
 
     Raises:
@@ -315,35 +332,35 @@ def _lies(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
         for dim, names in enumerate(found):
             if AXIS in names[1:]:
                 raise LayoutError(
-                    f"{show(('params', *path))}: dim {dim} is split over {listing(names)}, but a pipeline's stages "
-                    f"come first. Remedy: a rule with {AXIS!r} before {names[0]!r}."
+                    f"{show(('params', *path))}: dim {dim} is sharded over {listing(names)}, but a pipeline's stages "
+                    f"must come first. Remedy: use a rule with {AXIS!r} before {names[0]!r}."
                 )
         return LeafSharding(found)
 
     return each_parameter(state, one)
 
 
-def _layers(split: ModelSplit, asked: Pipeline | Asynchronous) -> Layers:
+def _layers(split: ModelSplit, options: Pipeline | Asynchronous) -> Layers:
     """Returns which piece of the pipeline has which layers of the stack."""
-    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], asked.schedule.pieces
-    _check_layers(total, pieces.count, asked.layers, "/".join(split.path))
-    return Layers(total, pieces, asked.layers or (total // pieces.count,) * pieces.count)
+    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], options.schedule.pieces
+    _check_layers(total, pieces.count, options.layers, "/".join(split.path))
+    return Layers(total, pieces, options.layers or (total // pieces.count,) * pieces.count)
 
 
 def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) -> None:
     if not layers and total % pieces:
         low, more = divmod(total, pieces)
-        fits = (*(low + 1,) * more, *(low,) * (pieces - more))
+        balanced = (*(low + 1,) * more, *(low,) * (pieces - more))
         raise ConfigError(
-            f"pipeline: the {total} layers of {where} make no {pieces} equal pieces. Remedy: layers={fits}, one number "
-            f"for each piece (YAML: offset: {[n - low for n in fits]}), or a schedule of as many stages and chunks as "
-            f"divide {total}."
+            f"pipeline: the {total} layers of {where} cannot be split into {pieces} equal pieces. Remedy: set "
+            f"layers={balanced}, one number per piece (YAML: offset: {[n - low for n in balanced]}), or use a "
+            f"schedule with a number of stages and chunks that divides {total}."
         )
     if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
         raise ConfigError(
-            f"pipeline: layers is {list(layers)}, of {sum(layers)} layers in {len(layers)} pieces, but {where} has "
-            f"{total} layers and the schedule {pieces} pieces, of one layer or more each. Remedy: {pieces} numbers "
-            f"that sum to {total}."
+            f"pipeline: layers is {list(layers)}, {sum(layers)} layers in {len(layers)} pieces, but {where} has "
+            f"{total} layers and the schedule has {pieces} pieces of at least one layer each. Remedy: give {pieces} "
+            f"numbers that sum to {total}."
         )
 
 

@@ -127,13 +127,13 @@ ERRORS = {
     "gradients reduced by the compiler": (
         lambda: found(2, scatter=(2,)),
         (
-            "fusion: scatter is [2], but here the compiler reduces gradients where it sees fit. Remedy: "
-            "grad_reduction='per_step' (ZeRO stage 1), a size, or auto."
+            "fusion: scatter is [2], but here the compiler decides where it reduces gradients. Remedy: set "
+            "grad_reduction='per_step' (ZeRO stage 1), or set fusion.scatter to a size or auto."
         ),
     ),
     "nothing to scatter": (
         lambda: found(0, scatter=(2,)),
-        "fusion: scatter is [2], but nothing is scattered here. Remedy: leave scatter out.",
+        "fusion: scatter is [2], but nothing is scattered here. Remedy: leave fusion.scatter out.",
     ),
     "no layers": (
         lambda: found(

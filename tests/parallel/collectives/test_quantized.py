@@ -253,8 +253,8 @@ def test_a_model_that_hands_nothing_over_is_told_so() -> None:
                 state, np.ones((8, 16), np.float32)
             )
         assert str(error.value) == (
-            f"precision: {name} is {dtype}, but loss_fn hands no weight to jaxpar.sharded_dot, so nothing would be. "
-            f"Remedy: sharded_dot(x, (w, dims)) in the place of x @ w, or leave precision.{name} out."
+            f"precision: {name} is {dtype}, which applies only to weights passed to jaxpar.sharded_dot, and loss_fn "
+            f"passes none. Remedy: use sharded_dot(x, (w, dims)) instead of x @ w, or leave precision.{name} out."
         )
 
 

@@ -24,7 +24,7 @@ RULES = {
     "fsdp": jp.Rules(batch="data", layers=None, embed=None, mlp=None, params={"embed": "data"}),
     "tp": jp.Rules(batch="data", layers=None, embed=None, mlp="model"),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:offload. a CPU's memory is the host's:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:offload. simulated CPU devices use host memory:UserWarning")
 
 
 def layout_of_rules(name: str) -> jp.Layout:
@@ -225,14 +225,13 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
 
 
 STAGES = (
-    "offload: parameters wait in the host's memory, of which one layer at a time comes to the device, but {} (ZeRO "
-    "stages 1 and 2) gathers all of them before the step. Remedy: ZeRO stage 3 or none, or keep parameters on the "
-    "device."
+    "offload: parameters are in host memory and move to the device one layer at a time, but {} (ZeRO stages 1 and 2) "
+    "gathers all of them before the step. Remedy: use ZeRO stage 3 or none, or keep parameters on the device."
 )
 TANGLED = (
-    "offload: parameters wait in the host's memory and are updated layer by layer, but the optimizer makes a number "
-    "of several (reduce_sum). Remedy: one that treats every number by itself (as adamw, lion, sgd; to clip, clip_norm "
-    "of the step), or keep parameters on the device."
+    "offload: parameters in host memory are updated layer by layer, but the optimizer mixes elements of an array "
+    "(reduce_sum). Remedy: use an elementwise optimizer (such as adamw, lion or sgd; to clip, use clip_norm of the "
+    "step), or keep parameters on the device."
 )
 
 
@@ -261,16 +260,17 @@ def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> 
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, loss).trace(*shapes(layout, tx, two))
     assert str(error.value) == (
-        "offload: params/more [2, 16, 24] waits in the host's memory, but another stack there has another number of "
-        "layers, and one loop updates all. Remedy: keep parameters on the device."
+        "offload: params/more [2, 16, 24] is in host memory, but another stack in host memory has a different number "
+        "of layers, and one loop updates all stacks. Remedy: keep parameters on the device."
     )
     rules = jp.Rules(batch="data", layers=None, embed=None, mlp=None, optimizer={"embed": "data"})
     elsewhere = jp.Layout(layout.mesh, rules)
     with pytest.raises(ConfigError) as error:
         jp.train_step(elsewhere, loss).trace(*shapes(elsewhere, tx))
     assert str(error.value) == (
-        "offload: params/down waits in the host's memory as P(None, None, None), its optimizer's state as P(None, "
-        "None, 'data'), but nothing is laid out anew there. Remedy: the same rules for the roles params and optimizer."
+        "offload: params/down is in host memory with the sharding P(None, None, None), but its optimizer state has "
+        "P(None, None, 'data'), and arrays are not resharded in host memory. Remedy: use the same rules for the roles "
+        "params and optimizer."
     )
 
 

@@ -20,7 +20,7 @@ from jaxpar.training.state import abstract_state, shape_state
 RULES = jp.Rules(batch="data", layers=None, embed=None, mlp=None)
 LAYERS = 3
 LR = 1e-2
-pytestmark = pytest.mark.filterwarnings("ignore:offload. a CPU's memory is the host's:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:offload. simulated CPU devices use host memory:UserWarning")
 
 # Each with the reason that prevents an update layer by layer, if any.
 OPTIMIZERS: dict[str, tuple[Callable[[], optax.GradientTransformation], str | None]] = {
@@ -125,7 +125,7 @@ def test_matrices_wait_in_the_hosts_memory_before_and_after_a_step() -> None:
         state = jp.init(layout_of(1), make, tx)
     assert (
         str(said[0].message)
-        == "offload: a CPU's memory is the host's, so nothing is kept from it; the numbers are the same."
+        == "offload: simulated CPU devices use host memory, so offloading saves no memory; the results are the same."
     )
     large = {f"[0].{moment}['{name}']" for moment in ("mu", "nu") for name in ("up", "down")}
     for found in (state, after(tx, 1)[0]):

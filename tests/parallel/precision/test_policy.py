@@ -160,15 +160,15 @@ def test_a_scale_that_could_not_move() -> None:
         jp.train_step(layout, loss, precision="fp16", skip_nonfinite=False)
     assert str(error.value) == (
         "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: "
-        "leave skip_nonfinite out."
+        "leave skip_nonfinite out, or use a precision without a loss scale."
     )
 
 
 @pytest.mark.parametrize(
     ("of_state", "of_step", "text"),
     [
-        (None, "fp16", "the step scales the loss, but the state carries no scale."),
-        ("fp16", "bf16", "the state carries a loss scale, but the step scales none."),
+        (None, "fp16", "the step scales the loss, but the state has no loss scale."),
+        ("fp16", "bf16", "the state has a loss scale, but the step does not scale the loss."),
     ],
 )
 def test_a_state_of_another_precision(of_state: Any, of_step: Any, text: str) -> None:
@@ -176,4 +176,4 @@ def test_a_state_of_another_precision(of_state: Any, of_step: Any, text: str) ->
     state = jp.init(layout, make, TX, precision=of_state)
     with pytest.raises(ModelError) as error:
         jp.train_step(layout, loss, precision=of_step)(state, batches()[0])
-    assert str(error.value) == f"{text} Remedy: give init() and train_step() the same precision."
+    assert str(error.value) == f"{text} Remedy: pass the same precision to init() and train_step()."

@@ -331,16 +331,16 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {**TWO, "grad_accum_steps": 2},
         ConfigError,
         (
-            "asynchronous pipeline: grad_accum_steps is 2, but the 2 microbatches of 'pipedream_2bw' are the "
-            "accumulation. Remedy: leave it out, or microbatches=4."
+            "asynchronous pipeline: grad_accum_steps is 2, but the 2 microbatches of 'pipedream_2bw' already "
+            "accumulate gradients. Remedy: leave grad_accum_steps out, or set microbatches=4."
         ),
     ),
     "scale": (
         {**TWO, "precision": {"compute": "fp16", "scale": {}}},
         ConfigError,
         (
-            "asynchronous pipeline: precision scales the loss, but under 'pipedream_2bw' gradients of two steps, made "
-            "with two scales, are on their way at once. Remedy: compute in bf16, which wants no scale, or "
+            "asynchronous pipeline: precision scales the loss, but 'pipedream_2bw' has gradients of two steps, with "
+            "two scales, in flight together. Remedy: compute in bf16, which requires no loss scale, or use "
             "jp.pipeline.schedule('1f1b')."
         ),
     ),
@@ -348,24 +348,24 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {**EACH, "clip_norm": 1.0},
         ConfigError,
         (
-            "asynchronous pipeline: clip_norm is 1, but under 'pipedream' each stage updates by itself, and no one "
-            "knows the norm of all gradients. Remedy: clip_norm=None, or 'pipedream_2bw'."
+            "asynchronous pipeline: clip_norm is 1, but under 'pipedream' each stage updates on its own, so the norm "
+            "of all gradients is not known. Remedy: set clip_norm=None, or use 'pipedream_2bw'."
         ),
     ),
     "stages": (
         {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4)},
         ConfigError,
         (
-            "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. "
-            "Remedy: stages=2, or mesh {pipeline: 3}."
+            "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. Remedy: "
+            "set stages=2, or mesh {pipeline: 3}."
         ),
     ),
     "optimizer": (
         {**TWO, "tx": jp.offload.to_host(optax.adam(0.1), min_bytes=0)},
         ConfigError,
         (
-            "asynchronous pipeline: parameters or an optimizer's state in the host's memory cannot be, as "
-            "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or "
+            "asynchronous pipeline: parameters or optimizer state in host memory cannot be used, because "
+            "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or use "
             "jp.pipeline.schedule('1f1b')."
         ),
     ),
@@ -373,24 +373,24 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
         ConfigError,
         (
-            "pipeline: layers is [4, 1], of 5 layers in 2 pieces, but blocks has 6 layers and the schedule 2 pieces, "
-            "of one layer or more each. Remedy: 2 numbers that sum to 6."
+            "pipeline: layers is [4, 1], 5 layers in 2 pieces, but blocks has 6 layers and the schedule has 2 pieces "
+            "of at least one layer each. Remedy: give 2 numbers that sum to 6."
         ),
     ),
     "reduce": (
         {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, grad_reduction="per_microbatch")},
         ConfigError,
         (
-            "asynchronous pipeline: grad_reduction is 'per_microbatch', but under 'pipedream' every microbatch is an "
-            "update, whose gradients cross once. Remedy: leave it out, or 'pipedream_2bw'."
+            "asynchronous pipeline: grad_reduction is 'per_microbatch', but 'pipedream' updates with every microbatch "
+            "and reduces its gradients once. Remedy: leave grad_reduction out, or use 'pipedream_2bw'."
         ),
     ),
     "layers elsewhere": (
         {**EACH, "rules": jp.Rules(**{**RULES.to_dict(), "layers": None})},
         ConfigError,
         (
-            "asynchronous pipeline: the layers of blocks are split over nothing, but under 'pipedream' each stage "
-            "holds its own. Remedy: the rule layers: pipeline."
+            "asynchronous pipeline: the layers of blocks are replicated, but 'pipedream' requires each stage to hold "
+            "its own layers. Remedy: set the rule layers: pipeline."
         ),
     ),
     "rows": (
@@ -422,8 +422,8 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)
     step = jp.pipeline.pipedream_train_step(layout, LOSS, CASES[0][1])
     text = (
-        "batch/targets is float64[4, 2, 12], but the batch on its way has float64[8, 2, 12]. Remedy: batches of one "
-        "shape; or flush(state), and start(state.landed, batch)."
+        "batch/targets is float64[4, 2, 12], but in the batch in flight it is float64[8, 2, 12]. Remedy: use batches "
+        "of one shape and dtype, or call flush(state) and then start(state.landed, batch)."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
@@ -447,18 +447,17 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ]
     for case, name, asked, each, now in others:
         text = (
-            f"asynchronous pipeline: what is on its way is of '{name}' over 3 stages of {each} layers and 1 devices "
-            f"of rows, activation_checkpointing 'full', but the step is of '{asked.name}' over 3 stages of {now} "
-            f"layers and 1 devices "
-            f"of rows, activation_checkpointing 'full'. Remedy: flush(state) by the step it came from, then "
-            f"start(state.landed, batch)."
+            f"asynchronous pipeline: the microbatches in flight come from '{name}' with 3 stages of {each} layers, "
+            f"rows sharded over 1 devices and activation_checkpointing 'full', but this step is '{asked.name}' with 3 "
+            f"stages of {now} layers, rows sharded over 1 devices and activation_checkpointing 'full'. Remedy: call "
+            "flush(state) of the step that they come from, then start(state.landed, batch)."
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
             jp.pipeline.pipedream_train_step(step_of(case)[0], CASES[case][2], asked).lower(
                 done(case).state, batch_of(0)
             )
     text = (
-        "asynchronous pipeline: the state has no room for what is on its way between steps. Remedy: state = "
+        "asynchronous pipeline: the state has no buffers for microbatches in flight. Remedy: state = "
         "step.start(state, batch)."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
@@ -471,27 +470,27 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             lambda: jp.pipeline.Asynchronous("pipedream_2bw", stages=4, microbatches=5),
             ScheduleError,
             (
-                "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: over 4 stages a microbatch's gradient "
-                "comes 6 ticks after its forward, and a batch's has to be whole before the next but one begins. "
-                "Remedy: 6 or more."
+                "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: with 4 stages, a microbatch's gradient "
+                "arrives 6 ticks after its forward pass, and the gradient of a batch must be complete before the "
+                "batch after the next one begins. Remedy: use 6 or more."
             ),
         ),
         (
             lambda: jp.pipeline.Asynchronous("2bw", stages=4, microbatches=8),
             ConfigError,
-            "asynchronous pipeline: name is '2bw', but 'pipedream' or 'pipedream_2bw' is wanted.",
+            "asynchronous pipeline: name must be 'pipedream' or 'pipedream_2bw', got '2bw'.",
         ),
         (
             lambda: jp.pipeline.Asynchronous("pipedream", stages=0, microbatches=8),
             ConfigError,
-            "asynchronous pipeline: stages is 0, but a number, 1 or more, is wanted.",
+            "asynchronous pipeline: stages must be a positive integer, got 0.",
         ),
         (
             lambda: jp.pipeline.schedule("pipedream", stages=2, microbatches=4),
             ScheduleError,
             (
-                "schedule 'pipedream' is asynchronous: what it begins in a step it ends in the next, so it is no "
-                "schedule of one. Remedy: jp.pipeline.pipedream_train_step(..., "
+                "schedule 'pipedream' is asynchronous: its microbatches begin in one step and end in the next, so it "
+                "is not a schedule of one step. Remedy: use jp.pipeline.pipedream_train_step(..., "
                 "pipeline=jp.pipeline.Asynchronous('pipedream', stages=2, microbatches=4))."
             ),
         ),
@@ -499,8 +498,8 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
             lambda: jp.train_step(jp.Layout(jp.MeshSpec().abstract(1), RULES), LOSS, **TWO),
             ConfigError,
             (
-                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not. Remedy: "
-                "jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
+                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not support. "
+                "Remedy: use jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
             ),
         ),
     ]

@@ -129,19 +129,19 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
                 "nnx.Variable type, another Linen collection, or a closure)."
             ),
         ),
-        (lambda key: {"name": "llama"}, ModelError, "params/name is a str, but an array is wanted."),
+        (lambda key: {"name": "llama"}, ModelError, "params/name must be an array, got str."),
         (
             {"w": 1.0},
             ModelError,
             (
-                "make_model is a dict, but a function of a PRNG key is wanted, so that the model can be built in "
-                "place. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+                "make_model must be a function of a PRNG key, so that the model can be built in place, got dict. "
+                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
             ),
         ),
         (
             lambda key: {"w": jp.tag({"a": jnp.ones(8)}, "embed")},
             AnnotationError,
-            "params/w: a tag goes around one array, not around dict.",
+            "params/w: a tag must contain one array, got dict.",
         ),
         (
             lambda key: {"w": jp.tag(jnp.ones(8), 0)},

@@ -61,11 +61,11 @@ def of_linen(at: str) -> Any:
 
 ORDER = (
     "but microbatches pass the stages in an order of their own, so no state can be carried from one to the next. "
-    "Remedy: a model without it (LayerNorm or RMSNorm in the place of BatchNorm)."
+    "Remedy: use a model without carried state (LayerNorm or RMSNorm instead of BatchNorm)."
 )
 INSIDE = (
-    "which no pipeline can: each stage sees its own microbatch. Remedy: keep counters and statistics out of the "
-    "stack; for random numbers PipelineLoss(keys=True) in the place of keys."
+    "which a pipeline does not support: each stage sees its own microbatch. Remedy: keep counters and statistics out "
+    "of the stack; for random numbers, use PipelineLoss(keys=True) instead of carried keys."
 )
 CARRIED: dict[str, tuple[Any, str]] = {
     "linen, layers": (
@@ -95,7 +95,7 @@ CARRIED: dict[str, tuple[Any, str]] = {
         of_modules(outside="keys"),
         (
             "PipelineLoss(embed=...) changed variables/drop/rngs/count, but a pipeline carries no variables. Remedy: "
-            "a model that changes none; for random numbers of layers PipelineLoss(keys=True)."
+            "use a model that changes none; for random numbers in layers, set PipelineLoss(keys=True)."
         ),
     ),
 }

@@ -325,39 +325,39 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"loss": next_token_loss},
         ConfigError,
         (
-            "pipeline: loss_fn is 'next_token_loss', which does not say what the layers are. Remedy: "
-            "jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which names the stack and what "
-            "comes before and after it."
+            "pipeline: loss_fn is 'next_token_loss', which does not define the layers. Remedy: use "
+            "jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which defines the stack of "
+            "layers and the parts before and after it."
         ),
     ),
     "stages": (
         {"sizes": {"pipeline": 4}},
         ConfigError,
         (
-            "pipeline: the schedule '1f1b' has 2 stages, but the mesh's axis 'pipeline' has 4 devices. Remedy: "
+            "pipeline: the schedule '1f1b' has 2 stages, but the mesh's axis 'pipeline' has 4 devices. Remedy: set "
             "stages=4, or mesh {pipeline: 2}."
         ),
     ),
     "no backwards": (
         {"pipeline": jp.pipeline.schedule("circular", stages=2, microbatches=4)},
         ConfigError,
-        "pipeline: the schedule 'circular' has no backwards, so nothing can be trained. Remedy: '1f1b'.",
+        "pipeline: the schedule 'circular' has no backward passes, so it cannot train. Remedy: use '1f1b'.",
     ),
     "grad_accum_steps": (
         {"grad_accum_steps": 2},
         ConfigError,
         (
-            "pipeline: grad_accum_steps is 2, but the schedule's 4 microbatches are the accumulation. Remedy: leave "
-            "grad_accum_steps out, or a schedule of 8."
+            "pipeline: grad_accum_steps is 2, but the schedule's 4 microbatches already accumulate gradients. Remedy: "
+            "leave grad_accum_steps out, or use a schedule of 8 microbatches."
         ),
     ),
     "reduce": (
         {"grad_reduction": "per_microbatch", "pipeline": jp.Pipeline(ONE_F_ONE_B, executor="independent")},
         ConfigError,
         (
-            "pipeline: executor is 'independent', in which a stage's layers can hold no collective, but "
-            "grad_reduction is 'per_microbatch', which scatters gradients layer by layer. Remedy: "
-            "grad_reduction='per_step', or executor='lockstep'."
+            "pipeline: executor is 'independent', which allows no collectives in a stage's layers, but grad_reduction "
+            "is 'per_microbatch', which scatters gradients layer by layer. Remedy: set grad_reduction='per_step' or "
+            "executor='lockstep'."
         ),
     ),
     "axes inside of layers": (
@@ -365,8 +365,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ConfigError,
         (
             "pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has "
-            "model 2: collectives over it stand inside of layers, where some stages would wait for others for ever. "
-            "Remedy: executor='lockstep', or a mesh of pipeline and the axes of the batch alone."
+            "model 2: layers contain collectives over these axes, so some stages would wait for others forever. "
+            "Remedy: set executor='lockstep', or use a mesh of only pipeline and the axes of the batch."
         ),
     ),
     "rows": (
@@ -382,51 +382,51 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
         ConfigError,
         (
-            "pipeline: the 8 layers of blocks make no 6 equal pieces. Remedy: layers=(2, 2, 1, 1, 1, 1), one number "
-            "for each piece (YAML: offset: [1, 1, 0, 0, 0, 0]), or a schedule of as many stages and chunks as divide "
-            "8."
+            "pipeline: the 8 layers of blocks cannot be split into 6 equal pieces. Remedy: set layers=(2, 2, 1, 1, 1, "
+            "1), one number per piece (YAML: offset: [1, 1, 0, 0, 0, 0]), or use a schedule with a number of stages "
+            "and chunks that divides 8."
         ),
     ),
     "numbers of layers": (
         {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers=(5, 4))},
         ConfigError,
         (
-            "pipeline: layers is [5, 4], of 9 layers in 2 pieces, but blocks has 8 layers and the schedule 2 pieces, "
-            "of one layer or more each. Remedy: 2 numbers that sum to 8."
+            "pipeline: layers is [5, 4], 9 layers in 2 pieces, but blocks has 8 layers and the schedule has 2 pieces "
+            "of at least one layer each. Remedy: give 2 numbers that sum to 8."
         ),
     ),
     "path": (
         {"loss": replace(LOSS, layers="decoder")},
         ModelError,
         (
-            "PipelineLoss(layers='decoder'): the model has no 'decoder'. Remedy: the path of its stack of layers; "
-            "there are 'blocks', 'head', 'words'."
+            "PipelineLoss(layers='decoder'): the model has no 'decoder'. Remedy: give the path of its stack of layers; "
+            "the model has 'blocks', 'head', 'words'."
         ),
     ),
     "sequence": (
         {"sizes": {"pipeline": 2, "context": 4}},
         LayoutError,
         (
-            "batch/targets [16, 6]: under a pipeline the rule of 'seq' splits the second dim of the batch's arrays "
-            "over 4 devices, which do not divide 6. Remedy: a sequence of a multiple of 4, or no rule of 'seq' over "
-            "those axes."
+            "batch/targets [16, 6]: in a pipeline the rule for 'seq' shards the second dim of the batch's arrays over "
+            "4 devices, but 4 does not divide 6. Remedy: use sequences whose length is a multiple of 4, or remove "
+            "those axes from the rule for 'seq'."
         ),
     ),
     "dtype of layers": (
         {"loss": replace(LOSS, layer=lambda block, x, side: layer(block, x, side).astype(jnp.bfloat16))},
         ModelError,
         (
-            "pipeline: a layer turned float32[4, 6, 8] into bfloat16[4, 6, 8] (of one device's microbatch), but what "
-            "goes from layer to layer keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it "
-            "was given, cast as it was, or an embed that gives bfloat16[4, 6, 8]."
+            "pipeline: a layer changed x from float32[4, 6, 8] to bfloat16[4, 6, 8] (one device's microbatch), but "
+            "layers must keep its shape and dtype. Remedy: use a PipelineLoss(layer=...) that returns x in the shape "
+            "and dtype that it received, or an embed that returns bfloat16[4, 6, 8]."
         ),
     ),
     "vector metric": (
         {"loss": replace(LOSS, head=lambda model, x, batch: (jnp.mean(x), {"all": x[:, 0, 0]}))},
         ModelError,
         (
-            "PipelineLoss(head=...) returned the metric 'all' of shape (4,), but microbatches are averaged, so "
-            "scalars are wanted. Remedy: return its mean."
+            "PipelineLoss(head=...) returned the metric 'all' of shape (4,), but metrics are averaged over "
+            "microbatches and must be scalars. Remedy: return its mean."
         ),
     ),
 }
@@ -446,8 +446,8 @@ def test_carried_state_is_named() -> None:
 
     text = (
         "pipeline: the model carries variables/statistics/mean, but microbatches pass the stages in an order of their "
-        "own, so no state can be carried from one to the next. Remedy: a model without it (LayerNorm or RMSNorm in "
-        "the place of BatchNorm)."
+        "own, so no state can be carried from one to the next. Remedy: use a model without carried state (LayerNorm "
+        "or RMSNorm instead of BatchNorm)."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):
         run({"pipeline": 2}, ONE_F_ONE_B, make=make)
@@ -456,21 +456,21 @@ def test_carried_state_is_named() -> None:
 def test_where_gradients_are_reduced_is_one_of_three_places() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^pipeline: grad_reduction is 'never', but 'per_step', 'per_chunk' or 'per_microbatch' is wanted\.$",
+        match=r"^pipeline: grad_reduction must be 'per_step', 'per_chunk' or 'per_microbatch', got 'never'\.$",
     ):
         jp.Pipeline(ONE_F_ONE_B, grad_reduction="never")  # type: ignore[arg-type]
 
 
 def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
     with pytest.raises(
-        ConfigError, match=r"^pipeline: embedding is 'never', but 'per_step' or 'per_microbatch' is wanted\.$"
+        ConfigError, match=r"^pipeline: embedding must be 'per_step' or 'per_microbatch', got 'never'\.$"
     ):
         jp.Pipeline(ONE_F_ONE_B, embedding="never")  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_one_of_two_things() -> None:
     with pytest.raises(
-        ConfigError, match=r"^pipeline: activation_checkpointing is 'all', but 'full' or 'none' is wanted\.$"
+        ConfigError, match=r"^pipeline: activation_checkpointing must be 'full' or 'none', got 'all'\.$"
     ):
         jp.Pipeline(ONE_F_ONE_B, activation_checkpointing="all")  # type: ignore[arg-type]
 

@@ -194,27 +194,30 @@ WRONG: dict[str, tuple[Any, str]] = {
     "three": (
         lambda block, x, side, keys: (x, 0.0, {}),
         (
-            "PipelineLoss(layer=...) returned a tuple of 3, but x or (x, aux) is wanted, aux being a scalar or a dict "
-            "of scalars. Remedy: return one of these; a layer carries no variables."
+            "PipelineLoss(layer=...) must return x or (x, aux), where aux is a scalar or a dict of scalars, got a "
+            "tuple of 3. Remedy: return one of these; a layer carries no variables."
         ),
     ),
     "vector": (
         lambda block, x, side, keys: (x, {"balance": jnp.ones(3)}),
         (
-            "PipelineLoss(layer=...) returned 'balance' of shape (3,) beside x, but layers are summed and "
-            "microbatches averaged, so scalars are wanted. Remedy: return its mean."
+            "PipelineLoss(layer=...) returned 'balance' of shape (3,) in addition to x, but such values are summed "
+            "over layers, averaged over microbatches and must be scalars. Remedy: return its mean."
         ),
     ),
     "twice": (
         lambda block, x, side, keys: (x, {"weight": 1.0}),
         (
-            "PipelineLoss(layer=...) returned metrics named 'weight', which head returns or weighs by. Remedy: rename "
-            "them."
+            "PipelineLoss(layer=...) returned metrics named 'weight', which head returns or uses as the weight. "
+            "Remedy: rename them."
         ),
     ),
     "taken": (
         lambda block, x, side, keys: (x, {"grad_norm": 1.0}),
-        "loss_fn returned metrics named 'grad_norm', which the step itself reports. Remedy: rename them.",
+        (
+            "loss_fn returned metrics named 'grad_norm', which are reserved for the step's own metrics. Remedy: "
+            "rename them."
+        ),
     ),
 }
 
@@ -241,7 +244,7 @@ def test_rows_that_make_no_microbatches_are_named() -> None:
 
 def test_a_loss_that_draws_wants_a_key() -> None:
     text = (
-        "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: loss(model, batch, "
+        "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: call loss(model, batch, "
         "key=jax.random.key(0))."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}"):

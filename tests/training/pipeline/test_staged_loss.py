@@ -173,7 +173,7 @@ def test_evaluations_read_parameters_too(pipeline: Any, want: Any) -> None:
 
 
 OF_LAYERS = (
-    "reads params/blocks/up, but under a pipeline each stage has the parameters of its own layers alone. Remedy: read "
+    "reads params/blocks/up, but in a pipeline each stage has only the parameters of its own layers. Remedy: read "
     "them in PipelineLoss(layer=...), or keep them outside of 'blocks'."
 )
 READS = {
@@ -228,7 +228,7 @@ def test_stages_of_different_versions_name_what_side_reads() -> None:
     with pytest.raises(ConfigError) as error:
         step.start(jp.init(layout, make_model, SGD), batch_of())
     assert str(error.value) == (
-        "asynchronous pipeline: PipelineLoss(layer_inputs=...) reads params/shift, params/words, of which the stages "
-        "of 'pipedream' would want different versions. Remedy: a side that reads no parameters, or the schedule "
-        "'pipedream_2bw' or '1f1b'."
+        "asynchronous pipeline: PipelineLoss(layer_inputs=...) reads params/shift, params/words, of which each stage "
+        "of 'pipedream' would need a different version. Remedy: use layer_inputs that read no parameters, or the "
+        "schedule 'pipedream_2bw' or '1f1b'."
     )

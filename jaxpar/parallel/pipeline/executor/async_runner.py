@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.schedules.async_window import TURNING
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
 
-def beside(old: Any, new: Any, dim: int) -> Any:
+def concat_batches(old: Any, new: Any, dim: int) -> Any:
     """Concatenates the arrays of two batches along a dim."""
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim), old, new)
 
@@ -42,13 +42,13 @@ def numbered(program: PipelineProgram) -> PipelineProgram:
     return replace(program, head=head, side=lambda piece, read: program.side(piece["of"], pick(read, piece["batch"])))
 
 
-def rows_of(program: PipelineProgram, have: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rows_of(program: PipelineProgram, exists: jax.Array, rotation: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the rows of the table for one call.
 
     Args:
       program: the program of the call.
-      have: [2], whether the previous batch and the call's own batch exist.
-      turn: the number of positions by which the rings are rotated.
+      exists: [2], whether the previous batch and the call's own batch exist.
+      rotation: the number of positions by which the rings are rotated.
 
     Returns:
       The rows of stages, with rotated rings and without the backwards of a missing batch; the rows of all stages,
@@ -57,21 +57,21 @@ def rows_of(program: PipelineProgram, have: jax.Array, turn: jax.Array) -> tuple
     (rows, every), table = program.rows(), program.table
     batch = program.schedule.microbatches // 2
 
-    def turned(column: np.ndarray, size: int) -> jax.Array:
-        return jnp.where(column < size, (column + turn) % max(size, 1), column)
+    def rotated(column: np.ndarray, size: int) -> jax.Array:
+        return jnp.where(column < size, (column + rotation) % max(size, 1), column)
 
-    columns = {name: turned(table.column(name), table.sizes[buffer]) for name, buffer in TURNING.items()}
-    columns["b_on"] = have[table.column("b_chunk")]
+    columns = {name: rotated(table.column(name), table.sizes[buffer]) for name, buffer in TURNING.items()}
+    columns["b_on"] = exists[table.column("b_chunk")]
     found = jnp.asarray(rows)
     for name, column in columns.items():
         found = found.at[:, :, FIELDS.index(name)].set(column)
-    heads = have[np.minimum(every[:, EVERY.index("head")] // batch, 1)]
+    heads = exists[np.minimum(every[:, EVERY.index("head")] // batch, 1)]
     made = jnp.asarray(every).at[:, EVERY.index("heads")].multiply(heads)
-    return found, made, turned(table.first[0], table.sizes["act"])
+    return found, made, rotated(table.first[0], table.sizes["act"])
 
 
 @dataclass(frozen=True)
-class _Going(TickRunner):
+class _InFlightRunner(TickRunner):
     """Ticks that start with microbatches in flight."""
 
     def _started(self, x: jax.Array) -> dict[str, Any]:
@@ -83,15 +83,15 @@ class _Going(TickRunner):
         carry = self.start(x)
         if carry["aux"]:
             raise ModelError(
-                f"asynchronous pipeline: layers gave {listing(carry['aux']['sums'])} beside x, but what a microbatch's "
-                "layers give is not handed on from call to call. Remedy: layers that return x alone, or the schedule "
-                "'1f1b'."
+                f"asynchronous pipeline: layers returned {listing(carry['aux']['sums'])} in addition to x, but these "
+                "values are not kept for the microbatches in flight between calls. Remedy: use layers that return "
+                "only x, or the schedule '1f1b'."
             )
         return carry
 
 
 @dataclass(frozen=True)
-class AsyncRunner(_Going):
+class AsyncRunner(_InFlightRunner):
     """The ticks of one call.
 
     ``weights`` are [stages, 2, layers, ...], ``after`` is [2, ...], and :func:`numbered` returns the program.
@@ -115,21 +115,23 @@ class AsyncRunner(_Going):
         grads = jax.tree.map(lambda g: g[:, :, :1], carry["grads"])
         return {**kept, "grads": grads, "weight": weight, "after": after, "x": jnp.zeros_like(x[:, :count])}
 
-    def run(self, aboard: Any, x: jax.Array, have: jax.Array, turn: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run(
+        self, aboard: Any, x: jax.Array, exists: jax.Array, rotation: jax.Array
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Runs the ticks of one call.
 
         Args:
           aboard: the state between calls, as :meth:`aboard` or the previous call returned it.
           x: the inputs of the first layer for the call's own batch, [devices, microbatches, rows, ...].
-          have: [2], whether the previous batch and the call's own batch exist.
-          turn: the number of positions that the rings advanced before this call.
+          exists: [2], whether the previous batch and the call's own batch exist.
+          rotation: the number of positions that the rings advanced before this call.
 
         Returns:
           Two dicts. The first has ``grads``, ``weight``, ``after`` and ``x`` of the previous batch, now complete, in
           the shapes of :meth:`aboard`. It also has ``sums``, the loss and metrics of all microbatches whose loss this
           call computed, and ``seen``, their weight. The second dict is the state for the next call.
         """
-        rows, every, first = rows_of(self.program, have, turn)
+        rows, every, first = rows_of(self.program, exists, rotation)
 
         def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             return self(carry, *xs), None
@@ -153,7 +155,7 @@ class AsyncRunner(_Going):
 
     def _resumed(self, aboard: Any, x: jax.Array, first: jax.Array) -> dict[str, Any]:
         """Returns the carry of the first tick: empty working buffers, and the state of the previous call."""
-        x = beside(aboard["x"], x, 1)
+        x = concat_batches(aboard["x"], x, 1)
         carry = self._started(x)
 
         def local(x: jax.Array, slot: jax.Array, act: jax.Array) -> jax.Array:
@@ -163,7 +165,7 @@ class AsyncRunner(_Going):
         both = lambda kept: jax.tree.map(lambda s: jnp.stack([s, jnp.zeros_like(s)]), kept)
         seen, weight, _ = carry["sums"]
         sums = {"sums": seen, "seen": weight, "weight": both(aboard["weight"]), "after": both(aboard["after"])}
-        grads = beside(aboard["grads"], jax.tree.map(lambda g: g[:, :, 1:], carry["grads"]), 2)
+        grads = concat_batches(aboard["grads"], jax.tree.map(lambda g: g[:, :, 1:], carry["grads"]), 2)
         lasting = {name: aboard[name] for name in self._lasting}
         return {**carry, **lasting, "act": act, "grads": grads, "sums": sums}
 
@@ -190,7 +192,7 @@ class AsyncRunner(_Going):
 
 
 @dataclass(frozen=True)
-class Stashing(_Going):
+class Stashing(_InFlightRunner):
     """Single ticks during which weights change.
 
     Forwards use the newest weights, [:, 1] of ``weights``. Backwards use the version of their forward, [:, 0].
@@ -226,9 +228,9 @@ class Stashing(_Going):
 
         act = self._inside(fed, ("columns", "stage", "stage own"), "stage own")(x, row, aboard["act"])
         # The caller passes the input and takes the cotangent of this tick, so the tick itself feeds and drains nothing.
-        none = [EVERY.index(name) for name in ("feeds", "drains")]
+        skipped = [EVERY.index(name) for name in ("feeds", "drains")]
         row = row.at[:, FIELDS.index("f_chunk")].set(1).at[:, FIELDS.index("b_chunk")].set(0)
-        carry = self({**carry, **aboard, "act": act}, row, every.at[np.asarray(none)].set(0))
+        carry = self({**carry, **aboard, "act": act}, row, every.at[np.asarray(skipped)].set(0))
         carry = self.finish(carry, 0, row[:, FIELDS.index("b_first")])
         return {name: carry[name] for name in aboard}, carry["grads"], carry["sums"], carry["x"][:, :1]
 

@@ -52,11 +52,10 @@ def turns_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBucket
     each = [_of_stage(on[:, stage], chunks[:, stage]) for stage in range(schedule.stages)]
     if len({len(turns) for turns in each}) > 1:
         raise ConfigError(
-            "pipeline: grad_reduction is 'per_chunk', for which all stages scatter a chunk's gradients together, but "
-            f"in the schedule {schedule.name!r} of {schedule.microbatches} microbatches stages change chunks "
-            f"{', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: grad_reduction='per_step' or "
-            f"'per_microbatch', "
-            "or the schedule 'interleaved'."
+            "pipeline: grad_reduction is 'per_chunk', for which all stages must scatter a chunk's gradients together, "
+            f"but in the schedule {schedule.name!r} with {schedule.microbatches} microbatches the stages change "
+            f"chunks {', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: set grad_reduction='per_step' "
+            "or 'per_microbatch', or use the schedule 'interleaved'."
         )
     ends = [max(turns[number][-1] for turns in each) for number in range(len(each[0]))]
     rows = np.zeros((*on.shape, len(COLUMNS)), np.int32)

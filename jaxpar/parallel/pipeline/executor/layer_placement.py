@@ -68,7 +68,7 @@ class Layers:
         chunks, shape = self.pieces.chunks, w.shape[1:]
         if w.shape[0] == self.total and self.pieces.stages > 1:
             index = np.zeros((self.pieces.stages, chunks * self.most), np.int32)
-            for stage, place, layer in self._wanted():
+            for stage, place, layer in self._slots():
                 index[stage, place] = layer
             mine = jnp.asarray(index)[jax.lax.axis_index(AXIS)]
             return jnp.take(w, mine, axis=0).reshape(chunks, self.most, *shape)
@@ -89,7 +89,7 @@ class Layers:
         shape = w.shape[2:]
         if not split and self.pieces.stages > 1:
             index = np.full((self.pieces.stages, self.pieces.chunks * self.most), self.total, np.int32)
-            for stage, place, layer in self._wanted():
+            for stage, place, layer in self._slots():
                 index[stage, place] = layer
             mine = jnp.asarray(index)[jax.lax.axis_index(AXIS)]
             empty = jnp.zeros((self.total, *shape), w.dtype)
@@ -110,7 +110,7 @@ class Layers:
         """The number of layers that always move together."""
         return self.most if len(set(self.each)) == 1 else 1
 
-    def _wanted(self) -> list[tuple[int, int, int]]:
+    def _slots(self) -> list[tuple[int, int, int]]:
         """Returns the stage, slot and index of every layer."""
         found, layer = [], 0
         for piece, count in enumerate(self.each):
@@ -124,7 +124,7 @@ class Layers:
         per = self.total // self.pieces.stages
         return [
             (layer // per, layer % per // unit, stage, place // unit)
-            for stage, place, layer in self._wanted()
+            for stage, place, layer in self._slots()
             if place % unit == 0
         ]
 

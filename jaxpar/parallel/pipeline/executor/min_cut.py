@@ -35,17 +35,17 @@ _MOST = 2**29
 """The largest sum of all capacities: the solver counts in int32."""
 
 
-def least_kept(jaxpr: Jaxpr, free: AbstractSet[Var], wanted: Sequence[Any], early: Sequence[JaxprEqn]) -> list[Var]:
-    """Returns the values to store for ``wanted``, with the fewest bytes in total, in the order of their computation.
+def least_kept(jaxpr: Jaxpr, free: AbstractSet[Var], results: Sequence[Any], early: Sequence[JaxprEqn]) -> list[Var]:
+    """Returns the values to store for ``results``, with the fewest bytes in total, in the order of their computation.
 
     Args:
       jaxpr: of both halves.
       free: the values that both halves have.
-      wanted: the results of the second half.
+      results: the results of the second half.
       early: the equations that the first half needs.
     """
     graph = _Graph(jaxpr, free, set(map(id, early)))
-    graph.flows_to(wanted)
+    graph.flows_to(results)
     kept = graph.cut()
     made = [v for e in jaxpr.eqns for v in e.outvars]
     return [v for v in (*jaxpr.invars, *made) if v in kept]
@@ -61,25 +61,25 @@ class _Graph:
     numbers: dict[Var, int] = field(default_factory=dict)
     edges: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def flows_to(self, wanted: Iterable[Any]) -> None:
+    def flows_to(self, results: Iterable[Any]) -> None:
         """Adds all values that these derive from, back to those that only the first half can compute."""
-        made = {v: e for e in self.jaxpr.eqns for v in e.outvars}
+        producers = {v: e for e in self.jaxpr.eqns for v in e.outvars}
         late = self._late()
-        ends = {v for v in wanted if isinstance(v, Var)} - self.free
+        ends = {v for v in results if isinstance(v, Var)} - self.free
         stack, seen = list(ends), set(ends)
         while stack:
             v = stack.pop()
-            maker = made.get(v)
+            producer = producers.get(v)
             # A value that must not be recomputed is an input, or the result of an expensive equation of the first half.
-            came = _read(maker) if maker is not None and (_is_cheap(maker) or v in late) else None
+            operands = _read(producer) if producer is not None and (_is_cheap(producer) or v in late) else None
             if v not in late:
                 after = self._after(v)
                 self.edges[after - 1, after] = _bytes(v)
                 if v in ends:
                     self.edges[after, 1] = math.inf
-                if came is None:
+                if operands is None:
                     self.edges[0, after - 1] = math.inf
-            for u in {*(came or ())} - self.free:
+            for u in {*(operands or ())} - self.free:
                 if u not in late:
                     self.edges[self._after(u), 1 if v in late else self._after(v) - 1] = math.inf
                 if u not in seen:
@@ -109,8 +109,8 @@ class _Graph:
         """Returns the values that only the second half computes: products that the first skips, and dependents."""
         found: set[Var] = set()
         for e in self.jaxpr.eqns:
-            dear = id(e) not in self.early and not _is_cheap(e)
-            if dear or any(v in found for v in _read(e)):
+            expensive = id(e) not in self.early and not _is_cheap(e)
+            if expensive or any(v in found for v in _read(e)):
                 found |= {*e.outvars}
         return found
 

@@ -42,9 +42,9 @@ def check_alike(x: Any, y: Any) -> None:
     was, now = (f"{a.dtype}{list(a.shape)}" for a in (x, y))
     if was != now:
         raise ModelError(
-            f"pipeline: a layer turned {was} into {now} (of one device's microbatch), but what goes from layer to "
-            "layer keeps shape and dtype. Remedy: a PipelineLoss(layer=...) that returns what it was given, cast as "
-            f"it was, or an embed that gives {now}."
+            f"pipeline: a layer changed x from {was} to {now} (one device's microbatch), but layers must keep its "
+            "shape and dtype. Remedy: use a PipelineLoss(layer=...) that returns x in the shape and dtype that it "
+            f"received, or an embed that returns {now}."
         )
 
 

@@ -48,18 +48,19 @@ class SequenceCarry:
           ModelError: an array of the carry is not [rows, seq, ...].
         """
 
-        def whole(x: jax.Array) -> jax.ShapeDtypeStruct:
+        def full_sequence(x: jax.Array) -> jax.ShapeDtypeStruct:
             rows, *others = x.shape[2:]
             return jax.ShapeDtypeStruct((rows, *(n * self.chunks for n in others[:1]), *others[1:]), x.dtype)
 
-        batch = jax.tree.map(whole, pieces)
+        batch = jax.tree.map(full_sequence, pieces)
         found = jax.eval_shape(self.empty, batch)
         rows, seq = next(x.shape[:2] for x in jax.tree.leaves(batch) if x.ndim > 1)
         for x in jax.tree.leaves(found):
             if x.shape[:2] != (rows, seq):
                 raise ModelError(
-                    f"PipelineLoss(chunk_carry=...) has {_said(x)}, but each chunk of a microbatch of {rows} rows of "
-                    f"{seq} tokens writes its part. Remedy: arrays [rows, seq, ...], here [{rows}, {seq}, ...]."
+                    f"PipelineLoss(chunk_carry=...) returned {_describe(x)}, but each chunk of a microbatch of {rows} "
+                    f"rows and {seq} tokens writes its own part. Remedy: return arrays [rows, seq, ...], here "
+                    f"[{rows}, {seq}, ...]."
                 )
         return found
 
@@ -136,7 +137,7 @@ class Carried(Chunk):
                 kept = [write(buffer, leaf, slot.kept, i) for buffer, leaf in zip(kept, leaves, strict=True)]
             parts = [self._part(leaf, slot.chunk) for leaf in now]
             carry = [self._put(pool, part, slot, i) for pool, part in zip(pools.carry, parts, strict=True)]
-            return self._where(i, y, x), Pools(kept, carry, pools.back)
+            return self._select(i, y, x), Pools(kept, carry, pools.back)
 
         y, pools = jax.lax.fori_loop(0, self.times, one, (x, buffers))
         return y, pools, sums or {}
@@ -163,11 +164,11 @@ class Carried(Chunk):
                 self._weights(i), side, past, slot.chunk, read(buffers.kept, slot.kept, i), cotangent
             )
             floats = [x for x in past if _floats(x)]
-            own = [self._alone(x, leaf, slot.chunk) for x, leaf in zip(later, floats, strict=True)]
+            own = [self._own_part(x, leaf, slot.chunk) for x, leaf in zip(later, floats, strict=True)]
             grads, before, more = pull((cotangent, own))
             later = [x + y.astype(x.dtype) for x, y in zip(later, more, strict=True)]
             pool = [write(buffer, x, slot.back, i) for buffer, x in zip(pool, later, strict=True)]
-            return self._where(i, before, cotangent), add(sums, i, grads, self._here(i)), pool
+            return self._select(i, before, cotangent), add(sums, i, grads, self._exists(i)), pool
 
         cotangent, sums, pool = jax.lax.fori_loop(0, self.times, one, (cotangent, sums, buffers.back))
         return cotangent, sums, buffers._replace(back=pool)
@@ -192,12 +193,12 @@ class Carried(Chunk):
         structure: Any = jax.tree.structure(self.like)
         y, carry = self.carry.layer(weights, x, side, jax.tree.unflatten(structure, past), chunk)
         now, found = jax.tree.flatten(carry)
-        was, got = (", ".join(map(_said, leaves)) for leaves in (jax.tree.leaves(self.like), now))
+        was, got = (", ".join(map(_describe, leaves)) for leaves in (jax.tree.leaves(self.like), now))
         if structure != found or was != got:
             raise ModelError(
-                f"PipelineLoss(chunked_layer=...) was given a carry of {was} and returned {got}, but it goes from "
-                "chunk to chunk as it is. Remedy: jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * "
-                "part.shape[1], 1)."
+                f"PipelineLoss(chunked_layer=...) received a carry of {was} and returned {got}, but the carry must "
+                "keep its structure, shapes and dtypes. Remedy: jax.lax.dynamic_update_slice_in_dim(carry, part, "
+                "chunk * part.shape[1], 1)."
             )
         return y, now
 
@@ -216,10 +217,10 @@ class Carried(Chunk):
         (y, changed), pull, others = jax.vjp(run, weights, x, floats, has_aux=True)
         sources, rest = [iter(others), iter(changed)], jax.tree.flatten(pull)
         now = [next(sources[_floats(leaf)]) for leaf in past]
-        there = [*jax.tree.leaves(weights), *jax.tree.leaves(side), *past, chunk]
+        available = [*jax.tree.leaves(weights), *jax.tree.leaves(side), *past, chunk]
 
         def where(leaf: Any) -> str | int:
-            if any(leaf is have for have in there):
+            if any(leaf is have for have in available):
                 return "there"
             # By the backward the pool also holds later chunks, but this chunk's backward does not depend on them.
             return next((n for n, have in enumerate(now) if leaf is have), "kept")
@@ -245,15 +246,15 @@ class Carried(Chunk):
         size = x.shape[1] // self.carry.chunks
         return jax.lax.dynamic_slice_in_dim(x, chunk * size, size, 1)
 
-    def _alone(self, x: jax.Array, like: jax.Array, chunk: jax.Array) -> jax.Array:
+    def _own_part(self, x: jax.Array, like: jax.Array, chunk: jax.Array) -> jax.Array:
         """Returns ``x`` with zeros outside of a chunk's own part, in the dtype of ``like``."""
         part = self._part(x, chunk).astype(like.dtype)
         return jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(like), part, chunk * part.shape[1], 1)
 
     def _put(self, pool: jax.Array, part: jax.Array, slot: Slots, i: jax.Array) -> jax.Array:
         """Returns ``pool`` [slots, layers, rows, seq, ...] with a chunk's own part written to a layer's slot."""
-        where = indices(slot.carry, i, 0, slot.chunk * part.shape[1], *(0,) * (part.ndim - 2))
-        return jax.lax.dynamic_update_slice(pool, part[None, None], where)
+        start = indices(slot.carry, i, 0, slot.chunk * part.shape[1], *(0,) * (part.ndim - 2))
+        return jax.lax.dynamic_update_slice(pool, part[None, None], start)
 
 
 def in_chunks(tree: Any, chunks: int) -> Any:
@@ -284,8 +285,9 @@ def check_chunks(x: jax.Array, schedule: Schedule) -> None:
     chunks = schedule.sequence_chunks
     if chunks > 1 and (x.ndim < 3 or x.shape[1] % chunks):
         raise ModelError(
-            f"PipelineLoss(embed=...) gave {_said(x)}, whose second dim the schedule {schedule.name!r} cuts into "
-            f"{chunks} chunks, which do not divide it. Remedy: [rows, seq, ...], as long as the batch's sequences."
+            f"PipelineLoss(embed=...) returned {_describe(x)}, but the schedule {schedule.name!r} splits the second "
+            f"dim into {chunks} chunks, which must divide it. Remedy: return [rows, seq, ...], with the length of the "
+            "batch's sequences."
         )
 
 
@@ -293,8 +295,8 @@ def joined(x: jax.Array, chunks: int) -> jax.Array:
     """Reshapes [microbatches * chunks, rows, seq / chunks, ...] to [microbatches, rows, seq, ...]."""
     if chunks == 1:
         return x
-    apart = jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 2)
-    return apart.reshape(*apart.shape[:2], -1, *apart.shape[4:])
+    chunked = jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 2)
+    return chunked.reshape(*chunked.shape[:2], -1, *chunked.shape[4:])
 
 
 def slots_of(at: Callable[[str], jax.Array], kind: str, kept: Any, chunks: int) -> Any:
@@ -316,5 +318,5 @@ def _floats(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _said(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"

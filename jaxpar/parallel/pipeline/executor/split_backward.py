@@ -61,10 +61,12 @@ class Halves:
 
     def weights(self, weights: Any, side: Any, found: Sequence[jax.Array]) -> Any:
         """Runs the second half on the stored values ``found``; returns the gradients."""
-        jaxpr, (some, kept, beside) = self.closed.jaxpr, self.sizes
+        jaxpr, (n_weights, n_kept, n_side) = self.closed.jaxpr, self.sizes
         env = self._constants()
-        env.update(zip(jaxpr.invars[:some], jax.tree.leaves(weights), strict=True))
-        env.update(zip(jaxpr.invars[some + kept : some + kept + beside], jax.tree.leaves(side), strict=True))
+        env.update(zip(jaxpr.invars[:n_weights], jax.tree.leaves(weights), strict=True))
+        env.update(
+            zip(jaxpr.invars[n_weights + n_kept : n_weights + n_kept + n_side], jax.tree.leaves(side), strict=True)
+        )
         env.update({v: keys_again(x, v.aval) for v, x in zip(self.between, found, strict=True)})
         _run(self.second, env)
         return jax.tree.unflatten(self.structure, [_value(v, env) for v in jaxpr.outvars[:-1]])
@@ -83,12 +85,12 @@ def halves(
       weights, kept, side, cotangent: its arguments, or their shapes.
     """
     ws, sides, structure = jax.tree.leaves(weights), jax.tree.leaves(side), jax.tree.structure(weights)
-    beside = jax.tree.structure(side)
+    side_structure = jax.tree.structure(side)
 
     def flat(*leaves: Any) -> list[Any]:
-        some, rest = leaves[: len(ws)], leaves[len(ws) :]
-        given = jax.tree.unflatten(beside, rest[len(kept) : len(kept) + len(sides)])
-        grads, before = pull(jax.tree.unflatten(structure, some), list(rest[: len(kept)]), given, rest[-1])
+        weight_leaves, rest = leaves[: len(ws)], leaves[len(ws) :]
+        side_tree = jax.tree.unflatten(side_structure, rest[len(kept) : len(kept) + len(sides)])
+        grads, before = pull(jax.tree.unflatten(structure, weight_leaves), list(rest[: len(kept)]), side_tree, rest[-1])
         return [*jax.tree.leaves(grads), before]
 
     closed = jax.make_jaxpr(flat)(*ws, *kept, *sides, cotangent)
@@ -105,14 +107,14 @@ def halves(
     return Halves(closed, tuple(first), tuple(second), between, (len(ws), len(kept), len(sides)), structure)
 
 
-def _needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any], given: AbstractSet[Var]) -> list[JaxprEqn]:
-    """Returns the equations on which the ``wanted`` values depend, in order, if some values are ``given``."""
-    needed = {v for v in wanted if isinstance(v, Var)} - given
+def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any], known: AbstractSet[Var]) -> list[JaxprEqn]:
+    """Returns the equations on which the ``results`` depend, in order, if some values are ``known``."""
+    needed = {v for v in results if isinstance(v, Var)} - known
     found = []
     for equation in reversed(equations):
         if any(v in needed for v in equation.outvars):
             found.append(equation)
-            needed |= {v for v in equation.invars if isinstance(v, Var)} - given
+            needed |= {v for v in equation.invars if isinstance(v, Var)} - known
     return found[::-1]
 
 

@@ -71,7 +71,7 @@ class Chunk:
                 buffers = [write(buffer, leaf, slot, i) for buffer, leaf in zip(buffers, kept, strict=True)]
                 return y, buffers, sums
             y, extras = self._layer(self._weights(i), x, of_number(side, self._number(i)))
-            return self._where(i, y, x), buffers, self._summed(i, sums, extras)
+            return self._select(i, y, x), buffers, self._summed(i, sums, extras)
 
         first = (x, buffers, sums or {})
         result: tuple[jax.Array, Buffers, LayerScalars] = jax.lax.fori_loop(0, self.times, one, first)
@@ -96,9 +96,10 @@ class Chunk:
 
         def one(back: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             (cotangent, sums), i = carry, self.times - 1 - back
-            beside = of_number(side, self._number(i))
-            grads, before = self._put_in(self._weights(i), beside, read(buffers, slot, i), cotangent)(cotangent)
-            return self._where(i, before, cotangent), add(sums, i, grads, self._here(i))
+            layer_side = of_number(side, self._number(i))
+            pull = self._layer_backward(self._weights(i), layer_side, read(buffers, slot, i), cotangent)
+            grads, before = pull(cotangent)
+            return self._select(i, before, cotangent), add(sums, i, grads, self._exists(i))
 
         return *jax.lax.fori_loop(0, self.times, one, (cotangent, sums)), buffers
 
@@ -110,10 +111,10 @@ class Chunk:
         def one(back: jax.Array, carry: tuple[jax.Array, Buffers]) -> tuple[jax.Array, Buffers]:
             (cotangent, own), i = carry, self.times - 1 - back
             weights, kept = self._weights(i), read(buffers, slot, i)
-            beside = of_number(side, self._number(i))
-            before, found = self.halves(beside, kept, cotangent).inputs(weights, kept, beside, cotangent)
+            layer_side = of_number(side, self._number(i))
+            before, found = self.halves(layer_side, kept, cotangent).inputs(weights, kept, layer_side, cotangent)
             own = [write(buffer, x, to, i) for buffer, x in zip(own, found, strict=True)]
-            return self._where(i, before, cotangent), own
+            return self._select(i, before, cotangent), own
 
         result: tuple[jax.Array, Buffers] = jax.lax.fori_loop(0, self.times, one, (cotangent, own))
         return result
@@ -124,15 +125,15 @@ class Chunk:
         def one(i: jax.Array, sums: Any) -> Any:
             # A single layer is loop-invariant, and XLA would hoist its work out of the loop.
             found = held(read(own, slot, i), i)
-            beside = of_number(side, self._number(i))
-            return add(sums, i, halves.weights(self._weights(i), beside, found), self._here(i))
+            layer_side = of_number(side, self._number(i))
+            return add(sums, i, halves.weights(self._weights(i), layer_side, found), self._exists(i))
 
         return jax.lax.fori_loop(0, self.times, one, sums)
 
     def passed(self, x: jax.Array, side: Any, i: Any, sums: LayerScalars) -> tuple[jax.Array, LayerScalars, Buffers]:
         """Returns the output of one layer, the sums with its scalars, and its residuals."""
         y, extras, kept = self._kept(x, side, i)
-        return self._where(i, y, x), self._summed(i, sums, extras), kept
+        return self._select(i, y, x), self._summed(i, sums, extras), kept
 
     def kept(self, x: jax.Array, side: Any, i: Any = 0) -> tuple[jax.Array, Buffers]:
         """Returns the output and the residuals of one layer."""
@@ -151,7 +152,7 @@ class Chunk:
         """Returns the two halves of a layer's backward."""
 
         def pull(weights: Any, kept: Buffers, side: Any, cotangent: jax.Array) -> tuple[Any, jax.Array]:
-            found: tuple[Any, jax.Array] = self._put_in(weights, side, kept, cotangent)(cotangent)
+            found: tuple[Any, jax.Array] = self._layer_backward(weights, side, kept, cotangent)(cotangent)
             return found
 
         return halves(pull, self._weights(0), kept, side, cotangent)
@@ -172,13 +173,13 @@ class Chunk:
         found = self.layer(weights, x, side)
         return found if isinstance(found, tuple) else (found, {})
 
-    def _here(self, i: jax.Array) -> jax.Array:
+    def _exists(self, i: jax.Array) -> jax.Array:
         return jnp.asarray(True) if self.count is None else i < self.count
 
     def _summed(self, i: jax.Array, sums: LayerScalars, extras: LayerScalars) -> LayerScalars:
-        return {name: total + self._where(i, extras[name], jnp.zeros_like(total)) for name, total in sums.items()}
+        return {name: total + self._select(i, extras[name], jnp.zeros_like(total)) for name, total in sums.items()}
 
-    def _where(self, i: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    def _select(self, i: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         return new if self.count is None else jnp.where(i < self.count, new, old)
 
     def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[tuple[jax.Array, LayerScalars], Any, list[bool]]:
@@ -193,7 +194,7 @@ class Chunk:
         there = [*jax.tree.leaves(weights), *jax.tree.leaves(side)]
         return (y, extras), (leaves, structure), [any(leaf is have for have in there) for leaf in leaves]
 
-    def _put_in(
+    def _layer_backward(
         self, weights: Any, side: Any, kept: Buffers, like: jax.Array
     ) -> Callable[[jax.Array], tuple[Any, jax.Array]]:
         """Returns the backward of a layer with the stored residuals; the forward of its ``jax.vjp`` is dead code."""
@@ -225,8 +226,8 @@ def held[T](x: T, run: jax.Array) -> T:
 
 def write(buffer: jax.Array, x: jax.Array, slot: Any, i: Any) -> jax.Array:
     """Returns ``buffer`` [slots, layers, ...] with ``x`` written to the slot of layer ``i``."""
-    where = indices(slot, i, *(0,) * x.ndim)
-    return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], where, allow_negative_indices=False)
+    start = indices(slot, i, *(0,) * x.ndim)
+    return jax.lax.dynamic_update_slice(buffer, x.astype(buffer.dtype)[None, None], start, allow_negative_indices=False)
 
 
 def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
@@ -240,8 +241,8 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
     slot, i = (slot[i], 0) if jnp.ndim(slot) else (slot, i)
 
     def one(buffer: jax.Array) -> jax.Array:
-        where = indices(slot, i, *(0,) * (buffer.ndim - 2))
-        return jax.lax.dynamic_slice(buffer, where, (1, 1, *buffer.shape[2:]), allow_negative_indices=False)[0, 0]
+        start = indices(slot, i, *(0,) * (buffer.ndim - 2))
+        return jax.lax.dynamic_slice(buffer, start, (1, 1, *buffer.shape[2:]), allow_negative_indices=False)[0, 0]
 
     return [one(buffer) for buffer in buffers]
 

@@ -62,9 +62,10 @@ class AsyncSchedule:
         least = max(2 * (self.stages - 1), 1)
         if self.batch < least:
             raise ScheduleError(
-                f"schedule {self.name!r}: {self.batch} microbatches are fewer than {least}: over {self.stages} stages "
-                f"a microbatch's gradient comes {2 * (self.stages - 1)} ticks after its forward, and a batch's has to "
-                f"be whole before the next but one begins. Remedy: {least} or more."
+                f"schedule {self.name!r}: {self.batch} microbatches are fewer than {least}: with {self.stages} "
+                f"stages, a microbatch's gradient arrives {2 * (self.stages - 1)} ticks after its forward pass, and "
+                "the gradient of a batch must be complete before the batch after the next one begins. Remedy: use "
+                f"{least} or more."
             )
 
     @property
@@ -92,7 +93,7 @@ class AsyncSchedule:
         The column ``chunk`` is the batch: 0 for the previous batch, 1 for the call's own. Slots assume that the rings
         start at 0; the executor rotates them.
         """
-        ring, count, nowhere = self.delay + 1, self.stages, self.microbatches
+        ring, count, unused = self.delay + 1, self.stages, self.microbatches
         sizes = {
             "act": ring if activation_checkpointing == "full" else 1,
             "res": ring if activation_checkpointing == "none" else 0,
@@ -119,12 +120,12 @@ class AsyncSchedule:
         }  # fmt: skip
         for name, value in written.items():
             view[name][:] = value
-        every = np.full((self.length, len(ALL)), nowhere, np.int32)
+        every = np.full((self.length, len(ALL)), unused, np.int32)
         at = np.arange(self.length)
-        every[:, ALL.index("feed")] = np.where(at + 1 < self.batch, self.batch + at + 1, nowhere)
+        every[:, ALL.index("feed")] = np.where(at + 1 < self.batch, self.batch + at + 1, unused)
         every[:, ALL.index("head")] = self.batch + at - (count - 1)
         every[1:, ALL.index("drain")] = (self.batch + at - 1 - self.delay)[1:]
         fed = np.where(np.arange(count) == 0, slot("act", np.full(count, self.batch)), sizes["act"]).astype(np.int32)
-        ends = self.batch + self.length - 1 - self.delay if self.length else nowhere
+        ends = self.batch + self.length - 1 - self.delay if self.length else unused
         channels = ("act_down", "cot_up") if count > 1 else ()
         return Table(rows, every, (fed, self.batch), ends, sizes, channels)

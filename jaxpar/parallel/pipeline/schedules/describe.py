@@ -35,37 +35,37 @@ class Question(Protocol):
     def width(self) -> int: ...
 
 
-def answer(asked: Question) -> str:
+def answer(args: Question) -> str:
     """Returns a schedule's summary and ticks, or a comparison of several schedules; draws a single one if requested.
 
     Args:
-      asked: the arguments of the command.
+      args: the arguments of the command.
 
     Raises:
       ScheduleError: no name is given, a picture of several schedules is requested, the costs cannot be parsed, or
         :func:`jaxpar.pipeline.schedule` raises it.
     """
-    if not asked.names:
-        raise ScheduleError(f"no schedule is named. Schedules: {', '.join(NAMES)}.")
-    costs = costs_in(asked.costs) if asked.costs else None
-    if len(asked.names) > 1:
-        if asked.draw is not None:
-            raise ScheduleError(f"a picture is of one schedule, not of {', '.join(asked.names)}. Remedy: one name.")
-        return comparison([_made(name, asked, alone=False) for name in asked.names], costs)
-    one = _made(asked.names[0], asked, alone=True)
-    if asked.draw is not None:
-        one.draw(asked.draw, costs=costs, timing=asked.timing)
-    return f"{summary(one, costs)}\n\n{chart(one, asked.width)}"
+    if not args.names:
+        raise ScheduleError(f"no schedule is given. Schedules: {', '.join(NAMES)}.")
+    costs = costs_in(args.costs) if args.costs else None
+    if len(args.names) > 1:
+        if args.draw is not None:
+            raise ScheduleError(f"a picture shows one schedule, got {', '.join(args.names)}. Remedy: give one name.")
+        return comparison([_build(name, args, single=False) for name in args.names], costs)
+    one = _build(args.names[0], args, single=True)
+    if args.draw is not None:
+        one.draw(args.draw, costs=costs, timing=args.timing)
+    return f"{summary(one, costs)}\n\n{chart(one, args.width)}"
 
 
-def _made(name: str, asked: Question, alone: bool) -> Schedule:
+def _build(name: str, args: Question, single: bool) -> Schedule:
     """Builds a schedule; in a comparison, a name that takes no chunks is built without them."""
     named = NAMES.get(name)
-    chunks, parts = asked.virtual_stages, asked.sequence_chunks
-    if named is not None and not alone:
+    chunks, parts = args.virtual_stages, args.sequence_chunks
+    if named is not None and not single:
         chunks = chunks if named.chunks == "any" else None
         parts = parts if named.sequences else 1
-    return schedule(name, asked.stages, asked.microbatches, chunks=chunks, sequence_chunks=parts)
+    return schedule(name, args.stages, args.microbatches, chunks=chunks, sequence_chunks=parts)
 
 
 def costs_in(text: str) -> dict[str, float]:
@@ -86,5 +86,5 @@ def costs_in(text: str) -> dict[str, float]:
         try:
             found[kind.strip()] = float(value)
         except ValueError:
-            raise ScheduleError(f"costs {text!r}: {part!r} is no cost. Remedy: as F=1,B=2.") from None
+            raise ScheduleError(f"costs {text!r}: {part!r} is not a cost. Remedy: write costs as in F=1,B=2.") from None
     return found

@@ -66,22 +66,22 @@ def schedule(
     named = NAMES[name] if isinstance(name, str) and name in NAMES else None
     if isinstance(name, str) and name in ASYNCHRONOUS:
         raise ScheduleError(
-            f"schedule {name!r} is asynchronous: what it begins in a step it ends in the next, so it is no schedule of "
-            f"one. Remedy: jp.pipeline.pipedream_train_step(..., pipeline=jp.pipeline.Asynchronous({name!r}, "
-            f"stages={stages}, microbatches={microbatches}))."
+            f"schedule {name!r} is asynchronous: its microbatches begin in one step and end in the next, so it is not "
+            f"a schedule of one step. Remedy: use jp.pipeline.pipedream_train_step(..., "
+            f"pipeline=jp.pipeline.Asynchronous({name!r}, stages={stages}, microbatches={microbatches}))."
         )
     if named is None and isinstance(name, str):
         raise ScheduleError(f"unknown schedule {name!r}.{did_you_mean(name, NAMES)} Schedules: {', '.join(NAMES)}.")
-    told = name if isinstance(name, str) else "own"
+    label = name if isinstance(name, str) else "own"
     chunks = (2 if named is not None and named.chunks == "two" else 1) if chunks is None else chunks
     given = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "sequence_chunks": sequence_chunks}
     for what, value in given.items():
         if not is_count(value):
-            raise ScheduleError(f"schedule {told!r}: {what} is {value!r}, but a number, 1 or more, is wanted.")
-    sizes = Sizes(told, stages, microbatches, chunks, sequence_chunks, fused)
+            raise ScheduleError(f"schedule {label!r}: {what} must be a positive integer, got {value!r}.")
+    sizes = Sizes(label, stages, microbatches, chunks, sequence_chunks, fused)
     if named is None:
-        return _own(name, sizes, placement or "loop").validate()
-    _fits(named, sizes, placement)
+        return _custom(name, sizes, placement or "loop").validate()
+    _check_sizes(named, sizes, placement)
     return named.make(sizes).validate()
 
 
@@ -113,34 +113,34 @@ class Named:
     sequences: bool = False
 
 
-def _fits(named: Named, sizes: Sizes, placement: Placement | None) -> None:
+def _check_sizes(named: Named, sizes: Sizes, placement: Placement | None) -> None:
     """Raises ``ScheduleError`` for sizes that a named schedule does not take."""
     start = f"schedule {sizes.name!r}"
     if named.chunks == "one" and sizes.chunks != 1:
         raise ScheduleError(
-            f"{start}: chunks is {sizes.chunks}, but here each stage has one piece of the model. Remedy: leave chunks "
-            "out, or 'interleaved'."
+            f"{start}: chunks is {sizes.chunks}, but in this schedule each stage has one piece of the model. Remedy: "
+            "leave chunks out, or use 'interleaved'."
         )
     if named.chunks == "two" and sizes.chunks != 2:
         raise ScheduleError(
-            f"{start}: chunks is {sizes.chunks}, but a v has two, down the stages and up again. Remedy: leave chunks "
-            "out, or 'interleaved'."
+            f"{start}: chunks is {sizes.chunks}, but a v has two chunks per stage, one down the stages and one back "
+            "up. Remedy: leave chunks out, or use 'interleaved'."
         )
     if sizes.sequence_chunks != 1 and not named.sequences:
         raise ScheduleError(
-            f"{start}: sequence_chunks is {sizes.sequence_chunks}, but sequences go through it whole. Remedy: leave it "
-            "out, or 'seq1f1b'."
+            f"{start}: sequence_chunks is {sizes.sequence_chunks}, but this schedule does not split sequences. "
+            "Remedy: leave sequence_chunks out, or use 'seq1f1b'."
         )
     if placement is not None:
         raise ScheduleError(
-            f"{start}: placement is {placement!r}, but a name says itself where the pieces lie. Remedy: leave "
+            f"{start}: placement is {placement!r}, but a named schedule defines its own placement. Remedy: leave "
             "placement out."
         )
 
 
-def _own(orders: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Placement) -> Schedule:
+def _custom(orders: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Placement) -> Schedule:
     if placement not in get_args(Placement):
-        raise ScheduleError(f"schedule 'own': placement is {placement!r}, but 'loop' or 'v' is wanted.")
+        raise ScheduleError(f"schedule 'own': placement must be 'loop' or 'v', got {placement!r}.")
     listed = [order.split() if isinstance(order, str) else order for order in orders]
     read = tuple(tuple(_op(op, stage, at) for at, op in enumerate(order)) for stage, order in enumerate(listed))
     kinds = {op.kind for order in read for op in order}
@@ -152,8 +152,8 @@ def _op(op: Op | str, stage: int, at: int) -> Op:
     found = op if isinstance(op, Op) else parse(op) if isinstance(op, str) else None
     if found is None:
         raise ScheduleError(
-            f"schedule 'own': operation {at} of stage {stage} is {op!r}, but a kind (F, B, W), a microbatch and, if it "
-            "is not 0, a chunk are wanted, as 'F0' or 'B3.1'."
+            f"schedule 'own': operation {at} of stage {stage} must be a kind (F, B, W), a microbatch and, if it is "
+            f"not 0, a chunk, such as 'F0' or 'B3.1', got {op!r}."
         )
     return found
 
@@ -175,7 +175,7 @@ def _breadth_first(sizes: Sizes) -> Schedule:
     if sizes.microbatches < sizes.stages and sizes.chunks > 1:
         raise ScheduleError(
             f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, so "
-            f"each of {sizes.chunks} chunks would begin late. Remedy: {sizes.stages} or more."
+            f"each of {sizes.chunks} chunks would begin late. Remedy: use {sizes.stages} or more."
         )
     return sizes.schedule(looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches))
 
@@ -185,9 +185,9 @@ def _in_groups(sizes: Sizes) -> Orders:
     if sizes.microbatches % sizes.stages:
         up = -(-sizes.microbatches // sizes.stages) * sizes.stages
         raise ScheduleError(
-            f"schedule {sizes.name!r}: {sizes.microbatches} microbatches do not go in groups of {sizes.stages}, one "
-            f"for each stage. Remedy: a multiple of {sizes.stages}, as {up}, or 'breadth_first', which takes any "
-            f"number from {sizes.stages} on."
+            f"schedule {sizes.name!r}: {sizes.microbatches} microbatches cannot be split into groups of "
+            f"{sizes.stages}, one microbatch per stage. Remedy: use a multiple of {sizes.stages}, such as {up}, or "
+            f"'breadth_first', which accepts any number from {sizes.stages}."
         )
     return looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.stages)
 
@@ -222,8 +222,8 @@ def _dualpipe_v(sizes: Sizes) -> Schedule:
     if sizes.microbatches < least:
         raise ScheduleError(
             f"schedule 'dualpipe_v': {sizes.microbatches} microbatches are fewer than {least}, two for each of "
-            f"{sizes.stages} stages, which it takes to fill both directions. Remedy: {least} or more, or 'zb_v', which "
-            "takes any number."
+            f"{sizes.stages} stages, which are required to fill both directions. Remedy: use {least} or more, or "
+            "'zb_v', which accepts any number."
         )
     return sizes.schedule(zero_bubble.dualpipe_v(sizes.stages, sizes.microbatches), placement="v", split=True)
 

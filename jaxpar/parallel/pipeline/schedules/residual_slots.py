@@ -71,7 +71,7 @@ def kept_of(schedule: Schedule, recompute: tuple[int, ...], counts: np.ndarray) 
     sizes, slots = {}, {}
     for name, stages in lives.items():
         found = [allocate(stage) for stage in stages]
-        sizes[name], slots[name] = max(count for count, _ in found), [where for _, where in found]
+        sizes[name], slots[name] = max(count for count, _ in found), [slot_of for _, slot_of in found]
     shape = len(schedule.ticks.rows), pieces.stages, most
     table = {name: np.full(shape, sizes[name[2:]], np.int32) for name in LAYERED}
     for m, piece, stage, chunk in works:
@@ -106,8 +106,8 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
 
     def fail(text: str) -> Never:
         raise ScheduleError(
-            f"schedule {schedule.name!r}, recompute {list(recompute)}, tick {tick}: {text}. Remedy: slots as kept_of() "
-            "makes them."
+            f"schedule {schedule.name!r}, recompute {list(recompute)}, tick {tick}: {text}. Remedy: use the slots "
+            "that kept_of() returns."
         )
 
     def write(stage: int, name: str, slot: int, label: tuple[int, int, int]) -> None:
@@ -115,7 +115,7 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
             fail(f"stage {stage} writes {name} of layer {label[2]} to slot {slot} of {sizes[name]}")
         if (name, slot) in held[stage]:
             fail(
-                f"stage {stage} writes {name} of layer {label[2]} to slot {slot}, over those of "
+                f"stage {stage} writes {name} of layer {label[2]} to slot {slot}, which still holds "
                 f"{held[stage][name, slot]}"
             )
         held[stage][name, slot] = label
@@ -124,8 +124,8 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
         found = held[stage].pop((name, slot), None)
         if found != label:
             fail(
-                f"stage {stage} reads {name} of layer {label[2]} from slot {slot}, where {found or 'nothing'} is, not "
-                f"{label}"
+                f"stage {stage} reads {name} of layer {label[2]} from slot {slot}, which holds {found or 'nothing'}, "
+                f"not {label}"
             )
 
     for tick, row in enumerate(schedule.ticks.rows):
@@ -149,12 +149,13 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
             for name, kind in (("f_inputs", "F"), ("f_residuals", "F"), ("a_residuals", "B")):
                 chunk = next((op.chunk for op in ops if op.kind == kind), None)
                 for layer, slot in enumerate(columns[name]):
-                    there = chunk is not None and layer < counts[stage, chunk]
+                    exists = chunk is not None and layer < counts[stage, chunk]
                     if slot != sizes[name[2:]] and not (
-                        there and (layer < recompute[stage]) is (name != "f_residuals")
+                        exists and (layer < recompute[stage]) is (name != "f_residuals")
                     ):
                         fail(
-                            f"stage {stage} writes {name[2:]} of layer {layer}, of which it keeps none, to slot {slot}"
+                            f"stage {stage} writes {name[2:]} of layer {layer} to slot {slot}, but this layer stores "
+                            "none"
                         )
     for stage, slots in enumerate(held):
         for (name, slot), label in slots.items():

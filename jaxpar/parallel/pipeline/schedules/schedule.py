@@ -63,7 +63,10 @@ class Schedule(ScheduleSpec):
           ScheduleError: reports the stage and the operation, or all operations of a deadlock.
         """
         if len(self.orders) != self.stages:
-            self._fail(f"there are orders for {len(self.orders)} stages, but {self.stages} stages", "one order a stage")
+            self._fail(
+                f"there are orders for {len(self.orders)} stages, but the schedule has {self.stages}",
+                "give one order per stage",
+            )
         for stage, order in enumerate(self.orders):
             self._check(stage, order)
         self.ticks  # noqa: B018 (packing finds deadlocks)
@@ -81,11 +84,12 @@ class Schedule(ScheduleSpec):
                 or op.chunk not in range(self.pieces.chunks)
             ):
                 self._fail(
-                    f"stage {stage} is to do {op}, but there are microbatches 0 to {self.microbatches - 1}, chunks 0 "
-                    f"to {self.pieces.chunks - 1} and the kinds {', '.join(self.kinds)}"
+                    f"stage {stage} has the operation {op}, but there are only microbatches 0 to "
+                    f"{self.microbatches - 1}, chunks 0 to {self.pieces.chunks - 1} and the kinds "
+                    f"{', '.join(self.kinds)}"
                 )
             if op in place:
-                self._fail(f"stage {stage} is to do {op} twice")
+                self._fail(f"stage {stage} does {op} twice")
             place[op] = at
         for m in range(self.microbatches):
             for chunk in range(self.pieces.chunks):
@@ -98,7 +102,7 @@ class Schedule(ScheduleSpec):
                 if place[earlier] > at:
                     self._fail(f"stage {stage} does {op} before {earlier}")
 
-    def _fail(self, text: str, remedy: str = "each stage does each operation once, F before B before W") -> Never:
+    def _fail(self, text: str, remedy: str = "each stage must do each operation once, F before B before W") -> Never:
         raise ScheduleError(f"schedule {self.name!r}: {text}. Remedy: {remedy}.")
 
     def __str__(self) -> str:

@@ -61,23 +61,25 @@ def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[
       ScheduleError: a kind is unknown or missing, a cost is negative or infinite, or all costs are 0.
     """
     given = {"F": 1.0, "B": 1.0, "W": 1.0} if costs is None else dict(costs)
-    here = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
-    none = not any(given.get(kind, 1) for kind in here)
-    wrong = [f"{k}={value}" for k, value in given.items() if none or k not in KINDS or not 0 <= value < float("inf")]
+    kinds = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
+    all_zero = not any(given.get(kind, 1) for kind in kinds)
+    wrong = [
+        f"{k}={value}" for k, value in given.items() if all_zero or k not in KINDS or not 0 <= value < float("inf")
+    ]
     if wrong:
         raise ScheduleError(
-            f"schedule {schedule.name!r}: the costs {', '.join(wrong)} cannot be. Remedy: F, B and W with numbers from "
-            "0 on, not all 0."
+            f"schedule {schedule.name!r}: the costs {', '.join(wrong)} are invalid. Remedy: give non-negative numbers "
+            "for F, B and W, not all 0."
         )
-    if missing := [kind for kind in here if kind not in given]:
+    if missing := [kind for kind in kinds if kind not in given]:
         raise ScheduleError(
             f"schedule {schedule.name!r}: costs has no {' and no '.join(missing)}, but the stages do "
-            f"{', '.join(here)}. Remedy: a number for each of these."
+            f"{', '.join(kinds)}. Remedy: give a number for each of these."
         )
     if not schedule.split:
         given["B"] = given.get("B", 0.0) + given.get("W", 0.0)
     parts = schedule.pieces.chunks * schedule.sequence_chunks
-    return {kind: given[kind] / parts for kind in here}
+    return {kind: given[kind] / parts for kind in kinds}
 
 
 def simulate(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Simulated:
@@ -96,7 +98,7 @@ def simulate(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None, t
     """
     if timing not in get_args(Timing):
         raise ScheduleError(
-            f"schedule {schedule.name!r}: timing is {timing!r}, but one of {', '.join(get_args(Timing))} is wanted."
+            f"schedule {schedule.name!r}: timing must be one of {', '.join(get_args(Timing))}, got {timing!r}."
         )
     cost = costs_of(schedule, costs)
     work = max(sum(cost[op.kind] for op in order) for order in schedule.orders)
@@ -143,11 +145,11 @@ def _by_stages(schedule: ScheduleSpec, cost: Mapping[str, float]) -> list[list[S
             while len(spans[stage]) < len(order):
                 op = order[len(spans[stage])]
                 piece = pieces.piece(stage, op.chunk)
-                waits = needs(op, piece, pieces.count, schedule.sequence_chunks)
-                if any(key not in done for key in waits):
+                dependencies = needs(op, piece, pieces.count, schedule.sequence_chunks)
+                if any(key not in done for key in dependencies):
                     break
                 clock = spans[stage][-1].end if spans[stage] else 0.0
-                start = max([clock, *(done[key] for key in waits)])
+                start = max([clock, *(done[key] for key in dependencies)])
                 done[op.kind, op.microbatch, piece] = start + cost[op.kind]
                 spans[stage].append(Span(op, start, start + cost[op.kind]))
                 left -= 1

@@ -100,28 +100,28 @@ def _cycle(
 ) -> str:
     """Describes a deadlock: the stages and operations of one cycle."""
     waiting = {stage: order[at[stage]] for stage, order in enumerate(orders) if at[stage] < len(order)}
-    for_whom: dict[int, tuple[tuple[str, int, int], int]] = {}
+    blocked_on: dict[int, tuple[tuple[str, int, int], int]] = {}
     for stage, op in waiting.items():
         missing = next(
             k for k in needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks) if k not in when
         )
-        for_whom[stage] = missing, pieces.place(missing[2])[0]
+        blocked_on[stage] = missing, pieces.place(missing[2])[0]
     stage = next(iter(waiting))
     seen: list[int] = []
-    while stage in for_whom and stage not in seen:
+    while stage in blocked_on and stage not in seen:
         seen.append(stage)
-        stage = for_whom[stage][1]
-    circle = seen[seen.index(stage) :] if stage in seen else seen
+        stage = blocked_on[stage][1]
+    cycle = seen[seen.index(stage) :] if stage in seen else seen
 
-    def says(stage: int) -> str:
-        (kind, m, piece), other = for_whom[stage]
+    def describe(stage: int) -> str:
+        (kind, m, piece), other = blocked_on[stage]
         return (
             f"stage {stage} waits at {waiting[stage]} for "
             f"{Op(kind, m, pieces.place(piece)[1])} of stage {other}"  # type: ignore[arg-type]
         )
 
-    text = ", ".join(map(says, circle))
+    text = ", ".join(map(describe, cycle))
     return (
-        f"schedule {name!r}: in tick {tick} nothing can go on: {text}. Remedy: an order in which one of these comes "
-        "earlier."
+        f"schedule {name!r}: in tick {tick} no stage can proceed: {text}. Remedy: use an order in which one of "
+        "these operations comes earlier."
     )

@@ -65,11 +65,11 @@ class _Replay:
         numbers = zip(self.table.stages.tolist(), self.table.ticks.tolist(), strict=True)
         for self.now, (rows, every) in enumerate(numbers):
             row = [dict(zip(FIELDS, fields, strict=True)) for fields in rows]
-            together = dict(zip(ALL, every, strict=True))
-            self.outside("drain", together["drain"], sent, Label("cotangent", together["drain"], -1))
+            shared = dict(zip(ALL, every, strict=True))
+            self.check_ends("drain", shared["drain"], sent, Label("cotangent", shared["drain"], -1))
             forwards = [self.forward(stage, fields) for stage, fields in enumerate(row)]
-            last = Label("input", together["head"], self.pieces.count)
-            self.outside("head", together["head"], forwards, last)
+            last = Label("input", shared["head"], self.pieces.count)
+            self.check_ends("head", shared["head"], forwards, last)
             self.arrivals("cot", row, sent)
             for stage, fields in enumerate(row):
                 head = last._replace(what="cotangent", piece=self.pieces.count - 1)
@@ -77,12 +77,12 @@ class _Replay:
             sent = [self.backward(stage, fields) for stage, fields in enumerate(row)]
             for stage, fields in enumerate(row):
                 self.weights(stage, fields)
-                fed = together["feed"] < self.schedule.microbatches
+                fed = shared["feed"] < self.schedule.microbatches
                 self.write("cot", stage, fields["cot_self"], self.passed("cot_self", sent, stage))
-                self.write("act", stage, fields["act_feed"], Label("input", together["feed"], 0) if fed else None)
+                self.write("act", stage, fields["act_feed"], Label("input", shared["feed"], 0) if fed else None)
                 self.write("act", stage, fields["act_self"], self.passed("act_self", forwards, stage))
             self.arrivals("act", row, forwards)
-        self.outside("drain", self.table.last, sent, Label("cotangent", self.table.last, -1))
+        self.check_ends("drain", self.table.last, sent, Label("cotangent", self.table.last, -1))
         self.complete()
 
     def arrivals(self, buffer: str, row: list[dict[str, int]], sent: list[Label | None]) -> None:
@@ -95,12 +95,12 @@ class _Replay:
     def passed(self, channel: str, sent: list[Label | None], stage: int) -> Label | None:
         return sent[stage] if channel in self.table.channels else None
 
-    def outside(self, name: str, microbatch: int, made: list[Label | None], wanted: Label) -> None:
+    def check_ends(self, name: str, microbatch: int, made: list[Label | None], expected: Label) -> None:
         """Checks that tensors leave the pipeline exactly when the table says so."""
         ends = {"drain": -1, "head": self.pieces.count}[name]
         leaving = [label for label in made if label is not None and label.piece == ends]
-        if leaving != ([wanted] if microbatch < self.schedule.microbatches else []):
-            self.fail(f"{name} is {microbatch}, but there comes {', '.join(map(str, leaving)) or 'nothing'}")
+        if leaving != ([expected] if microbatch < self.schedule.microbatches else []):
+            self.fail(f"{name} is {microbatch}, but {', '.join(map(str, leaving)) or 'nothing'} leaves the pipeline")
 
     def forward(self, stage: int, fields: dict[str, int]) -> Label | None:
         residuals = None
@@ -136,7 +136,7 @@ class _Replay:
                 self.fail(f"stage {stage}: b_first is {fields['b_first']} at piece {piece}")
             own = Label("own", m, piece) if self.schedule.split else None
             result = Label("cotangent", m, piece - 1)
-            self.whole(stage, fields["b_carry"], m, piece)
+            self.full_carry(stage, fields["b_carry"], m, piece)
             self.carried("back", stage, fields["b_back"], m, piece, forward=False)
         self.write("own", stage, fields["b_own"], own)
         return result
@@ -153,7 +153,7 @@ class _Replay:
         if at + 1 < parts or kept:
             self.write(buffer, stage, slot, Label(buffer, m, piece))
 
-    def whole(self, stage: int, slot: int, m: int, piece: int) -> None:
+    def full_carry(self, stage: int, slot: int, m: int, piece: int) -> None:
         """Checks that a backward reads the carry of all chunks of its sequence."""
         parts = self.schedule.sequence_chunks
         if parts > 1:
@@ -176,11 +176,11 @@ class _Replay:
             self.fail(f"stage {stage} does {kind} of sequence chunk {m} at piece {piece} before that of {other}")
         return m, piece
 
-    def read(self, buffer: str, stage: int, slot: int, wanted: Label, last: bool) -> None:
+    def read(self, buffer: str, stage: int, slot: int, expected: Label, last: bool) -> None:
         slots = self.buffers[buffer][stage]
         found = slots[slot] if slot in range(len(slots)) else None
-        if found != wanted:
-            self.fail(f"stage {stage} reads {found or 'nothing'} from {buffer} {slot}, not {wanted}")
+        if found != expected:
+            self.fail(f"stage {stage} reads {found or 'nothing'} from {buffer} {slot}, not {expected}")
         if last:
             slots[slot] = None
 
@@ -190,21 +190,22 @@ class _Replay:
             return
         if slot not in range(len(slots)) or label is None:
             self.fail(
-                f"stage {stage} writes {label or 'what nobody sent'} to {buffer} {slot}{channel and f' by {channel}'}"
+                f"stage {stage} writes {label or 'a tensor that no stage sent'} to {buffer} "
+                f"{slot}{channel and f' by {channel}'}"
             )
         if slots[slot] is not None:
-            self.fail(f"stage {stage} writes {label} to {buffer} {slot}, over {slots[slot]}")
+            self.fail(f"stage {stage} writes {label} to {buffer} {slot}, which still holds {slots[slot]}")
         slots[slot] = label
 
     def complete(self) -> None:
         schedule = self.schedule
         kinds = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
-        wanted = np.ndindex(len(kinds), schedule.microbatches, self.pieces.count)
-        missing = {(kinds[kind], m, piece) for kind, m, piece in wanted} ^ set(self.done)
+        expected = np.ndindex(len(kinds), schedule.microbatches, self.pieces.count)
+        missing = {(kinds[kind], m, piece) for kind, m, piece in expected} ^ set(self.done)
         if missing:
             kind, m, piece = min(missing)
-            stray = "is not asked for" if (kind, m, piece) in self.done else "is never done"
-            self.fail(f"{kind} of microbatch {m} at piece {piece} {stray}")
+            problem = "is not part of the schedule" if (kind, m, piece) in self.done else "is never done"
+            self.fail(f"{kind} of microbatch {m} at piece {piece} {problem}")
         for buffer, stages in self.buffers.items():
             for stage, slots in enumerate(stages):
                 for slot, label in enumerate(slots):
@@ -214,5 +215,5 @@ class _Replay:
     def fail(self, text: str) -> Never:
         raise ScheduleError(
             f"schedule {self.schedule.name!r}, activation checkpointing {self.activation_checkpointing!r}, tick "
-            f"{self.now} of its table: {text}. Remedy: a table as Schedule.table() writes it."
+            f"{self.now} of its table: {text}. Remedy: use the table that Schedule.table() returns."
         )

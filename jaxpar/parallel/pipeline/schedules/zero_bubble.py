@@ -28,11 +28,11 @@ def handcrafted(stages: int, microbatches: int, most: int) -> Orders:
     def chosen(stage: int, now: int) -> Kind | None:
         f, b, w = counts[stage].values()
 
-        def came(kind: Kind, microbatch: int, other: int) -> bool:
+        def arrived(kind: Kind, microbatch: int, other: int) -> bool:
             return other in (-1, stages) or done.get((kind, microbatch, other), now) < now
 
-        forward = f < microbatches and f - w < most and came("F", f, stage - 1)
-        backward = b < f and came("F", b, stage) and came("B", b, stage + 1)
+        forward = f < microbatches and f - w < most and arrived("F", f, stage - 1)
+        backward = b < f and arrived("F", b, stage) and arrived("B", b, stage + 1)
         if backward and not (forward and f - b < stages - stage):
             return "B"
         return "F" if forward else "W" if w < b else None
@@ -118,8 +118,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Orders:
         stage.do(*["BW1", "F1", "BW0"] * below)
         # The first half of the last backwards includes W. The second half defers W, so that the previous stages receive
         # their cotangents earlier.
-        whole, late = ["BW1", "BW0"] * (at + 1), ["B1", "B0"] * (at + 1)
-        stage.do(*whole[: at + 1], *late[at + 1 :])
+        full, split = ["BW1", "BW0"] * (at + 1), ["B1", "B0"] * (at + 1)
+        stage.do(*full[: at + 1], *split[at + 1 :])
         for _ in range(below):
             stage.do(f"W{stage.due[0].chunk}", "B0")
         stage.do(*(f"W{op.chunk}" for op in tuple(stage.due)))

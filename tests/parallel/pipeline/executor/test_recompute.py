@@ -145,11 +145,11 @@ def test_slots_of_layers_are_as_few_as_the_stage_with_most_needs(data: st.DataOb
 # column, tick, stage, layer, slot
 ALTERED: dict[tuple[str, int, int, int, int], str] = {
     ("f_residuals", 1, 1, 1, 9): "tick 1: stage 1 writes residuals of layer 1 to slot 9 of 2",
-    ("f_residuals", 1, 1, 0, 0): "tick 1: stage 1 writes residuals of layer 0, of which it keeps none, to slot 0",
-    ("a_residuals", 2, 0, 0, 1): "tick 2: stage 0 writes residuals of layer 1 to slot 1, over those of (0, 0, 0)",
-    ("a_residuals", 2, 1, 1, 0): "tick 2: stage 1 writes residuals of layer 1, of which it keeps none, to slot 0",
-    ("b_inputs", 2, 0, 1, 0): "tick 2: stage 0 reads inputs of layer 1 from slot 0, where nothing is, not (0, 0, 1)",
-    ("f_inputs", 1, 0, 0, 0): "tick 1: stage 0 writes inputs of layer 0 to slot 0, over those of (0, 0, 0)",
+    ("f_residuals", 1, 1, 0, 0): "tick 1: stage 1 writes residuals of layer 0 to slot 0, but this layer stores none",
+    ("a_residuals", 2, 0, 0, 1): "tick 2: stage 0 writes residuals of layer 1 to slot 1, which still holds (0, 0, 0)",
+    ("a_residuals", 2, 1, 1, 0): "tick 2: stage 1 writes residuals of layer 1 to slot 0, but this layer stores none",
+    ("b_inputs", 2, 0, 1, 0): "tick 2: stage 0 reads inputs of layer 1 from slot 0, which holds nothing, not (0, 0, 1)",
+    ("f_inputs", 1, 0, 0, 0): "tick 1: stage 0 writes inputs of layer 0 to slot 0, which still holds (0, 0, 0)",
 }
 
 
@@ -159,23 +159,24 @@ def test_slots_that_do_something_else_are_found(altered: tuple[str, int, int, in
     kept = kept_of(schedule, recompute, counts)
     (column, tick, stage, layer, slot), slots = altered, kept.slots.copy()
     slots[tick, stage, LAYERED.index(column), layer] = slot
-    text = f"schedule '1f1b', recompute [2, 1], {ALTERED[altered]}. Remedy: slots as kept_of() makes them."
+    text = f"schedule '1f1b', recompute [2, 1], {ALTERED[altered]}. Remedy: use the slots that kept_of() returns."
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
         replay(schedule, replace(kept, slots=slots), recompute, counts)
 
 
 ERRORS = {
-    "pipeline: recompute is [1, -1], but numbers of layers, 0 or more, are wanted.": {"recompute": (1, -1)},
+    "pipeline: recompute must be a list of non-negative integers, got [1, -1].": {"recompute": (1, -1)},
     (
-        "pipeline: recompute is [1, 1], but activation_checkpointing is 'full', with which every layer is computed "
-        "again. Remedy: activation_checkpointing='none', or leave recompute out."
+        "pipeline: recompute is [1, 1], but activation_checkpointing is 'full', which recomputes every layer. Remedy: "
+        "set activation_checkpointing='none', or leave recompute out."
     ): {"recompute": (1, 1), "activation_checkpointing": "full"},
-    ("pipeline: recompute is [1, 1, 1], 3 numbers, but the schedule has 2 stages. Remedy: a number for each stage."): {
-        "recompute": (1, 1, 1)
-    },
     (
-        "pipeline: recompute is [3, 4], but stage 1 has 3 of the 8 layers of blocks in a pass. Remedy: a number "
-        "up to 3 for stage 1."
+        "pipeline: recompute is [1, 1, 1], which has 3 numbers, but the schedule has 2 stages. Remedy: give one "
+        "number per stage."
+    ): {"recompute": (1, 1, 1)},
+    (
+        "pipeline: recompute is [3, 4], but stage 1 has 3 of the 8 layers of blocks in its largest piece. Remedy: set "
+        "a number up to 3 for stage 1."
     ): {"recompute": (3, 4), "layers": (5, 3)},
 }
 

@@ -147,18 +147,18 @@ def test_costs() -> None:
     with pytest.raises(ScheduleError) as error:
         split.simulate({"F": 1, "B": 2})
     assert str(error.value) == (
-        "schedule 'zb_uniform': costs has no W, but the stages do F, B, W. Remedy: a number for each of these."
+        "schedule 'zb_uniform': costs has no W, but the stages do F, B, W. Remedy: give a number for each of these."
     )
     with pytest.raises(ScheduleError) as error:
         whole.simulate({"F": -1, "B": 2, "R": 1})
-    remedy = "Remedy: F, B and W with numbers from 0 on, not all 0."
-    assert str(error.value) == f"schedule '1f1b': the costs F=-1, R=1 cannot be. {remedy}"
+    remedy = "Remedy: give non-negative numbers for F, B and W, not all 0."
+    assert str(error.value) == f"schedule '1f1b': the costs F=-1, R=1 are invalid. {remedy}"
     with pytest.raises(ScheduleError) as error:
         whole.simulate({"F": 0, "B": 0})
-    assert str(error.value) == f"schedule '1f1b': the costs F=0, B=0 cannot be. {remedy}"
+    assert str(error.value) == f"schedule '1f1b': the costs F=0, B=0 are invalid. {remedy}"
     with pytest.raises(ScheduleError) as error:
         whole.simulate(timing="tick")  # type: ignore[arg-type]
-    assert str(error.value) == "schedule '1f1b': timing is 'tick', but one of ticks, neighbours, stages is wanted."
+    assert str(error.value) == "schedule '1f1b': timing must be one of ticks, neighbours, stages, got 'tick'."
 
 
 # Orders and tables.
@@ -241,20 +241,22 @@ def test_a_replay_says_what_is_wrong() -> None:
         with pytest.raises(ScheduleError) as error:
             replay(one, Table(stages, right.ticks, right.first, right.last, right.sizes, right.channels))
         start = f"schedule '1f1b', activation checkpointing 'full', tick {tick} of its table: "
-        end = ". Remedy: a table as Schedule.table() writes it."
+        end = ". Remedy: use the table that Schedule.table() returns."
         assert str(error.value).startswith(start)
         assert str(error.value).endswith(end)
         return str(error.value)[len(start) : -len(end)]
 
     assert told(1, 0, f_input=2) == "stage 0 reads nothing from act 2, not the input of microbatch 1 at piece 0"
     assert told(1, 0, act_feed=0) == (
-        "stage 0 writes the input of microbatch 2 at piece 0 to act 0, over the input of microbatch 0 at piece 0"
+        "stage 0 writes the input of microbatch 2 at piece 0 to act 0, which still holds the input of microbatch 0 at "
+        "piece 0"
     )
-    assert told(0, 0, act_down=1) == "stage 0 writes what nobody sent to act 1 by act_down"
+    assert told(0, 0, act_down=1) == "stage 0 writes a tensor that no stage sent to act 1 by act_down"
     assert told(2, 1, f_microbatch=0) == "stage 1 does F of microbatch 0 at piece 1 again"
     assert told(1, 1, f_last=0) == "stage 1: f_last is 0 at piece 1 of 2"
     assert told(1, 1, b_on=0) == (
-        "stage 1 writes the input of microbatch 1 at piece 1 to act 0, over the input of microbatch 0 at piece 1"
+        "stage 1 writes the input of microbatch 1 at piece 1 to act 0, which still holds the input of microbatch 0 at "
+        "piece 1"
     )
     assert told(4, 0, b_first=0) == "stage 0: b_first is 0 at piece 0"
 
@@ -269,62 +271,62 @@ def test_a_replay_says_what_is_wrong() -> None:
             {"name": "zbh1"},
             f"unknown schedule 'zbh1'. Did you mean 'zb_h1'? Schedules: {', '.join(NAMES)}.",
         ),
-        ({"stages": 0}, "schedule '1f1b': stages is 0, but a number, 1 or more, is wanted."),
-        ({"microbatches": 2.0}, "schedule '1f1b': microbatches is 2.0, but a number, 1 or more, is wanted."),
+        ({"stages": 0}, "schedule '1f1b': stages must be a positive integer, got 0."),
+        ({"microbatches": 2.0}, "schedule '1f1b': microbatches must be a positive integer, got 2.0."),
         (
             {"chunks": 2},
             (
-                "schedule '1f1b': chunks is 2, but here each stage has one piece of the model. Remedy: leave chunks "
-                "out, or 'interleaved'."
+                "schedule '1f1b': chunks is 2, but in this schedule each stage has one piece of the model. Remedy: "
+                "leave chunks out, or use 'interleaved'."
             ),
         ),
         (
             {"name": "zb_v", "chunks": 3},
             (
-                "schedule 'zb_v': chunks is 3, but a v has two, down the stages and up again. Remedy: leave chunks "
-                "out, or 'interleaved'."
+                "schedule 'zb_v': chunks is 3, but a v has two chunks per stage, one down the stages and one back up. "
+                "Remedy: leave chunks out, or use 'interleaved'."
             ),
         ),
         (
             {"sequence_chunks": 2},
             (
-                "schedule '1f1b': sequence_chunks is 2, but sequences go through it whole. Remedy: leave it out, or "
-                "'seq1f1b'."
+                "schedule '1f1b': sequence_chunks is 2, but this schedule does not split sequences. Remedy: leave "
+                "sequence_chunks out, or use 'seq1f1b'."
             ),
         ),
         (
             {"placement": "v"},
             (
-                "schedule '1f1b': placement is 'v', but a name says itself where the pieces lie. Remedy: leave "
+                "schedule '1f1b': placement is 'v', but a named schedule defines its own placement. Remedy: leave "
                 "placement out."
             ),
         ),
         (
             {"name": "interleaved", "microbatches": 6, "chunks": 2},
             (
-                "schedule 'interleaved': 6 microbatches do not go in groups of 4, one for each stage. Remedy: a "
-                "multiple of 4, as 8, or 'breadth_first', which takes any number from 4 on."
+                "schedule 'interleaved': 6 microbatches cannot be split into groups of 4, one microbatch per stage. "
+                "Remedy: use a multiple of 4, such as 8, or 'breadth_first', which accepts any number from 4."
             ),
         ),
         (
             {"name": "circular", "microbatches": 3},
             (
-                "schedule 'circular': 3 microbatches do not go in groups of 4, one for each stage. Remedy: a multiple "
-                "of 4, as 4, or 'breadth_first', which takes any number from 4 on."
+                "schedule 'circular': 3 microbatches cannot be split into groups of 4, one microbatch per stage. "
+                "Remedy: use a multiple of 4, such as 4, or 'breadth_first', which accepts any number from 4."
             ),
         ),
         (
             {"name": "breadth_first", "microbatches": 3, "chunks": 2},
             (
                 "schedule 'breadth_first': 3 microbatches are fewer than 4 stages, so each of 2 chunks would begin "
-                "late. Remedy: 4 or more."
+                "late. Remedy: use 4 or more."
             ),
         ),
         (
             {"name": "dualpipe_v", "microbatches": 7},
             (
-                "schedule 'dualpipe_v': 7 microbatches are fewer than 8, two for each of 4 stages, which it takes to "
-                "fill both directions. Remedy: 8 or more, or 'zb_v', which takes any number."
+                "schedule 'dualpipe_v': 7 microbatches are fewer than 8, two for each of 4 stages, which are required "
+                "to fill both directions. Remedy: use 8 or more, or 'zb_v', which accepts any number."
             ),
         ),
     ],
@@ -336,50 +338,53 @@ def test_sizes_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
     assert str(error.value) == text
 
 
-ONCE = "Remedy: each stage does each operation once, F before B before W."
+ONCE = "Remedy: each stage must do each operation once, F before B before W."
 
 
 @pytest.mark.parametrize(
     ("orders", "options", "text"),
     [
-        (["F0 B0"], {}, "there are orders for 1 stages, but 2 stages. Remedy: one order a stage."),
+        (["F0 B0"], {}, "there are orders for 1 stages, but the schedule has 2. Remedy: give one order per stage."),
         (["F0 B0", "F0"], {"microbatches": 1}, f"stage 1 never does B0. {ONCE}"),
         (["F0 F1 B0 B1", "F0 F1 B0"], {}, f"stage 1 never does B1. {ONCE}"),
-        (["F0 F1 B0 B1", "F0 F1 B0 F1 B1"], {}, f"stage 1 is to do F1 twice. {ONCE}"),
+        (["F0 F1 B0 B1", "F0 F1 B0 F1 B1"], {}, f"stage 1 does F1 twice. {ONCE}"),
         (["F0 F1 B0 B1", "F0 B1 F1 B0"], {}, f"stage 1 does B1 before F1. {ONCE}"),
         (
             ["F0 F1 B0 B1", "F0 F2 B0 B1"],
             {},
-            f"stage 1 is to do F2, but there are microbatches 0 to 1, chunks 0 to 0 and the kinds F, B. {ONCE}",
+            (
+                "stage 1 has the operation F2, but there are only microbatches 0 to 1, chunks 0 to 0 and the kinds F, "
+                f"B. {ONCE}"
+            ),
         ),
         (["F0 F1 B0 B1 W0", "F0 F1 B0 B1"], {}, f"stage 0 never does W1. {ONCE}"),
         (
             ["F0 B0 F1 B1", "F1 B1 F0 B0"],
             {},
             (
-                "in tick 1 nothing can go on: stage 0 waits at B0 for B0 of stage 1, stage 1 waits at F1 for F1 of "
-                "stage 0. Remedy: an order in which one of these comes earlier."),
+                "in tick 1 no stage can proceed: stage 0 waits at B0 for B0 of stage 1, stage 1 waits at F1 for F1 of "
+                "stage 0. Remedy: use an order in which one of these operations comes earlier."),
         ),
         (
             ["F1 F0 B1 B0", "F0 F1 B1 B0"],
             {"microbatches": 1, "sequence_chunks": 2},
             (
-                "in tick 0 nothing can go on: stage 0 waits at F1 for F0 of stage 0. Remedy: an order in which one of "
-                "these comes earlier."
+                "in tick 0 no stage can proceed: stage 0 waits at F1 for F0 of stage 0. Remedy: use an order in which "
+                "one of these operations comes earlier."
             ),
         ),
         (
             ["F0 F0.1 B0.1 B0", "F0 F0.1 B0 B0.1"],
             {"microbatches": 1, "chunks": 2},
             (
-                "in tick 4 nothing can go on: stage 0 waits at B0.1 for B0.1 of stage 1, stage 1 waits at B0 for B0.1 "
-                "of stage 0. Remedy: an order in which one of these comes earlier."),
+                "in tick 4 no stage can proceed: stage 0 waits at B0.1 for B0.1 of stage 1, stage 1 waits at B0 for "
+                "B0.1 of stage 0. Remedy: use an order in which one of these operations comes earlier."),
         ),
         (["F0 F1 B0 X1", ""], {}, (
-            "operation 3 of stage 0 is 'X1', but a kind (F, B, W), a microbatch and, if it is not 0, a chunk are "
-            "wanted, as 'F0' or 'B3.1'."
+            "operation 3 of stage 0 must be a kind (F, B, W), a microbatch and, if it is not 0, a chunk, such as "
+            "'F0' or 'B3.1', got 'X1'."
         )),
-        (["", ""], {"placement": "u"}, "placement is 'u', but 'loop' or 'v' is wanted."),
+        (["", ""], {"placement": "u"}, "placement must be 'loop' or 'v', got 'u'."),
     ],
     ids=str,
 )  # fmt: skip
@@ -447,12 +452,12 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ["zb_v", "25", "21.5", "44.2%"],
     ]
     for arguments, text in (
-        ([*sizes], f"no schedule is named. Schedules: {', '.join(NAMES)}."),
+        ([*sizes], f"no schedule is given. Schedules: {', '.join(NAMES)}."),
         (
             ["gpipe", "1f1b", *sizes, "--draw", "a.png"],
-            "a picture is of one schedule, not of gpipe, 1f1b. Remedy: one name.",
+            "a picture shows one schedule, got gpipe, 1f1b. Remedy: give one name.",
         ),
-        (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is no cost. Remedy: as F=1,B=2."),
+        (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is not a cost. Remedy: write costs as in F=1,B=2."),
     ):  # fmt: skip
         assert main(["schedule", *arguments]) == 1
         assert capsys.readouterr().err == f"ScheduleError: {text}\n"
