@@ -27,16 +27,20 @@ from jaxpar.errors import ConfigError, JaxparError
 Config = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help="YAML file of the run")]
 Settings = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
-    tyro.conf.arg(name="set", metavar="KEY=VALUE", help="change one key, as train.steps=10; may be repeated"),
+    tyro.conf.arg(name="set", metavar="KEY=VALUE", help="change one key, such as train.steps=10"),
 ]
 Processes = Annotated[
-    int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and end all if one fails")
+    int | None,
+    tyro.conf.arg(metavar="N", help="start N processes here, supervise them, and end all of them if one fails"),
 ]
 Coordinator = Annotated[
-    str | None, tyro.conf.arg(metavar="HOST:PORT", help="where process 0 listens (with --processes: on loopback)")
+    str | None,
+    tyro.conf.arg(
+        metavar="HOST:PORT", help="address on which process 0 listens (default with --processes: on loopback)"
+    ),
 ]
-ProcessCount = Annotated[int | None, tyro.conf.arg(help="how many processes there are, on all hosts")]
-ProcessId = Annotated[int | None, tyro.conf.arg(help="which of them this is, or the first of --processes")]
+ProcessCount = Annotated[int | None, tyro.conf.arg(help="number of processes on all hosts")]
+ProcessId = Annotated[int | None, tyro.conf.arg(help="rank of this process, or of the first of --processes")]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Train:
     config: Config
     set: Settings = ()
     processes: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="start so many here, watch them, and start them again if one fails")
+        int | None,
+        tyro.conf.arg(metavar="N", help="start N processes here, supervise them, and restart them if one fails"),
     ] = None
     coordinator: Coordinator = None
     process_count: ProcessCount = None
@@ -56,8 +61,8 @@ class Train:
     def run(self) -> int:
         from jaxpar.app.train.launch import LaunchOptions, go
 
-        asked = LaunchOptions(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
-        return go(self.config, self.set, asked)
+        options = LaunchOptions(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
+        return go(self.config, self.set, options)
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,12 @@ class Explain:
 
     config: Config
     set: Settings = ()
-    devices: Annotated[int | None, tyro.conf.arg(help="how many devices (default: what the config's mesh says)")] = None
+    devices: Annotated[int | None, tyro.conf.arg(help="number of devices (default: that of the config's mesh)")] = None
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
-    topology: Annotated[str | None, tyro.conf.arg(help="trace the step for its chips, as v5e:4x4 (memory)")] = None
+    topology: Annotated[
+        str | None, tyro.conf.arg(help="trace the step for the chips of this topology, such as v5e:4x4 (adds memory)")
+    ] = None
 
     def run(self) -> int:
         return _report(self, strict=None)
@@ -79,16 +86,20 @@ class Explain:
 class Check(Explain):
     """List all problems of a run's layout; exit 1 if there are any. Needs no devices."""
 
-    strict: Annotated[bool, tyro.conf.arg(help="an unused rule is an error")] = True
-    max_replicated: Annotated[float | None, tyro.conf.arg(help="largest share of bytes whole on every device")] = None
-    topology: Annotated[
-        str | None, tyro.conf.arg(help="also compile for it, as v5e:4x4 (extra tpu), and audit that")
+    strict: Annotated[bool, tyro.conf.arg(help="treat an unused rule as an error")] = True
+    max_replicated: Annotated[
+        float | None, tyro.conf.arg(help="largest allowed fraction of the bytes that is replicated on every device")
     ] = None
-    hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: write the compiled program")] = (
+    topology: Annotated[
+        str | None,
+        tyro.conf.arg(help="also compile for this topology, such as v5e:4x4 (extra tpu), and audit the program"),
+    ] = None
+    hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="with --topology: write the compiled program")] = (
         None
     )
     golden: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help="with a topology: compare with this file, or write it")
+        Path | None,
+        tyro.conf.arg(metavar="FILE", help="with --topology: compare with this file, or write it if it does not exist"),
     ] = None
 
     def run(self) -> int:
@@ -103,8 +114,8 @@ class Verify:
 
     config: Config
     set: Settings = ()
-    steps: Annotated[int, tyro.conf.arg(help="how many steps to compare")] = 3
-    bound: Annotated[float, tyro.conf.arg(help="largest relative difference allowed")] = 1e-5
+    steps: Annotated[int, tyro.conf.arg(help="number of steps to compare")] = 3
+    bound: Annotated[float, tyro.conf.arg(help="largest allowed relative difference")] = 1e-5
 
     def run(self) -> int:
         from rich.console import Console
@@ -112,11 +123,8 @@ class Verify:
         job = _job(self.config, self.set, run=True)
         from jaxpar.app.train.verify import verify
 
-        return (
-            0
-            if verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False, soft_wrap=True)).passed
-            else 1
-        )
+        verdict = verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False, soft_wrap=True))
+        return 0 if verdict.passed else 1
 
 
 @dataclass(frozen=True)
@@ -126,39 +134,46 @@ class Generate:
     config: Config
     prompt: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(metavar="TEXT", help="what to go on with; may be repeated"),
+        tyro.conf.arg(metavar="TEXT", help="text to continue"),
     ] = ()
     prompts: Annotated[
         Path | None,
-        tyro.conf.arg(metavar="FILE", help="more of them, a line each (.jsonl: a JSON string each; -: standard input)"),
+        tyro.conf.arg(
+            metavar="FILE",
+            help="file of further prompts, one per line (.jsonl: a JSON string per line; -: standard input)",
+        ),
     ] = None
     set: Settings = ()
     checkpoint: Annotated[
         Path | None,
         tyro.conf.arg(
             metavar="DIR",
-            help="folder of the run's checkpoints, of which the newest good one is taken, or of one of them",
+            help="folder of the run's checkpoints, of which the newest undamaged one is used, or of one checkpoint",
         ),
     ] = None
-    max_new_tokens: Annotated[int, tyro.conf.arg(help="tokens (bytes) to make of each prompt, at most")] = 128
-    temperature: Annotated[float, tyro.conf.arg(help="0 takes the likeliest token, otherwise one is drawn")] = 0.0
-    top_k: Annotated[int | None, tyro.conf.arg(help="draw from so many of the likeliest")] = None
-    top_p: Annotated[float, tyro.conf.arg(help="draw from the likeliest that have this probability together")] = 1.0
-    seed: Annotated[int, tyro.conf.arg(help="of the first prompt's draws; the others' follow")] = 0
+    max_new_tokens: Annotated[
+        int, tyro.conf.arg(help="maximum number of tokens (bytes) to generate for each prompt")
+    ] = 128
+    temperature: Annotated[float, tyro.conf.arg(help="0 takes the most likely token; above 0, tokens are sampled")] = (
+        0.0
+    )
+    top_k: Annotated[int | None, tyro.conf.arg(help="sample from the K most likely tokens")] = None
+    top_p: Annotated[float, tyro.conf.arg(help="sample from the most likely tokens with this total probability")] = 1.0
+    seed: Annotated[int, tyro.conf.arg(help="seed of the first prompt; each further prompt gets the next seed")] = 0
     cache: Annotated[
-        int | None, tyro.conf.arg(metavar="TOKENS", help="slots of the cache (default: what is needed)")
+        int | None, tyro.conf.arg(metavar="TOKENS", help="slots of the cache (default: as many as needed)")
     ] = None
-    batch: Annotated[int | None, tyro.conf.arg(help="prompts at once (default: all, 16 at the most)")] = None
+    batch: Annotated[int | None, tyro.conf.arg(help="number of prompts in a batch (default: all, at most 16)")] = None
     stop: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(metavar="TEXT", help="ends what is made, and is left out of it; may be repeated"),
+        tyro.conf.arg(metavar="TEXT", help="ends the generated text and is not part of it"),
     ] = ()
     int8: Annotated[
         tuple[Literal["weights", "cache"], ...] | None,
-        tyro.conf.arg(help="keep these in 8-bit integers (default: as the config's generate says)"),
+        tyro.conf.arg(help="store these as 8-bit integers (default: the config's generate)"),
     ] = None
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write a JSON object for each prompt")] = None
-    explain: Annotated[bool, tyro.conf.arg(help="say where weights and cache would lie instead, and why")] = False
+    explain: Annotated[bool, tyro.conf.arg(help="only show how weights and cache would be sharded, and why")] = False
 
     processes: Processes = None
     coordinator: Coordinator = None
@@ -179,7 +194,7 @@ class Doctor:
     timeout: Annotated[float, tyro.conf.arg(help="seconds to wait for devices")] = 60.0
     checkpoint: Annotated[
         Path | None,
-        tyro.conf.arg(metavar="DIR", help="look over a run's checkpoints instead, every byte of every step"),
+        tyro.conf.arg(metavar="DIR", help="check a run's checkpoints instead: every byte of every step"),
     ] = None
 
     def run(self) -> int:
@@ -202,7 +217,7 @@ class VerifyCheckpoint:
     directory: Annotated[
         Path,
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, as runs/one/checkpoints/100"),
+        tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, such as runs/one/checkpoints/100"),
     ]
 
     def run(self) -> int:
@@ -210,7 +225,9 @@ class VerifyCheckpoint:
 
         found = check(self.directory)
         size = f"{found.bytes / 2**20:.2f} MiB"
-        print(f"{self.directory}: step {found.step}, {len(found.tensors)} tensors, {size}, all as written")
+        print(
+            f"{self.directory}: step {found.step}, {len(found.tensors)} tensors, {size}, all bytes match the manifest"
+        )
         return 0
 
 
@@ -219,20 +236,26 @@ class ScheduleCommand:
     """Print a pipeline schedule: ticks, bubble, memory, timeline; several: a table. Needs neither devices nor jax."""
 
     names: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...", help="as 1f1b, or several")
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="NAME...", help="a schedule such as 1f1b, or several"),
     ]
-    stages: Annotated[int, tyro.conf.arg(help="devices along the pipeline")]
-    microbatches: Annotated[int, tyro.conf.arg(help="pieces of a batch")]
+    stages: Annotated[int, tyro.conf.arg(help="number of pipeline stages")]
+    microbatches: Annotated[int, tyro.conf.arg(help="number of microbatches of a batch")]
     virtual_stages: Annotated[
-        int | None, tyro.conf.arg(help="pieces of the model on a stage, for names that take several")
+        int | None, tyro.conf.arg(help="pieces of the model on each stage, for schedules that support several")
     ] = None
-    sequence_chunks: Annotated[int, tyro.conf.arg(help="parts of a sequence, for names that take them")] = 1
-    costs: Annotated[str, tyro.conf.arg(metavar="F=1,B=1,W=1", help="how long forwards and backwards take")] = ""
-    draw: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also draw it (extra plots)")] = None
+    sequence_chunks: Annotated[int, tyro.conf.arg(help="chunks of each sequence, for schedules that support them")] = 1
+    costs: Annotated[
+        str, tyro.conf.arg(metavar="F=1,B=1,W=1", help="durations: F forward, B backward, W weight gradient")
+    ] = ""
+    draw: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help="also draw the schedule to this file (extra plots)")
+    ] = None
     timing: Annotated[
-        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="what waits for what in the picture")
+        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="what each operation waits for in the picture")
     ] = "ticks"
-    width: Annotated[int, tyro.conf.arg(help="characters in a line of text")] = 120
+    width: Annotated[int, tyro.conf.arg(help="characters per line of text")] = 120
 
     def run(self) -> int:
         from jaxpar.parallel.pipeline.schedules.describe import answer
@@ -280,7 +303,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
         console.print(report) if console.is_terminal else print(report.to_text(), end="")
         return 0
     jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
-    console.print(f"{report.headline()}: {len(report.rows)} tensors, no problem")
+    console.print(f"{report.headline()}: {len(report.rows)} tensors, no problems")
     for note in report.notes:
         console.print(note)
     return 0
@@ -293,7 +316,8 @@ def _compiled(command: Check, topology: str) -> int:
     parsed = Topology.parse(topology)
     if command.devices not in (None, parsed.devices):
         raise ConfigError(
-            f"--devices {command.devices}, but {topology} has {parsed.devices}. Remedy: leave --devices out."
+            f"--devices {command.devices}, but topology {topology} has {parsed.devices} devices. Remedy: leave "
+            "--devices out."
         )
     plain = dataclasses.replace(command, devices=parsed.devices, json=None)
     _report(plain, strict=command.strict, max_replicated=command.max_replicated)
@@ -335,7 +359,7 @@ def _golden(file: Path, found: Any) -> bool:
     from jaxpar.analysis.checkup.golden import against, facts_of, write
 
     if found.program is None:
-        print(f"golden file {file}: not compared, as there is no program")
+        print(f"golden file {file}: not compared, because no program was compiled")
         return False
     facts = facts_of(found.audit, found.topology, found.program.versions)
     if not file.exists():

@@ -376,7 +376,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     }
     for key, value in positive.items():
         if value < 1:
-            raise ConfigError(f"{file}: {key} is {value}, but at least 1 is wanted.")
+            raise ConfigError(f"{file}: {key} must be at least 1, got {value}.")
     _check_watch(config.train, str(file))
     layout = merge(load_yaml(file.parent / config.layout), {"mesh": config.mesh, "rules": config.rules})
     return Loaded(config, layout, file.stem)
@@ -385,8 +385,8 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
 def _check_watch(train: TrainConfig, file: str) -> None:
     """Validate the settings of spikes, stragglers and rollbacks."""
     if train.max_rollbacks < 0:
-        raise ConfigError(f"{file}: train.max_rollbacks is {train.max_rollbacks}, but 0 or more is wanted.")
-    least = {
+        raise ConfigError(f"{file}: train.max_rollbacks must be at least 0, got {train.max_rollbacks}.")
+    bounds = {
         "train.straggler.factor": (train.straggler.factor, 1.0),
         "train.straggler.every": (train.straggler.every, 0),
     }
@@ -394,12 +394,12 @@ def _check_watch(train: TrainConfig, file: str) -> None:
         spike = train.spike
         if spike.sigmas is not None and spike.factor is not None:
             raise ConfigError(
-                f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} both say what a "
-                "spike is. Remedy: leave one out."
+                f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
+                "exclusive: both define a spike. Remedy: leave one out."
             )
-        least |= {"train.spike.window": (spike.window, 1), "train.spike.patience": (spike.patience, 0)}
-        least["train.spike.sigmas"] = (1.0 if spike.sigmas is None else spike.sigmas, 0.0)
-        least["train.spike.factor"] = (2.0 if spike.factor is None else spike.factor, 1.0)
-    for key, (value, bound) in least.items():
+        bounds |= {"train.spike.window": (spike.window, 1), "train.spike.patience": (spike.patience, 0)}
+        bounds["train.spike.sigmas"] = (1.0 if spike.sigmas is None else spike.sigmas, 0.0)
+        bounds["train.spike.factor"] = (2.0 if spike.factor is None else spike.factor, 1.0)
+    for key, (value, bound) in bounds.items():
         if not value > bound:
-            raise ConfigError(f"{file}: {key} is {value:g}, but a number above {bound:g} is wanted.")
+            raise ConfigError(f"{file}: {key} must be above {bound:g}, got {value:g}.")

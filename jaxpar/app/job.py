@@ -101,7 +101,7 @@ class Job:
         if isinstance(self.pipeline, jp.pipeline.Asynchronous):
             one = jp.pipeline.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
             return {"precision": self.precision, "pipeline": jp.Pipeline(one, layers=self.pipeline.layers)}
-        return {name: self.step_options()[name] for name in ("precision", "pipeline")}
+        return {"precision": self.step_options()["precision"], "pipeline": self.pipeline}
 
     def batch_names(self) -> tuple[str, ...]:
         """The names of a batch's arrays, each ``[batch, seq]``."""
@@ -119,18 +119,19 @@ class Job:
         Raises:
           ConfigError: the sequence cannot be cut into pieces to balance.
         """
-        data, how = self.config.data, {"separator": SEPARATOR[0] if self.config.data.packing else None}
+        data, options = self.config.data, {"separator": SEPARATOR[0] if self.config.data.packing else None}
         if self.model.context.load_balance != BALANCED:
-            return how
+            return options
         with layout:
-            ways = self.model.context.ring(*llama.layer_shapes(self.model, (data.batch, data.seq)))
-        chunks = next((n for n in (8, 4, 2) if data.seq % (n * ways) == 0), None)
+            ring_size = self.model.context.ring(*llama.layer_shapes(self.model, (data.batch, data.seq)))
+        chunks = next((n for n in (8, 4, 2) if data.seq % (n * ring_size) == 0), None)
         if chunks is None:
             raise ConfigError(
-                f"parallel.context: load_balance is 'balanced', but data.seq={data.seq} tokens cannot be cut into 2 "
-                f"pieces for each of the ring's {ways} devices. Remedy: a multiple of {2 * ways}."
+                "parallel.context: load_balance: balanced splits the sequence into 2 pieces for each of the ring's "
+                f"{ring_size} devices, but data.seq={data.seq} is not a multiple of {2 * ring_size}. Remedy: set "
+                f"data.seq to a multiple of {2 * ring_size}."
             )
-        return {**how, "arrange": functools.partial(jp.context.balanced_packing, ways=ways, chunks=chunks)}
+        return {**options, "arrange": functools.partial(jp.context.balanced_packing, ways=ring_size, chunks=chunks)}
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
         """XLA options for a platform, as ``jax.stages.Lowered.compile`` takes them; ``None`` if none are configured."""
@@ -147,8 +148,8 @@ class Job:
             return int(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}).abstract().size)
         if self.config.cpu_devices is None:
             raise ConfigError(
-                "the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set "
-                "'cpu_devices'."
+                "the mesh has an axis of -1, so the number of devices is unknown. Remedy: pass --devices N, or set "
+                "cpu_devices."
             )
         return self.config.cpu_devices
 
@@ -168,16 +169,14 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     model = _model(config.model, precision)
     if config.parallel.remat is not None:
         if "remat" in config.model:
-            raise ConfigError(
-                "model.remat and parallel.remat both say what to compute again. Remedy: leave model.remat out."
-            )
-        asked = config.parallel.remat
-        model = replace(model, remat=asked if isinstance(asked, str) else jp.RematPolicy(**asdict(asked)))
+            raise ConfigError("model.remat and parallel.remat are both set. Remedy: leave model.remat out.")
+        remat = config.parallel.remat
+        model = replace(model, remat=remat if isinstance(remat, str) else jp.RematPolicy(**asdict(remat)))
     if config.parallel.context is not None:
         model = replace(model, context=_context(config.parallel.context, packed=config.data.packing))
     if config.parallel.reshard_after_forward is not True:
         model = replace(model, reshard_after_forward=config.parallel.reshard_after_forward)
-    model = _copies(config, model)
+    model = _with_overlap(config, model)
     fusion = _fusion(config)
     if config.optimizer.name == ONE_BIT:
         _check_one_bit(config, precision, zero, fusion)
@@ -190,22 +189,22 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
-def _copies(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
+def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
     """The model with its layers split into as many parts as ``parallel.overlap`` configures."""
-    asked = config.parallel
-    if asked.overlap.ways != 1 and asked.offload.parameters is not None:
+    parallel = config.parallel
+    if parallel.overlap.ways != 1 and parallel.offload.parameters is not None:
         raise ConfigError(
-            f"parallel.overlap.ways is {asked.overlap.ways}, but parallel.offload.parameters is "
-            f"{asked.offload.parameters}: weights that wait in the host's memory would be brought once for each copy. "
+            f"parallel.overlap.ways is {parallel.overlap.ways}, but parallel.offload.parameters is "
+            f"{parallel.offload.parameters}: weights in host memory would be copied to the device once for each part. "
             "Remedy: leave one of them out."
         )
-    if asked.overlap.dim != "batch" and asked.overlap.ways == 1:
+    if parallel.overlap.dim != "batch" and parallel.overlap.ways == 1:
         raise ConfigError(
-            f"parallel.overlap.dim is {asked.overlap.dim!r}, but overlap.ways is 1, so nothing is cut. Remedy: "
-            f"overlap: {{ways: 2}}, or leave overlap.dim out."
+            f"parallel.overlap.dim is {parallel.overlap.dim!r}, but overlap.ways is 1, so nothing is split. Remedy: "
+            "overlap: {ways: 2}, or leave overlap.dim out."
         )
     try:
-        return replace(model, copies=asked.overlap.ways, copies_dim=asked.overlap.dim)
+        return replace(model, copies=parallel.overlap.ways, copies_dim=parallel.overlap.dim)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
@@ -216,54 +215,55 @@ def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.pipeline.Asynchro
 
 def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTransformation) -> Any:
     """The optimizer, with its state and the parameters offloaded as ``parallel.offload`` configures."""
-    asked = config.parallel.offload
-    if asked.parameters is not None:
-        if asked.optimizer != "host":
+    offload = config.parallel.offload
+    if offload.parameters is not None:
+        if offload.optimizer != "host":
             raise ConfigError(
                 "parallel.offload: parameters: host requires optimizer: host, because the update reads both, got "
-                f"optimizer: {asked.optimizer or 'null'}. Remedy: {{parameters: host, optimizer: host}}."
+                f"optimizer: {offload.optimizer or 'null'}. Remedy: {{parameters: host, optimizer: host}}."
             )
         if model.reshard_after_forward is not True:
             raise ConfigError(
-                "parallel.offload: parameters wait in the host's memory, but reshard_after_forward: "
+                "parallel.offload: parameters are stored in host memory, but reshard_after_forward: "
                 f"{str(model.reshard_after_forward).lower()} keeps all layers' weights on the device for the backward "
                 "pass. Remedy: leave reshard_after_forward out, or parallel.offload.parameters."
             )
         if model.remat != "none" and jp.RematPolicy.of(model.remat).layers:
             raise ConfigError(
-                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, but "
-                "remat.layers takes some layers apart. Remedy: leave remat.layers out, or parallel.offload.parameters."
+                "parallel.offload: parameters are stored in host memory, where a stack of layers cannot be sliced, but "
+                "remat.layers selects some of its layers. Remedy: leave remat.layers out, or "
+                "parallel.offload.parameters."
             )
         if config.parallel.optimizer is not None and config.parallel.optimizer.stage in (1, 2):
             raise ConfigError(
-                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the "
-                f"device, but parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before "
-                "the step. Remedy: stage 3, or leave parallel.offload.parameters out."
+                "parallel.offload: parameters are stored in host memory and copied to the device one layer at a time, "
+                f"but parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before the step. "
+                "Remedy: parallel.optimizer.stage: 3, or leave parallel.offload.parameters out."
             )
-    if asked.path is not None and asked.optimizer != "disk":
-        raise ConfigError("parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.")
-    if asked.path is None and asked.optimizer == "disk":
+    if offload.path is not None and offload.optimizer != "disk":
+        raise ConfigError("parallel.offload: path is only valid with optimizer: disk. Remedy: leave path out.")
+    if offload.path is None and offload.optimizer == "disk":
         raise ConfigError(
-            "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a fast "
+            "parallel.offload: optimizer: disk requires path, the folder of its files. Remedy: path: DIR, on a fast "
             "disk."
         )
-    if asked.optimizer is None:
+    if offload.optimizer is None:
         return tx
     try:
-        if asked.path is not None:
-            return jp.offload.to_disk(tx, asked.path, min_bytes=asked.min_bytes)
-        return jp.offload.to_host(tx, parameters=asked.parameters is not None, min_bytes=asked.min_bytes)
+        if offload.path is not None:
+            return jp.offload.to_disk(tx, offload.path, min_bytes=offload.min_bytes)
+        return jp.offload.to_host(tx, parameters=offload.parameters is not None, min_bytes=offload.min_bytes)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
 
 def _zero(config: RunConfig) -> jp.Zero:
-    asked = config.parallel.optimizer
-    if asked is None:
+    zero = config.parallel.optimizer
+    if zero is None:
         return jp.Zero(stage=0)
-    axis = tuple(asked.axis) if isinstance(asked.axis, list) else asked.axis
+    axis = tuple(zero.axis) if isinstance(zero.axis, list) else zero.axis
     try:
-        return jp.Zero(asked.stage, axis, asked.min_bytes, asked.fsdp_group_size)
+        return jp.Zero(zero.stage, axis, zero.min_bytes, zero.fsdp_group_size)
     except JaxparError as error:
         raise type(error)(f"parallel.{error}") from error
 
@@ -273,44 +273,54 @@ def _check_one_bit(
 ) -> None:
     """Reject options that ``one_bit_adam`` does not support; the error names both keys."""
     groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
-    others = [
-        ("optimizer.clip_norm", config.optimizer.clip_norm, "the norm of all devices' gradient is not known", "null"),
-        ("parallel.optimizer", zero.stage or None, "weights and moments are whole (stage 0)", ""),
+    unsupported = [
+        (
+            "optimizer.clip_norm",
+            config.optimizer.clip_norm,
+            "the norm of the gradient over all devices is not known",
+            "null",
+        ),
+        ("parallel.optimizer", zero.stage or None, "weights and moments must be replicated (stage 0)", ""),
         ("parallel.offload", config.parallel.offload.optimizer, "its state stays on the devices", ""),
-        ("precision.reduce", precision.reduce, "its warm-up reduces in fp32, and signs follow", ""),
-        *((f"parallel.fusion.{name}", True, "its signs cross all at once", "") for name in groups),
+        (
+            "precision.reduce",
+            precision.reduce,
+            "it reduces gradients in fp32 during its warm-up, and sends signs afterwards",
+            "",
+        ),
+        *((f"parallel.fusion.{name}", True, "it sends all signs together", "") for name in groups),
     ]
-    for key, value, why, instead in others:
+    for key, value, why, replacement in unsupported:
         if value is not None:
-            remedy = f"{key}: {instead}" if instead else f"leave {key} out"
-            raise ConfigError(f"optimizer.name is {ONE_BIT}, which does not go with {key}: {why}. Remedy: {remedy}.")
+            remedy = f"{key}: {replacement}" if replacement else f"leave {key} out"
+            raise ConfigError(f"optimizer.name: {ONE_BIT} does not support {key}: {why}. Remedy: {remedy}.")
 
 
 def _fusion(config: RunConfig) -> jp.overlap.CollectiveFusion:
-    asked = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
+    sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
     try:
-        return jp.overlap.CollectiveFusion(**asked)
+        return jp.overlap.CollectiveFusion(**sizes)
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
 
-def _context(asked: ContextConfig, *, packed: bool) -> Context:
-    if asked.load_balance == BALANCED and not packed:
+def _context(context: ContextConfig, *, packed: bool) -> Context:
+    if context.load_balance == BALANCED and not packed:
         raise ConfigError(
-            "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is false. "
-            "Remedy: data: {packing: true}, or load_balance: zigzag."
+            "parallel.context: load_balance: balanced distributes packed documents, but data.packing is false. Remedy: "
+            "data: {packing: true}, or load_balance: zigzag."
         )
     try:
-        return Context(**asdict(asked))
+        return Context(**asdict(context))
     except ConfigError as error:
         raise ConfigError(f"parallel.{error}") from error
 
 
 def _precision(config: RunConfig) -> jp.Precision:
-    asked = config.precision
-    if isinstance(asked, PrecisionConfig):
-        return jp.Precision.of({key: value for key, value in asdict(asked).items() if value is not None})
-    return jp.Precision.of(asked)
+    precision = config.precision
+    if isinstance(precision, PrecisionConfig):
+        return jp.Precision.of({key: value for key, value in asdict(precision).items() if value is not None})
+    return jp.Precision.of(precision)
 
 
 def in_fp32(job: Job) -> Job:
@@ -324,13 +334,13 @@ def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfi
     fields = dict(data)
     if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
         raise ConfigError(
-            f"model: dtype is {fields['dtype']!r}, but precision says compute: {precision.compute}. Remedy: leave "
+            f"model: dtype is {fields['dtype']!r}, but precision sets compute: {precision.compute}. Remedy: leave "
             "model.dtype out."
         )
     family = fields.pop("family", None)
     if family not in FAMILIES:
         raise ConfigError(
-            f"model: family is {family!r}.{did_you_mean(family, FAMILIES)} The families are: {', '.join(FAMILIES)}."
+            f"model: unknown family {family!r}.{did_you_mean(family, FAMILIES)} Families: {', '.join(FAMILIES)}."
         )
     base = llama.preset(fields.pop("preset", "tiny"))
     return build(llama.LlamaConfig, {**asdict(base), **fields}, "model")
@@ -348,21 +358,21 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         known = sorted([*known, ONE_BIT])
     if config.name not in known:
         raise ConfigError(
-            f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Any optax optimizer with a "
-            f"learning rate will do: {', '.join(known)}."
+            f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Supported optimizers (any "
+            f"optax optimizer with a learning rate): {', '.join(known)}."
         )
     make = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
     for option in config.options:
-        taken = [name for name in _parameters(make) if name != "learning_rate"]
-        if option not in taken:
+        options = [name for name in _parameters(make) if name != "learning_rate"]
+        if option not in options:
             raise ConfigError(
-                f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, taken)} Its options are: "
-                f"{', '.join(taken)}."
+                f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, options)} Options: "
+                f"{', '.join(options)}."
             )
     if config.name == ONE_BIT and "warmup" not in config.options:
         raise ConfigError(
-            f"optimizer: {ONE_BIT} wants to be told how many steps of ordinary Adam come first. Remedy: options: "
-            f"{{warmup: {max(steps // 5, 1)}}}, a fifth of train.steps."
+            f"optimizer: {ONE_BIT} requires options.warmup, the number of steps of ordinary Adam at the start. Remedy: "
+            f"options: {{warmup: {max(steps // 5, 1)}}}, a fifth of train.steps."
         )
     warmup = min(config.warmup, max(steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(

@@ -12,12 +12,12 @@ from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 
 
 def make_pipeline(
-    asked: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
+    config: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
 ) -> jp.Pipeline | jp.pipeline.Asynchronous | None:
     """Return the pipeline that ``parallel.pipeline`` configures, or ``None`` without one.
 
     Args:
-      asked: the table ``parallel.pipeline``, or ``None``.
+      config: the table ``parallel.pipeline``, or ``None``.
       mesh: the sizes of the mesh axes.
       layers: the number of layers of the model.
 
@@ -26,36 +26,37 @@ def make_pipeline(
         offset is invalid.
     """
     stages = mesh.get("pipeline", 1)
-    if asked is None:
+    if config is None:
         if stages != 1:
             raise ConfigError(
-                f"mesh: pipeline is {stages}, but parallel.pipeline says nothing of how the layers go over the stages. "
+                f"mesh: pipeline is {stages}, but parallel.pipeline, which assigns layers to the stages, is not set. "
                 f"Remedy: parallel.pipeline: {{schedule: 1f1b, microbatches: {2 * stages if stages > 0 else 8}}}."
             )
         return None
     if stages == -1:
         raise ConfigError(
-            "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1."
+            "mesh: pipeline is -1, but a schedule requires a fixed number of stages. Remedy: set pipeline to a number, "
+            "and data: -1."
         )
     try:
-        if asked.schedule in ASYNCHRONOUS:
-            return _asynchronous(asked, stages, layers)
+        if config.schedule in ASYNCHRONOUS:
+            return _asynchronous(config, stages, layers)
         schedule = jp.pipeline.schedule(
-            asked.schedule,
+            config.schedule,
             stages,
-            asked.microbatches,
-            chunks=asked.virtual_stages,
-            sequence_chunks=asked.sequence_chunks,
+            config.microbatches,
+            chunks=config.virtual_stages,
+            sequence_chunks=config.sequence_chunks,
         )
-        each = _layers(asked.offset, layers, schedule.pieces.count)
+        layers_per_piece = _layers(config.offset, layers, schedule.pieces.count)
         return jp.Pipeline(
             schedule,
-            asked.activation_checkpointing,
-            each,
-            asked.grad_reduction,
-            asked.executor,
-            asked.recompute,
-            asked.embedding,
+            config.activation_checkpointing,
+            layers_per_piece,
+            config.grad_reduction,
+            config.executor,
+            config.recompute,
+            config.embedding,
         )
     except ConfigError:
         raise
@@ -71,30 +72,30 @@ def check_recompute(pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None, rem
     """
     if isinstance(pipeline, jp.Pipeline) and pipeline.recompute and jp.RematPolicy.of(remat).policy == "full":
         raise ConfigError(
-            f"parallel.pipeline: recompute is {list(pipeline.recompute)}, but by remat 'full' every layer keeps its "
-            "input alone: there is nothing to choose. Remedy: parallel.remat: none (or dots, save_outputs), what the "
-            "other layers keep."
+            f"parallel.pipeline: recompute is {list(pipeline.recompute)}, but under remat 'full' every layer already "
+            "keeps only its input, so recompute has no effect. Remedy: parallel.remat: none (or dots, save_outputs), "
+            "which decides what the other layers keep."
         )
 
 
-def _asynchronous(asked: PipelineConfig, stages: int, layers: int) -> jp.pipeline.Asynchronous:
+def _asynchronous(config: PipelineConfig, stages: int, layers: int) -> jp.pipeline.Asynchronous:
     """The pipeline of a schedule that is not drained between steps."""
-    asks: tuple[tuple[str, Any, Any], ...] = (
-        ("virtual_stages", asked.virtual_stages, 1),
-        ("sequence_chunks", asked.sequence_chunks, 1),
-        ("executor", asked.executor, "lockstep"),
-        ("recompute", asked.recompute, ()),
-        ("embedding", asked.embedding, "per_step"),
+    supported: tuple[tuple[str, Any, Any], ...] = (
+        ("virtual_stages", config.virtual_stages, 1),
+        ("sequence_chunks", config.sequence_chunks, 1),
+        ("executor", config.executor, "lockstep"),
+        ("recompute", config.recompute, ()),
+        ("embedding", config.embedding, "per_step"),
     )
-    for name, value, wanted in asks:
-        if value != wanted:
+    for name, value, default in supported:
+        if value != default:
             raise ConfigError(
-                f"parallel.pipeline: {name} is {value!r}, but under {asked.schedule!r} each stage has one piece of the "
-                f"model, and all stages do the same in every tick. Remedy: leave {name} out."
+                f"parallel.pipeline: {name} is {value!r}, but under {config.schedule!r} each stage has one piece of "
+                f"the model, and all stages do the same work in every tick. Remedy: leave {name} out."
             )
-    offset = _layers(asked.offset, layers, stages)
+    offset = _layers(config.offset, layers, stages)
     return jp.pipeline.Asynchronous(
-        asked.schedule, stages, asked.microbatches, asked.activation_checkpointing, offset, asked.grad_reduction
+        config.schedule, stages, config.microbatches, config.activation_checkpointing, offset, config.grad_reduction
     )
 
 
@@ -106,8 +107,9 @@ def _layers(offset: tuple[int, ...], layers: int, pieces: int) -> tuple[int, ...
     if len(offset) != pieces or rest or share + min(offset) < 1:
         raise ConfigError(
             f"parallel.pipeline: offset is {list(offset)}, {len(offset)} numbers that sum to {sum(offset)}, but "
-            f"{layers} layers in {pieces} pieces want {pieces} numbers, a sum that leaves a multiple of {pieces}, and "
-            f"one layer or more in each. Remedy: as {[1, *(0,) * (pieces - 2), -1] if pieces > 1 else [0]}, or layers "
-            "that the pieces divide."
+            f"{layers} layers in {pieces} pieces require {pieces} numbers, a sum that leaves a multiple of {pieces}, "
+            f"and at least one layer in each piece. Remedy: an offset such as "
+            f"{[1, *(0,) * (pieces - 2), -1] if pieces > 1 else [0]}, or a number of layers that is a multiple of "
+            f"{pieces}."
         )
     return tuple(share + more for more in offset)

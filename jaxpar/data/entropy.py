@@ -104,5 +104,5 @@ def _checked(tokens: npt.ArrayLike, vocab: int, least: int) -> np.ndarray:
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= vocab:
         remedy = "token ids start at 0" if low < 0 else f"pass vocab={high + 1} or more"
-        raise DataError(f"tokens must lie in [0, {vocab}), got values from {low} to {high}. Remedy: {remedy}.")
+        raise DataError(f"tokens must be in [0, {vocab}), got values from {low} to {high}. Remedy: {remedy}.")
     return array

@@ -212,7 +212,7 @@ class Batches(Iterator[Batch]):
         here = self._fingerprint
         fields = [*here, *(f for f in saved if f not in here)]
         different = [
-            f"{f} was {saved.get(f, 'absent')!r}, is {here.get(f, 'absent')!r}"
+            f"{f} was {saved.get(f, 'absent')!r}, is now {here.get(f, 'absent')!r}"
             for f in fields
             if f not in saved or f not in here or saved[f] != here[f]
         ]

@@ -96,7 +96,7 @@ def load_text(
     (1048830, 28)
     """
     if not 0.0 < heldout_fraction < 1.0:
-        raise DataError(f"heldout_fraction must lie strictly between 0 and 1, got {heldout_fraction}.")
+        raise DataError(f"heldout_fraction must be strictly between 0 and 1, got {heldout_fraction}.")
     name, documents = _documents(source, (patterns,) if isinstance(patterns, str) else tuple(patterns), seed)
     train: list[bytes] = []
     heldout: list[bytes] = []
@@ -136,7 +136,7 @@ def _folder(source: str) -> Path:
     if source and folder.is_dir():
         return folder
     if folder.is_file():
-        raise DataError(f"text source {source!r} is a file, not a folder. Remedy: pass the folder that holds it.")
+        raise DataError(f"text source {source!r} is a file, not a folder. Remedy: pass the folder that contains it.")
     if folder.name == source or not source:
         raise DataError(
             f"unknown text source {source!r}: neither a folder here nor one of {listing(NAMED_SOURCES)}."

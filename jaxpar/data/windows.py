@@ -163,6 +163,6 @@ def as_integer(name: str, value: Any, least: int | None = None) -> int:
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):
-        wanted = "an integer" if least is None else "a positive integer" if least == 1 else f"an integer >= {least}"
-        raise DataError(f"{name} must be {wanted}, got {value!r}.")
+        expected = "an integer" if least is None else "a positive integer" if least == 1 else f"an integer >= {least}"
+        raise DataError(f"{name} must be {expected}, got {value!r}.")
     return number

@@ -24,7 +24,7 @@ from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_lo
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.rules import Axes
 
-_ADDED = 4096
+_ROWS_PER_SCATTER = 4096
 """Rows of gradients that one scatter-add sums."""
 STAGES = "pipeline"
 """The mesh axis of pipeline stages."""
@@ -45,26 +45,27 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     """
     stored = _axes(table_VE, "vocab", "embed", role="params")
     used, tokens = _axes(table_VE, "vocab", "embed"), _axes(tokens_BS, "batch", "seq")
-    spread = tuple(axis for axis in stored[1] if axis not in used[1])
+    storage_axes = tuple(axis for axis in stored[1] if axis not in used[1])
     layout = current_layout()
-    ways = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
-    if _by_columns(table_VE, tokens_BS, stored, ways):
+    num_shards = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
+    if _by_columns(table_VE, tokens_BS, stored, num_shards):
         return _columns(table_VE, tokens_BS, stored, dtype)
     words = table_VE.shape[0] // math.prod(layout.sizes[axis] for axis in stored[0])
-    fits = spread == stored[1] and stored[0] == used[0] and set(spread) <= {*tokens[0], *tokens[1]}
+    fits = storage_axes == stored[1] and stored[0] == used[0] and set(storage_axes) <= {*tokens[0], *tokens[1]}
     fits = fits and not jax.sharding.get_abstract_mesh().manual_axes
-    fewer = bool(spread) and tokens_BS.size // ways <= words
-    if not fits or not (fewer or by_hand):
+    exchange_is_smaller = bool(storage_axes) and tokens_BS.size // num_shards <= words
+    if not fits or not (exchange_is_smaller or by_hand):
         # This hint keeps the gradient replicated as the gathered table is. If the gradient is sharded, the compiler
         # replicates the tokens.
-        table_VE, wide = hint(table_VE.astype(dtype), "vocab", "embed"), summing(dtype)
-        taken = (
-            jnp.take(table_VE, tokens_BS, axis=0, mode="clip") if wide is None else _taken(wide, table_VE, tokens_BS)
-        )
-        x_BSE = hint(taken, "batch", "seq", "embed")
+        table_VE, sum_dtype = hint(table_VE.astype(dtype), "vocab", "embed"), summing(dtype)
+        if sum_dtype is None:
+            x_BSE = jnp.take(table_VE, tokens_BS, axis=0, mode="clip")
+        else:
+            x_BSE = _take(sum_dtype, table_VE, tokens_BS)
+        x_BSE = hint(x_BSE, "batch", "seq", "embed")
         # A separate hint: if the first hint shards the sequence, the compiler gathers the full table.
         return hint(x_BSE, "batch", "residual_seq", "embed")
-    return _exchange(table_VE, tokens_BS, spread, dtype, whole=not fewer)
+    return _exchange(table_VE, tokens_BS, storage_axes, dtype, gather_table=not exchange_is_smaller)
 
 
 def _axes(x: jax.Array, *dims: str, role: str = "activations") -> tuple[Axes, ...]:
@@ -72,54 +73,56 @@ def _axes(x: jax.Array, *dims: str, role: str = "activations") -> tuple[Axes, ..
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _taken(wide: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-    """Look up rows; their gradients are summed in the dtype ``wide``."""
+def _take(sum_dtype: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    """Look up rows; their gradients are summed in the dtype ``sum_dtype``."""
     return jnp.take(table_VE, tokens_BS, axis=0, mode="clip")
 
 
-def _taken_forward(wide: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> tuple[jax.Array, Any]:
-    return _taken(wide, table_VE, tokens_BS), (tokens_BS, table_VE)
+def _take_forward(sum_dtype: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> tuple[jax.Array, Any]:
+    return _take(sum_dtype, table_VE, tokens_BS), (tokens_BS, table_VE)
 
 
-def _taken_backward(wide: Any, saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
+def _take_backward(sum_dtype: Any, saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
     tokens_BS, table_VE = saved
     ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
-    sum_VE = hint(jnp.zeros_like(table_VE, wide).at[ids_BS].add(grad_BSE.astype(wide)), "vocab", "embed")
+    sum_VE = hint(jnp.zeros_like(table_VE, sum_dtype).at[ids_BS].add(grad_BSE.astype(sum_dtype)), "vocab", "embed")
     return jax.lax.optimization_barrier(sum_VE).astype(table_VE.dtype), None
 
 
-_taken.defvjp(_taken_forward, _taken_backward)
+_take.defvjp(_take_forward, _take_backward)
 
 
-def _brought(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
+def _cast_and_gather(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
     """Cast a local shard to ``dtype`` and gather it over ``axes``; its gradient is scattered in the table's dtype."""
-    return _gathered(axes, dim, dtype, table_VE) if axes or table_VE.dtype != dtype else table_VE
+    return _gather(axes, dim, dtype, table_VE) if axes or table_VE.dtype != dtype else table_VE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
+def _gather(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
     # The barrier keeps the cast before the gather. Otherwise the gather sends the wider dtype.
     table_VE = jax.lax.optimization_barrier(table_VE.astype(dtype))
     return gather_local(table_VE, axes, dim=dim) if axes else table_VE
 
 
-def _gathered_forward(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gathered(axes, dim, dtype, table_VE), table_VE[:0]
+def _gather_forward(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gather(axes, dim, dtype, table_VE), table_VE[:0]
 
 
-def _gathered_backward(axes: Axes, dim: int, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(axes: Axes, dim: int, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     # The barrier keeps the TPU compiler from summing in the dtype before this cast.
     grad = jax.lax.optimization_barrier(grad.astype(like.dtype))
     return (scatter_local(grad, axes, dim=dim) if axes else grad,)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: Any, *, whole: bool = False) -> jax.Array:
-    """Look up the local columns for the tokens of all devices of ``spread``, and exchange the results.
+def _exchange(
+    table_VE: jax.Array, tokens_BS: jax.Array, storage_axes: Axes, dtype: Any, *, gather_table: bool = False
+) -> jax.Array:
+    """Look up the local columns for the tokens of all devices of ``storage_axes``, and exchange the results.
 
-    With ``whole``, gather all columns instead and look up only the device's own tokens.
+    With ``gather_table``, gather all columns instead and look up only the device's own tokens.
     """
     batch, seq = _axes(tokens_BS, "batch", "seq")
     split = _axes(table_VE, "vocab", "embed", role="params")
@@ -129,8 +132,8 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: An
 
     def local(table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         table_VE = jax.lax.pcast(table_VE, others, to="varying")
-        table_VE = _brought(spread if whole else (), 1, dtype, table_VE)
-        ids_BS = tokens_BS if whole else gather_local(tokens_BS, spread, dim=0)
+        table_VE = _cast_and_gather(storage_axes if gather_table else (), 1, dtype, table_VE)
+        ids_BS = tokens_BS if gather_table else gather_local(tokens_BS, storage_axes, dim=0)
         if split[0]:
             ids_BS -= jax.lax.axis_index(split[0]) * table_VE.shape[0]
         rows_BSE = _rows(table_VE, ids_BS)
@@ -141,7 +144,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: An
             rows_BSE = jax.lax.psum_scatter(rows_BSE, split[0], scatter_dimension=1, tiled=True)
         elif split[0]:
             rows_BSE = jax.lax.psum(rows_BSE, split[0])
-        return rows_BSE if whole else all_to_all_local(rows_BSE, spread, split_dim=0, concat_dim=2)
+        return rows_BSE if gather_table else all_to_all_local(rows_BSE, storage_axes, split_dim=0, concat_dim=2)
 
     words = table_VE.shape[0]
     x_BSE = jax.shard_map(
@@ -152,7 +155,7 @@ def _exchange(table_VE: jax.Array, tokens_BS: jax.Array, spread: Axes, dtype: An
     return hint(x_BSE, "batch", "residual_seq", "embed")
 
 
-def _by_columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], ways: int) -> bool:
+def _by_columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], num_shards: int) -> bool:
     """Whether stages should shard a table by columns and not by words: it has fewer words than a device has tokens."""
     if stored[0][:1] != (STAGES,) or jax.sharding.get_abstract_mesh().manual_axes:
         return False
@@ -161,7 +164,7 @@ def _by_columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, .
     # The table's other axes must also shard the tokens, or several devices would look up the same tokens.
     fits = {*stored[0][1:], *stored[1]} <= tokens and STAGES not in tokens and embed % stages == 0
     # As columns the table takes V * E / stages, with fp32 gradients. Rows take tokens * E before they are split.
-    return fits and tokens_BS.size // ways > words
+    return fits and tokens_BS.size // num_shards > words
 
 
 def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...], dtype: Any) -> jax.Array:
@@ -173,13 +176,13 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
     batch, residual = _axes(tokens_BS, "batch", "residual_seq")
     others = tuple(axis for axis in (*batch, *residual) if axis not in (*stored[0], *stored[1]))
     stages, parts = sizes[STAGES], math.prod(sizes[axis] for axis in rest)
-    summed = summing(dtype) or dtype
+    sum_dtype = summing(dtype) or dtype
 
     def local(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
         words = table_VE.shape[0]
-        table_VE = _brought(stored[1], 1, dtype, jax.lax.pcast(table_VE, others, to="varying"))
+        table_VE = _cast_and_gather(stored[1], 1, dtype, jax.lax.pcast(table_VE, others, to="varying"))
         table_VE = all_to_all_local(table_VE, (STAGES,), split_dim=1, concat_dim=0)
-        table_VE = _brought(rest, 0, dtype, table_VE.astype(summed)) if rest else table_VE
+        table_VE = _cast_and_gather(rest, 0, dtype, table_VE.astype(sum_dtype)) if rest else table_VE
         # Rows are sharded as [stage, part, word]. The exchange and the gather order them as [part, stage, word].
         part, stage = ids_BS // words % parts, ids_BS // words // parts
         ids_BS = (part * stages + stage) * words + ids_BS % words
@@ -189,7 +192,7 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
         local,
         in_specs=(PartitionSpec(*stored), PartitionSpec(batch, residual)),
         out_specs=PartitionSpec(batch, residual, STAGES),
-    )(table_VE.astype(summed), jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1))
+    )(table_VE.astype(sum_dtype), jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1))
 
 
 @jax.custom_vjp
@@ -203,11 +206,12 @@ def _rows_forward(table_VE: jax.Array, ids_BS: jax.Array) -> tuple[jax.Array, tu
 
 
 def _rows_backward(saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
-    """Sum gradients ``_ADDED`` rows at a time: a TPU sorts the ids first, and a long sort is slow to compile."""
+    """Sum gradients ``_ROWS_PER_SCATTER`` rows at a time: a TPU sorts the ids, and a long sort is slow to compile."""
     ids_BS, table_VE = saved
     words, embed = table_VE.shape
-    missing = -ids_BS.size % min(_ADDED, ids_BS.size)
-    ids_PT = jnp.pad(jnp.clip(ids_BS.ravel(), 0, words - 1), (0, missing)).reshape(-1, min(_ADDED, ids_BS.size))
+    rows = min(_ROWS_PER_SCATTER, ids_BS.size)
+    missing = -ids_BS.size % rows
+    ids_PT = jnp.pad(jnp.clip(ids_BS.ravel(), 0, words - 1), (0, missing)).reshape(-1, rows)
     grad_PTE = jnp.pad(grad_BSE.reshape(-1, embed), ((0, missing), (0, 0))).reshape(*ids_PT.shape, embed)
 
     def add(sum_VE: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:

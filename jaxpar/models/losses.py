@@ -113,7 +113,7 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
     rounded.
     """
     x_BWPTE, head_EV, grad_BWPTV, nll_BS = saved
-    batch, ways, pieces, rows, embed = x_BWPTE.shape
+    batch, num_shards, pieces, rows, embed = x_BWPTE.shape
     half = x_BWPTE.dtype == jnp.float16
     scale = grad / _unit(x_BWPTE.dtype)
     scaled = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32)) * scale
@@ -123,12 +123,12 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
 
     grad_x = product("BWPTV,EV->BWPTE", grad_BWPTV, head_EV, jnp.float32 if half else None)
     grad_x = scaled(grad_x).astype(x_BWPTE.dtype)
-    grad_x = hint(grad_x.reshape(batch, ways * pieces * rows, embed), "batch", "seq", "embed")
-    wide = summing(head_EV.dtype)
-    grad_EV = product("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV, jnp.float32 if half else wide)
-    grad_head = scaled(grad_EV).astype(wide or head_EV.dtype)
+    grad_x = hint(grad_x.reshape(batch, num_shards * pieces * rows, embed), "batch", "seq", "embed")
+    sum_dtype = summing(head_EV.dtype)
+    grad_EV = product("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV, jnp.float32 if half else sum_dtype)
+    grad_head = scaled(grad_EV).astype(sum_dtype or head_EV.dtype)
     grad_head = hint(grad_head, "embed", "vocab", role="gradients")
-    if wide is not None:  # The barrier keeps the compiler from summing already rounded values.
+    if sum_dtype is not None:  # The barrier keeps the compiler from summing already rounded values.
         grad_head = jax.lax.optimization_barrier(grad_head).astype(head_EV.dtype)
     # One barrier for both matmuls: without it the logits' gradient, the largest tensor, stays alive through the layers'
     # backward pass.
@@ -160,9 +160,9 @@ def _pieces(x_BS: jax.Array) -> jax.Array:
     """Reshape [B, S, ...] to [B, W, P, T, ...]: W shards of the sequence, each in P pieces of T positions."""
     layout, seq = current_layout(), x_BS.shape[1]
     axes = layout.resolve(("seq",), (seq,)).axes[0]
-    ways = math.prod(layout.sizes[axis] for axis in axes)
-    pieces = math.gcd(seq // ways, _PIECES)
-    return x_BS.reshape(x_BS.shape[0], ways, pieces, seq // ways // pieces, *x_BS.shape[2:])
+    num_shards = math.prod(layout.sizes[axis] for axis in axes)
+    pieces = math.gcd(seq // num_shards, _PIECES)
+    return x_BS.reshape(x_BS.shape[0], num_shards, pieces, seq // num_shards // pieces, *x_BS.shape[2:])
 
 
 def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
@@ -185,8 +185,9 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     if not hasattr(model, "laid"):
         return linear_cross_entropy(model.hidden(tokens), model.unembedding(), targets)
     documents, order_BS = batch.get("segment_ids"), batch.get("order")
-    brought = {} if order_BS is None else {"order_BS": order_BS}
-    own = (tokens, targets) if documents is None else (tokens, targets, documents)
-    order, positions, (tokens, targets, *packed) = model.laid(*own, **brought)
-    more = {"documents_BS": packed[0]} if packed else {}
-    return linear_cross_entropy(model.hidden(tokens, positions, order, **more), model.unembedding(), targets)
+    order_kwargs = {} if order_BS is None else {"order_BS": order_BS}
+    arrays = (tokens, targets) if documents is None else (tokens, targets, documents)
+    order, positions, (tokens, targets, *packed) = model.laid(*arrays, **order_kwargs)
+    documents_kwargs = {"documents_BS": packed[0]} if packed else {}
+    hidden = model.hidden(tokens, positions, order, **documents_kwargs)
+    return linear_cross_entropy(hidden, model.unembedding(), targets)

@@ -114,8 +114,8 @@ def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.C
     )
     assert main(["check", str(file)]) == 1
     assert capsys.readouterr().err == (
-        "ConfigError: the mesh has an axis of -1, so the number of devices is open. Remedy: say --devices N, or set "
-        "'cpu_devices'.\n"
+        "ConfigError: the mesh has an axis of -1, so the number of devices is unknown. Remedy: pass --devices N, or "
+        "set cpu_devices.\n"
     )
 
 
@@ -142,7 +142,7 @@ def test_verify_names_the_first_module_that_diverges(
 
 def test_verify_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(QUICKSTART), "--steps", "0", *settings()]) == 1
-    assert capsys.readouterr().err == "ConfigError: verify: steps is 0, but at least 1 is wanted.\n"
+    assert capsys.readouterr().err == "ConfigError: verify: steps must be at least 1, got 0.\n"
 
 
 def test_explain_estimates_memory_for_a_topology(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,8 @@ def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> N
     plain = job_of(data={"packing": True})
     assert plain.reading(plain.layout(1)) == {"separator": 0} and "order" not in plain.batch_spec()
     text = (
-        "parallel.context: load_balance is 'balanced', but data.seq=12 tokens cannot be cut into 2 pieces for each of "
-        "the ring's 4 devices. Remedy: a multiple of 8."
+        "parallel.context: load_balance: balanced splits the sequence into 2 pieces for each of the ring's 4 devices, "
+        "but data.seq=12 is not a multiple of 8. Remedy: set data.seq to a multiple of 8."
     )
     short = job_of(**keys, data={"packing": True, "batch": 2, "seq": 12})
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
@@ -93,7 +93,7 @@ def test_precision_is_the_models_too(job_of: Any) -> None:
     with pytest.raises(ConfigError) as error:
         job_of(model={"family": "llama", "dtype": "float32"}, precision="bf16")
     assert str(error.value) == (
-        "model: dtype is 'float32', but precision says compute: bfloat16. Remedy: leave model.dtype out."
+        "model: dtype is 'float32', but precision sets compute: bfloat16. Remedy: leave model.dtype out."
     )
 
 
@@ -154,8 +154,8 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     pipeline = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
     assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.pipeline.PipelineLoss)
     text = (
-        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are of weights of steps before, so no "
-        "step is that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
+        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are computed with weights of earlier "
+        "steps, so no step equals that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         verify(job, steps=1, bound=1e-5, console=Console())
@@ -218,22 +218,25 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"context": {"load_balance": "balanced"}}},
             ConfigError,
             (
-                "parallel.context: load_balance is 'balanced', which balances packed documents, but data.packing is "
-                "false. Remedy: data: {packing: true}, or load_balance: zigzag."
+                "parallel.context: load_balance: balanced distributes packed documents, but data.packing is false. "
+                "Remedy: data: {packing: true}, or load_balance: zigzag."
             ),
         ),
         (
             STAGES,
             ConfigError,
             (
-                "mesh: pipeline is 4, but parallel.pipeline says nothing of how the layers go over the stages. "
-                "Remedy: parallel.pipeline: {schedule: 1f1b, microbatches: 8}."
+                "mesh: pipeline is 4, but parallel.pipeline, which assigns layers to the stages, is not set. Remedy: "
+                "parallel.pipeline: {schedule: 1f1b, microbatches: 8}."
             ),
         ),
         (
             {**STAGES, "mesh": {"pipeline": -1, "data": 2}, "parallel": {"pipeline": {"microbatches": 8}}},
             ConfigError,
-            "mesh: pipeline is -1, but a schedule wants to know its stages. Remedy: a number, and data: -1.",
+            (
+                "mesh: pipeline is -1, but a schedule requires a fixed number of stages. Remedy: set pipeline to a "
+                "number, and data: -1."
+            ),
         ),
         (
             {
@@ -242,15 +245,15 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             },
             ConfigError,
             (
-                "pipeline: remat.layers is [2, 1, 0, 0], but under a pipeline all layers are one program, which "
-                "recomputes as one. Remedy: leave remat.layers out."
+                "pipeline: remat.layers is [2, 1, 0, 0], but under a pipeline all layers share one program, so all of "
+                "them recompute alike. Remedy: leave remat.layers out."
             ),
         ),
         (
             {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "reshard_after_forward": False}},
             ConfigError,
             (
-                "pipeline: reshard_after_forward is False, but under a pipeline weights are gathered once a step, and "
+                "pipeline: reshard_after_forward is False, but under a pipeline weights are gathered once per step and "
                 "kept. Remedy: leave reshard_after_forward out."
             ),
         ),
@@ -267,9 +270,9 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "offset": [1, 0, 0, 0]}}},
             ConfigError,
             (
-                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces want 4 "
-                "numbers, a sum that leaves a multiple of 4, and one layer or more in each. Remedy: as [1, 0, 0, -1], "
-                "or layers that the pieces divide."
+                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces require "
+                "4 numbers, a sum that leaves a multiple of 4, and at least one layer in each piece. Remedy: an offset "
+                "such as [1, 0, 0, -1], or a number of layers that is a multiple of 4."
             ),
         ),
         (
@@ -315,7 +318,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": BOTH, "reshard_after_forward": 4}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, but reshard_after_forward: 4 keeps all "
+                "parallel.offload: parameters are stored in host memory, but reshard_after_forward: 4 keeps all "
                 "layers' weights on the device for the backward pass. Remedy: leave reshard_after_forward out, or "
                 "parallel.offload.parameters."
             ),
@@ -324,8 +327,8 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": BOTH, "remat": {"policy": "full", "layers": [1]}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, of which no part of a stack can be taken, "
-                "but remat.layers takes some layers apart. Remedy: leave remat.layers out, or "
+                "parallel.offload: parameters are stored in host memory, where a stack of layers cannot be sliced, but "
+                "remat.layers selects some of its layers. Remedy: leave remat.layers out, or "
                 "parallel.offload.parameters."
             ),
         ),
@@ -333,9 +336,9 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": BOTH, "optimizer": {"stage": 2}}},
             ConfigError,
             (
-                "parallel.offload: parameters wait in the host's memory, of which one layer at a time comes to the "
-                "device, but parallel.optimizer.stage 2 gathers all of them before the step. Remedy: stage 3, or "
-                "leave parallel.offload.parameters out."
+                "parallel.offload: parameters are stored in host memory and copied to the device one layer at a time, "
+                "but parallel.optimizer.stage 2 gathers all of them before the step. Remedy: parallel.optimizer.stage: "
+                "3, or leave parallel.offload.parameters out."
             ),
         ),
         (
@@ -355,14 +358,14 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"offload": {"optimizer": "disk"}}},
             ConfigError,
             (
-                "parallel.offload: optimizer: disk wants a path, the folder of its files. Remedy: path: DIR, on a "
+                "parallel.offload: optimizer: disk requires path, the folder of its files. Remedy: path: DIR, on a "
                 "fast disk."
             ),
         ),
         (
             {"parallel": {"offload": {"path": "moments"}}},
             ConfigError,
-            "parallel.offload: a path is for optimizer: disk alone. Remedy: leave path out.",
+            "parallel.offload: path is only valid with optimizer: disk. Remedy: leave path out.",
         ),
         (
             {"parallel": {"offload": {"optimizer": "host", "min_bytes": "big"}}},
@@ -373,19 +376,19 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"optimizer": {"name": "one_bit_adam", "clip_norm": None}, "train": {"steps": 50}},
             ConfigError,
             (
-                "wants to be told how many steps of ordinary Adam come first. Remedy: options: {warmup: 10}, a fifth "
-                "of train.steps."
+                "requires options.warmup, the number of steps of ordinary Adam at the start. Remedy: options: "
+                "{warmup: 10}, a fifth of train.steps."
             ),
         ),
         (
             {"optimizer": {"name": "one_bit_adam", "clip_norm": None, "options": {"warmup": 9, "momentum": 1}}},
             ConfigError,
             (
-                "optimizer: one_bit_adam has no option 'momentum'. Its options are: b1, b2, eps, weight_decay, "
+                "optimizer: one_bit_adam has no option 'momentum'. Options: b1, b2, eps, weight_decay, "
                 "warmup, block, min_bytes."
             ),
         ),
-        ({"train": {"grad_accum_steps": 0}}, ConfigError, "train.grad_accum_steps is 0, but at least 1 is wanted."),
+        ({"train": {"grad_accum_steps": 0}}, ConfigError, "train.grad_accum_steps must be at least 1, got 0."),
     ],
 )
 def test_wrong_keys_are_named(keys: dict[str, Any], kind: type[JaxparError], text: str, job_of: Any) -> None:
@@ -409,11 +412,17 @@ def test_signs_are_an_optimizer_of_a_run(job_of: Any) -> None:
     [
         (
             {"optimizer": ONE_BIT | {"clip_norm": 1.0}},
-            "optimizer.clip_norm: the norm of all devices' gradient is not known. Remedy: optimizer.clip_norm: null.",
+            (
+                "optimizer.clip_norm: the norm of the gradient over all devices is not known. Remedy: "
+                "optimizer.clip_norm: null."
+            ),
         ),
         (
             {"parallel": {"optimizer": {"stage": 1}}},
-            "parallel.optimizer: weights and moments are whole (stage 0). Remedy: leave parallel.optimizer out.",
+            (
+                "parallel.optimizer: weights and moments must be replicated (stage 0). Remedy: leave "
+                "parallel.optimizer out."
+            ),
         ),
         (
             {"parallel": {"offload": {"optimizer": "host"}}},
@@ -421,18 +430,21 @@ def test_signs_are_an_optimizer_of_a_run(job_of: Any) -> None:
         ),
         (
             {"precision": {"reduce": "int8"}},
-            "precision.reduce: its warm-up reduces in fp32, and signs follow. Remedy: leave precision.reduce out.",
+            (
+                "precision.reduce: it reduces gradients in fp32 during its warm-up, and sends signs afterwards. "
+                "Remedy: leave precision.reduce out."
+            ),
         ),
         (
             {"parallel": {"fusion": {"reduce": [1]}}},
-            "parallel.fusion.reduce: its signs cross all at once. Remedy: leave parallel.fusion.reduce out.",
+            "parallel.fusion.reduce: it sends all signs together. Remedy: leave parallel.fusion.reduce out.",
         ),
     ],
 )
 def test_keys_that_contradict_signs_are_named_both(keys: dict[str, Any], text: str, job_of: Any) -> None:
     with pytest.raises(ConfigError) as error:
         job_of(**({"optimizer": ONE_BIT} | keys))
-    assert str(error.value) == f"optimizer.name is one_bit_adam, which does not go with {text}"
+    assert str(error.value) == f"optimizer.name: one_bit_adam does not support {text}"
 
 
 def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_of: Any) -> None:

@@ -58,7 +58,7 @@ def test_documents_are_told_apart_and_every_process_gets_the_order_of_all_rows()
 
 def test_a_position_in_packed_documents_is_none_in_others() -> None:
     packed, plain = (batches(TOKENS, batch=4, seq=8, **how) for how in ({"separator": 0}, {}))
-    with pytest.raises(DataError, match=re.escape("separator was 0, is 'absent'")):
+    with pytest.raises(DataError, match=re.escape("separator was 0, is now 'absent'")):
         plain.set_state(packed.get_state())
 
 
@@ -156,15 +156,15 @@ def test_a_restored_position_continues_exactly(steps: int) -> None:
 @pytest.mark.parametrize(
     ("change", "differences"),
     [
-        ({"batch": 8}, ["batch was 4, is 8"]),
-        ({"seq": 5}, ["seq was 8, is 5"]),
-        ({"seed": 2}, ["seed was 1, is 2"]),
-        ({"shuffle": False}, ["shuffle was True, is False"]),
-        ({"process_index": 1}, ["process_index was 0, is 1"]),
-        ({"process_count": 4}, ["process_count was 2, is 4"]),
-        ({"tokens": TOKENS[:-1]}, ["tokens was 1000, is 999", "content was HASH, is HASH"]),
-        ({"tokens": TOKENS[::-1]}, ["content was HASH, is HASH"]),
-        ({"seq": 2, "batch": 8, "seed": 3}, ["batch was 4, is 8", "seq was 8, is 2", "seed was 1, is 3"]),
+        ({"batch": 8}, ["batch was 4, is now 8"]),
+        ({"seq": 5}, ["seq was 8, is now 5"]),
+        ({"seed": 2}, ["seed was 1, is now 2"]),
+        ({"shuffle": False}, ["shuffle was True, is now False"]),
+        ({"process_index": 1}, ["process_index was 0, is now 1"]),
+        ({"process_count": 4}, ["process_count was 2, is now 4"]),
+        ({"tokens": TOKENS[:-1]}, ["tokens was 1000, is now 999", "content was HASH, is now HASH"]),
+        ({"tokens": TOKENS[::-1]}, ["content was HASH, is now HASH"]),
+        ({"seq": 2, "batch": 8, "seed": 3}, ["batch was 4, is now 8", "seq was 8, is now 2", "seed was 1, is now 3"]),
     ],
 )
 def test_a_position_of_another_run_is_refused_naming_every_difference(
@@ -183,7 +183,9 @@ def test_a_position_of_another_version_is_refused() -> None:
     saved = stream.get_state()
     saved["fingerprint"] |= {"version": 99, "colour": "red"}
     del saved["fingerprint"]["seed"]
-    with pytest.raises(DataError, match="version was 99, is 1; seed was 'absent', is 0; colour was 'red', is 'absent'"):
+    with pytest.raises(
+        DataError, match=("version was 99, is now 1; seed was 'absent', is now 0; colour was 'red', is now 'absent'")
+    ):
         stream.set_state(saved)
 
 

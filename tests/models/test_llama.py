@@ -267,7 +267,13 @@ def test_cross_entropy_stands_extremes_and_an_empty_mask() -> None:
                 "Remedy: a kv_heads that divides 6."
             ),
         ),
-        ({"head_dim": 7}, "llama: head_dim=7 is odd; rotary positions turn pairs. Remedy: make it even."),
+        (
+            {"head_dim": 7},
+            (
+                "llama: head_dim must be even, because rotary embeddings rotate pairs of numbers, got 7. Remedy: an "
+                "even head_dim."
+            ),
+        ),
     ],
     ids=["heads", "head_dim"],
 )

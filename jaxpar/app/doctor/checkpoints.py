@@ -17,19 +17,19 @@ def examine(folder: Path) -> list[MachineCheck]:
     found, steps = [], list(health(folder))
     best = max((one.step for one in steps if one.good), default=None)
     for one in steps:
-        said = f"{one.tensors} tensors, {one.bytes / 2**20:.1f} MiB{f', of {one.when}' if one.when else ''}"
-        back = f"a restart takes step {best}" if best is not None else "no step is good: begin anew"
-        remedy = f"delete it; {back}"
+        contents = f"{one.tensors} tensors, {one.bytes / 2**20:.1f} MiB{f', of {one.when}' if one.when else ''}"
+        restart = f"a restart resumes from step {best}" if best is not None else "no step is undamaged: start anew"
+        remedy = f"delete it; {restart}"
         found.append(
             MachineCheck(
                 f"step {one.step}",
                 "ok" if one.good else "bad",
-                said if one.good else " ".join(one.problems),
+                contents if one.good else " ".join(one.problems),
                 "" if one.good else remedy,
             )
         )
     found += [
-        MachineCheck("unfinished", "warn", f"{folder / name}: a save was killed in it", "delete it")
+        MachineCheck("unfinished", "warn", f"{folder / name}: left by an interrupted save", "delete it")
         for name in unfinished_in(folder)
     ]
     return found

@@ -87,12 +87,12 @@ def pins_of(file: Path) -> dict[str, str]:
     return {name: version for name, _, version in (line.partition(";")[0].strip().partition("==") for line in lines)}
 
 
-def python_check(version: Sequence[int], wanted: str) -> MachineCheck:
+def python_check(version: Sequence[int], required: str) -> MachineCheck:
     """Check the interpreter against the range that the project requires."""
     text = ".".join(map(str, version))
-    if SpecifierSet(wanted).contains(text, prereleases=True):
-        return MachineCheck("python", "ok", f"{text} ({wanted})")
-    return MachineCheck("python", "bad", f"{text}, but jaxpar wants {wanted}", f"install Python {wanted}")
+    if SpecifierSet(required).contains(text, prereleases=True):
+        return MachineCheck("python", "ok", f"{text} ({required})")
+    return MachineCheck("python", "bad", f"{text}, but jaxpar requires {required}", f"install Python {required}")
 
 
 def versions(
@@ -106,13 +106,15 @@ def versions(
     return found
 
 
-def _version(name: str, version: str | None, wanted: str, pin: str) -> MachineCheck:
+def _version(name: str, version: str | None, required: str, pin: str) -> MachineCheck:
     if version is None:
-        return MachineCheck(name, "bad", "not installed", f"pip install '{name}{wanted}'")
-    if not SpecifierSet(wanted).contains(version, prereleases=True):
-        return MachineCheck(name, "bad", f"{version}, but jaxpar wants {wanted}", f"pip install '{name}{wanted}'")
-    said = ", ".join(text for text in (wanted, f"pinned {pin}" if pin else "") if text)
-    finding = f"{version} ({said})" if said else version
+        return MachineCheck(name, "bad", "not installed", f"pip install '{name}{required}'")
+    if not SpecifierSet(required).contains(version, prereleases=True):
+        return MachineCheck(
+            name, "bad", f"{version}, but jaxpar requires {required}", f"pip install '{name}{required}'"
+        )
+    details = ", ".join(text for text in (required, f"pinned {pin}" if pin else "") if text)
+    finding = f"{version} ({details})" if details else version
     if pin and pin != version:
         status: Status = "warn" if name in _EXACT else "ok"
         return MachineCheck(name, status, finding, "uv sync" if status == "warn" else "")
@@ -121,14 +123,14 @@ def _version(name: str, version: str | None, wanted: str, pin: str) -> MachineCh
 
 def extras(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[MachineCheck]:
     """List each extra and its missing packages; a missing extra is not a fault."""
-    wanted: dict[str, list[str]] = {}
-    brings = {"jax[tpu]": "libtpu", "jax[cuda13]": "jax-cuda13-plugin"}
+    packages_of: dict[str, list[str]] = {}
+    plugins = {"jax[tpu]": "libtpu", "jax[cuda13]": "jax-cuda13-plugin"}
     for line in requirements:
         name, _, extra = _parse(line)
         if extra:
-            wanted.setdefault(extra, []).append(brings.get(re.split(r"[<>=!~ ;]", line)[0], name))
+            packages_of.setdefault(extra, []).append(plugins.get(re.split(r"[<>=!~ ;]", line)[0], name))
     found = []
-    for extra, packages in sorted(wanted.items()):
+    for extra, packages in sorted(packages_of.items()):
         missing = [package for package in packages if version_of(package) is None]
         finding = f"not installed: {', '.join(missing)}" if missing else "installed"
         found.append(MachineCheck(f"extra {extra}", "ok", finding, f"pip install 'jaxpar[{extra}]'" if missing else ""))
@@ -160,13 +162,16 @@ def devices(timeout: float, python: str = sys.executable) -> MachineCheck:
     try:
         run = subprocess.run([python, "-c", _DEVICES], capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        remedy = "see who holds the TPU or GPU, or set JAX_PLATFORMS=cpu"
+        remedy = "find the process that holds the TPU or GPU, or set JAX_PLATFORMS=cpu"
         return MachineCheck("devices", "bad", f"jax found no devices within {timeout:g} s", remedy)
     lines = run.stdout.splitlines()
     if run.returncode or not lines:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
         return MachineCheck(
-            "devices", "bad", f"jax does not start: {last}", "set JAX_PLATFORMS to what is here, as cpu"
+            "devices",
+            "bad",
+            f"jax fails to start: {last}",
+            "set JAX_PLATFORMS to a platform of this machine, such as cpu",
         )
     kinds = json.loads(lines[-1])
     texts = [f"{n} × {kind} ({platform}{_memory(limit)})" for platform, kind, n, limit in kinds]
@@ -189,8 +194,8 @@ def environment(variables: Mapping[str, str]) -> list[MachineCheck]:
         elif name in _FLAGS and "host_platform_device_count" in variables[name]:
             found.append(MachineCheck("environment", "warn", f"{value}: CPU devices are simulated", f"unset {name}"))
         elif name in _FLAGS:
-            finding = f"{value} changes what runs here, and does not reach programs compiled ahead of time"
-            found.append(MachineCheck("environment", "warn", finding, "say it under 'compiler:' in the run's file"))
+            finding = f"{value} affects programs on this machine, but not programs compiled ahead of time"
+            found.append(MachineCheck("environment", "warn", finding, "set it under 'compiler:' in the run's file"))
         elif name.startswith(("JAX_", "JAXPAR_")):
             found.append(MachineCheck("environment", "ok", value))
     return found
@@ -205,7 +210,7 @@ def cache(folder: Path) -> MachineCheck:
     finding = f"{kept}: {len(programs)} programs, {size / 2**20:.1f} MiB"
     if not os.access(nearest, os.W_OK) or not nearest.is_dir():
         return MachineCheck(
-            "cache", "bad", f"{finding}; {nearest} cannot be written", "set JAXPAR_CACHE to a folder of your own"
+            "cache", "bad", f"{finding}; {nearest} is not writable", "set JAXPAR_CACHE to a writable folder"
         )
     return MachineCheck("cache", "ok", finding)
 
@@ -220,15 +225,15 @@ def coordinator(variables: Mapping[str, str]) -> MachineCheck:
         "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {}, and keep the port behind a firewall"
     )
     if not address and not bind:
-        finding = "no launcher asks for a coordinator; jax.distributed.initialize() would listen on every interface"
+        finding = "no launcher configures a coordinator; jax.distributed.initialize() would listen on every interface"
         return MachineCheck("coordinator", "ok", finding, "pass coordinator_bind_address= when you call it")
-    where = f"{source} says {address}; " if address else ""
+    prefix = f"{source} sets {address}; " if address else ""
     if not _everywhere(listens):
-        return MachineCheck("coordinator", "ok", f"{where}listens on {listens} only")
+        return MachineCheck("coordinator", "ok", f"{prefix}listens on {listens} only")
     if _local(address):
-        finding = f"{where}yet it would listen on {listens}, every interface, without any check of who connects"
+        finding = f"{prefix}but it would listen on {listens}, every interface, without authentication"
         return MachineCheck("coordinator", "bad", finding, remedy.format(address))
-    finding = f"{where}it would listen on {listens}, every interface, without any check of who connects"
+    finding = f"{prefix}it would listen on {listens}, every interface, without authentication"
     return MachineCheck("coordinator", "warn", finding, remedy.format(f"{address or 'the cluster network address'}"))
 
 
@@ -246,14 +251,18 @@ def port(variables: Mapping[str, str]) -> MachineCheck:
     address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or address_in(variables)[0]
     text = address.rpartition(":")[2] or str(TPU_PORT)
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        return MachineCheck("port", "bad", f"the coordinator's address {address!r} ends in no port", "write HOST:PORT")
+        return MachineCheck(
+            "port", "bad", f"the coordinator's address {address!r} has no valid port", "write HOST:PORT"
+        )
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind(("", int(text)))
         except OSError as error:
-            remedy = "end the process that holds it, or take another port"
-            return MachineCheck("port", "bad", f"the coordinator's port {text} cannot be had: {error.strerror}", remedy)
+            remedy = "end the process that uses it, or use another port"
+            return MachineCheck(
+                "port", "bad", f"the coordinator's port {text} is not available: {error.strerror}", remedy
+            )
     return MachineCheck("port", "ok", f"the coordinator's port {text} is free")
 
 
@@ -278,7 +287,7 @@ def summary(checks: Sequence[MachineCheck]) -> str:
     '2 checks: jax is bad'
     """
     troubled = [f"{check.name} is {check.status}" for check in checks if check.status != "ok"]
-    return f"{len(checks)} checks: {', '.join(troubled) or 'all is well'}"
+    return f"{len(checks)} checks: {', '.join(troubled) or 'all ok'}"
 
 
 def report(checks: Sequence[MachineCheck], *, as_json: bool) -> str:

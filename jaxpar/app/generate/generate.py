@@ -21,8 +21,8 @@ from jaxpar.app.generate.prompts import BYTES, Answer, Page, as_bytes
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.train.checkpointing import _changes, _flat, _plain
-from jaxpar.app.train.compile import until_asked
-from jaxpar.app.train.signals import Stop, told
+from jaxpar.app.train.compile import iterate_until_signal
+from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.data.sources import SEPARATOR
@@ -42,7 +42,7 @@ _WORDS = {"slots": "--cache", "most": "--max-new-tokens"}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GenerateOptions:
     """The options of a generation.
 
     Attributes:
@@ -66,13 +66,13 @@ class Wanted:
     checkpoint: Path | None = None
 
 
-def generator(job: Job, texts: Sequence[Sequence[int]], wanted: Wanted) -> jp.Generator:
+def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions) -> jp.Generator:
     """Return the generator of a run's model, with room for these prompts.
 
     Args:
       job: the run.
       texts: the prompts as token ids.
-      wanted: the options.
+      options: the options.
 
     Raises:
       ConfigError: a prompt is empty or does not fit the cache, the vocabulary lacks bytes, the batch is empty, or a
@@ -81,42 +81,45 @@ def generator(job: Job, texts: Sequence[Sequence[int]], wanted: Wanted) -> jp.Ge
     """
     if job.model.vocab < BYTES:
         raise ConfigError(
-            f"model: vocab is {job.model.vocab}, but text is bytes, {BYTES} different tokens. Remedy: the model.vocab "
-            f"of the training, {BYTES} or more."
+            f"model: vocab must be at least {BYTES}, the number of byte values, got {job.model.vocab}. Remedy: the "
+            f"model.vocab of the training run, at least {BYTES}."
         )
-    if "" in wanted.stop:
-        raise ConfigError("generate: a stop text is empty, so that nothing could be made. Remedy: leave it out.")
-    if wanted.batch is not None and wanted.batch < 1:
-        raise ConfigError(f"generate: batch is {wanted.batch}, but 1 or more prompts at once are wanted.")
-    layout, slots = job.layout(), wanted.slots
-    ways = {dim: _ways(layout, dim) for dim in ("batch", "cache_seq")}
-    longest = max((len(text) for text in texts), default=0) + wanted.most
-    slots = _rounded(longest, math.lcm(16, ways["cache_seq"])) if slots is None else slots
-    seeds = range(wanted.seed, wanted.seed + len(texts))
-    if not 0 <= wanted.seed <= SEEDS - len(texts):
+    if "" in options.stop:
+        raise ConfigError("generate: a stop string is empty, so no text could be generated. Remedy: leave it out.")
+    if options.batch is not None and options.batch < 1:
+        raise ConfigError(f"generate: batch must be at least 1, got {options.batch}.")
+    layout, slots = job.layout(), options.slots
+    num_shards = {dim: _num_shards(layout, dim) for dim in ("batch", "cache_seq")}
+    longest = max((len(text) for text in texts), default=0) + options.most
+    slots = _rounded(longest, math.lcm(16, num_shards["cache_seq"])) if slots is None else slots
+    seeds = range(options.seed, options.seed + len(texts))
+    if not 0 <= options.seed <= SEEDS - len(texts):
         raise ConfigError(
-            f"generate: seed is {wanted.seed}, but 0 to {SEEDS - max(1, len(texts))} is wanted, as each of "
-            f"{len(texts)} prompt(s) has its own, one after another."
+            f"generate: seed must be between 0 and {SEEDS - max(1, len(texts))}, got {options.seed}, because each of "
+            f"the {len(texts)} prompt(s) has its own seed, counting up from it."
         )
     spell = lambda name, value: f"{_WORDS[name]} {value}"
-    check_requests(texts, wanted.most, seeds, slots=slots, vocab=job.model.vocab, spell=spell)
-    asked = job.config.generate
-    kept: dict[str, Any] = {"weights": asked.weights, "cache": asked.cache}
-    if wanted.int8 is not None:
-        kept = {name: "int8" if name in wanted.int8 else None for name in kept}
-    cached, rows = cached_llama(job.model, **kept), min(len(texts), MOST_ROWS) if wanted.batch is None else wanted.batch
+    check_requests(texts, options.most, seeds, slots=slots, vocab=job.model.vocab, spell=spell)
+    formats = job.config.generate
+    kept: dict[str, Any] = {"weights": formats.weights, "cache": formats.cache}
+    if options.int8 is not None:
+        kept = {name: "int8" if name in options.int8 else None for name in kept}
+    cached = cached_llama(job.model, **kept)
+    rows = min(len(texts), MOST_ROWS) if options.batch is None else options.batch
     return jp.Generator(
         layout,
         job.make_model,
         cached,
-        batch=_rounded(rows, ways["batch"] * stages_of(layout, cached)),
+        batch=_rounded(rows, num_shards["batch"] * stages_of(layout, cached)),
         slots=slots,
-        sampling=wanted.sampling,
+        sampling=options.sampling,
         stop=tuple(SEPARATOR),
     )
 
 
-def generate(job: Job, prompts: Sequence[str], wanted: Wanted, *, out: TextIO, console: Console) -> list[Answer]:
+def generate(
+    job: Job, prompts: Sequence[str], options: GenerateOptions, *, out: TextIO, console: Console
+) -> list[Answer]:
     """Stream the generated text of each prompt to ``out``, and all messages to ``console``; returns the answers.
 
     A signal ends the generation; the answers then hold the text so far. With several processes all of them call this
@@ -127,34 +130,35 @@ def generate(job: Job, prompts: Sequence[str], wanted: Wanted, *, out: TextIO, c
       CheckpointError: there is no undamaged checkpoint, or it is of another model.
       LaunchError: another process is gone.
     """
-    check_same("generate", _facts(job, prompts, wanted), "the same command and configuration in every process.")
+    remedy = "use the same command and configuration in every process."
+    check_same("generate", _shared_facts(job, prompts, options), remedy)
     texts = [list(as_bytes(number, prompt)) for number, prompt in enumerate(prompts)]
-    model = settled(lambda: generator(job, texts, wanted))
-    answers = [Answer(prompt, wanted.stop) for prompt in prompts]
-    seconds, later = 0.0, 0
+    model = settled(lambda: generator(job, texts, options))
+    answers = [Answer(prompt, options.stop) for prompt in prompts]
+    seconds, later_tokens = 0.0, 0
     with Stop() as stop:
         heartbeat.doing("restore")
-        params = _parameters(job, model.layout, model, wanted.checkpoint, console)
+        params = _parameters(job, model.layout, model, options.checkpoint, console)
         if _dtypes(model.params) != _dtypes(model.prepared):
             params = model.prepare(params)
-        for first in range(0, len(texts) if not stop.asked else 0, model.batch):
-            turn = slice(first, first + model.batch)
-            made = until_asked(_steps(model, params, texts[turn], wanted, first), stop)
-            with closing(made) as steps, Page(out, answers[turn], first, alone=len(texts) == 1) as page:
-                came, took = _streamed(steps, model, wanted.most, answers[turn], page)
-            later, seconds = later + came, seconds + took
-            if stop.asked:
+        for first in range(0, len(texts) if not stop.number else 0, model.batch):
+            batch = slice(first, first + model.batch)
+            tokens = iterate_until_signal(_steps(model, params, texts[batch], options, first), stop)
+            with closing(tokens) as steps, Page(out, answers[batch], first, single=len(texts) == 1) as page:
+                count, duration = _streamed(steps, model, options.most, answers[batch], page)
+            later_tokens, seconds = later_tokens + count, seconds + duration
+            if stop.number:
                 break
     for answer in answers:
         answer.why = answer.why or INTERRUPTED
     count = sum(answer.count for answer in answers)
-    why = f"stopped by {told(stop.asked)}: " if stop.asked else ""
-    speed = f"{later / seconds:.1f}" if seconds and later else "none"
-    console.print(f"{why}{count} tokens of {len(texts)} prompt(s); after the first, {speed} a second")
+    why = f"stopped by {signal_name(stop.number)}: " if stop.number else ""
+    speed = f"{later_tokens / seconds:.1f}" if seconds and later_tokens else "none"
+    console.print(f"{why}{count} tokens of {len(texts)} prompt(s); after the first tokens, {speed} tokens/s")
     return answers
 
 
-def _facts(job: Job, prompts: Sequence[str], wanted: Wanted) -> dict[str, Any]:
+def _shared_facts(job: Job, prompts: Sequence[str], options: GenerateOptions) -> dict[str, Any]:
     """Everything that affects the tokens, by names that a user knows."""
     digest = lambda text: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
     texts = {
@@ -162,21 +166,21 @@ def _facts(job: Job, prompts: Sequence[str], wanted: Wanted) -> dict[str, Any]:
         f"{digest(text)})"
         for number, text in enumerate(prompts)
     }
-    asked = {name: getattr(wanted, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
-    asked |= {"sampling": repr(wanted.sampling), "checkpoint": "one" if wanted.checkpoint else "none"}
-    every = dict(_flat(_plain(job)))
-    config = {f"{name} of the configuration": value for name, value in every.items() if name.startswith(_SAME)}
-    return {"the number of prompts": len(prompts), **texts, **asked, **config}
+    own = {name: getattr(options, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
+    own |= {"sampling": repr(options.sampling), "checkpoint": "one" if options.checkpoint else "none"}
+    flat = dict(_flat(_plain(job)))
+    config = {f"{name} in the configuration": value for name, value in flat.items() if name.startswith(_SAME)}
+    return {"the number of prompts": len(prompts), **texts, **own, **config}
 
 
 def _steps(
-    model: jp.Generator, params: Any, texts: list[list[int]], wanted: Wanted, first: int
+    model: jp.Generator, params: Any, texts: list[list[int]], options: GenerateOptions, first: int
 ) -> Generator[list[int]]:
     """The tokens of one batch of prompts, step by step; each step is reported to the supervisor."""
     heartbeat.doing("compile")
-    seeds = range(wanted.seed + first, wanted.seed + first + len(texts))
-    for number, tokens in enumerate(model.stream(params, texts, most=wanted.most, seeds=seeds, first=first), 1):
-        heartbeat.beat(first // model.batch * wanted.most + number)
+    seeds = range(options.seed + first, options.seed + first + len(texts))
+    for number, tokens in enumerate(model.stream(params, texts, most=options.most, seeds=seeds, first=first), 1):
+        heartbeat.beat(first // model.batch * options.most + number)
         yield tokens
 
 
@@ -198,29 +202,29 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
       CheckpointError: there is no step, all are damaged, or the newest undamaged one is of another model; or the
         processes see different checkpoints.
     """
-    one, names = settled(lambda: _folders(directory))
-    every = [set(text.decode().split("/")) for text in gather("/".join(names).encode())]
-    common = [name for name in names if all(name in others for others in every)]
+    single, names = settled(lambda: _folders(directory))
+    names_by_process = [set(text.decode().split("/")) for text in gather("/".join(names).encode())]
+    common = [name for name in names if all(name in others for others in names_by_process)]
     if not common:
-        seen = ", ".join(f"process {rank} {sorted(some)}" for rank, some in enumerate(every))
+        seen = ", ".join(f"process {rank} {sorted(some)}" for rank, some in enumerate(names_by_process))
         raise CheckpointError(
-            f"{directory}: no step is there for all processes: {seen}. Remedy: one folder that all of them see."
+            f"{directory}: no step is visible to all processes: {seen}. Remedy: a folder that all processes share."
         )
     problems = []
-    for folder in (directory if one else directory / name for name in common):
+    for folder in (directory if single else directory / name for name in common):
         try:
             found = settled(
-                lambda folder=folder: _read(folder, params, None if one else int(folder.name))  # type: ignore[misc]
+                lambda folder=folder: _read(folder, params, None if single else int(folder.name))  # type: ignore[misc]
             )
         except DamagedError as error:
             problems.append(str(error))
             continue
         for problem in problems:
-            tell(f"[bold]passed over: {escape(problem)}[/]")
-        remedy = "one folder that all processes see, or copies of it."
+            tell(f"[bold]skipped: {escape(problem)}[/]")
+        remedy = "a folder that all processes share, or copies of it."
         check_same(str(folder), {"the checkpoint": f"that with manifest {_digest(folder)}"}, remedy)
         return found, folder
-    raise CheckpointError(f"{directory}: no step is as it was written: {' '.join(problems)}")
+    raise CheckpointError(f"{directory}: every step is damaged: {' '.join(problems)}")
 
 
 def _folders(directory: Path) -> tuple[bool, list[str]]:
@@ -229,8 +233,8 @@ def _folders(directory: Path) -> tuple[bool, list[str]]:
     names = [directory.name] if one else [str(step) for step in reversed(steps_in(directory))]
     if not names:
         raise CheckpointError(
-            f"{directory}: no checkpoint. Remedy: the folder of a run's checkpoints, as runs/one/checkpoints, or of "
-            "one of its steps."
+            f"{directory}: no checkpoint found. Remedy: pass the folder of a run's checkpoints, such as "
+            "runs/one/checkpoints, or of one of its steps."
         )
     return one, names
 
@@ -247,7 +251,8 @@ def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Pa
     split = ", ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one device"
     if checkpoint is None:
         console.print(
-            f"[bold]INITIAL parameters, never trained, on {split}: what follows is noise.[/] Remedy: --checkpoint DIR"
+            f"[bold]INITIAL parameters, not trained, on {split}: the generated text is noise.[/] Remedy: --checkpoint "
+            "DIR"
         )
         return jp.init(layout, job.make_model, optax.identity(), seed=job.config.train.seed).params
     params, folder = restored(checkpoint, model.params, console.print)
@@ -274,29 +279,29 @@ def _streamed(
             if answer.why:
                 continue
             if token < 0 or token in model.stop:
-                page.more(answer.end("stop"))
+                page.write(answer.end("stop"))
             else:
-                page.more(answer.add(token))
+                page.write(answer.add(token))
                 if not answer.why and answer.count == most:
-                    page.more(answer.end("length"))
+                    page.write(answer.end("length"))
             if answer.why:
                 page.ended(row)
-        page.turn()
+        page.refresh()
         if all(answer.why for answer in answers):
             break
-    took = time.perf_counter() - began if began else 0.0
+    seconds = time.perf_counter() - began if began else 0.0
     for row, answer in enumerate(answers):
         if not answer.why:
-            page.more(answer.end(INTERRUPTED))
+            page.write(answer.end(INTERRUPTED))
             page.ended(row)
-    return max(0, sum(answer.count for answer in answers) - len(answers)), took
+    return max(0, sum(answer.count for answer in answers) - len(answers)), seconds
 
 
 def _dtypes(params: Any) -> list[Any]:
     return [x.dtype for x in jax.tree.leaves(params)]
 
 
-def _ways(layout: jp.Layout, dim: str) -> int:
+def _num_shards(layout: jp.Layout, dim: str) -> int:
     """The number of shards of a dim under the rules; ``cache_seq`` is sharded as ``seq`` if it has no rule."""
     table = layout.rules.table
     found = layout.resolve(("seq" if dim not in table and dim == "cache_seq" else dim,))

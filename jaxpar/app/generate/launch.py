@@ -27,9 +27,9 @@ from jaxpar.errors import JaxparError, LaunchError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jaxpar.app.generate.generate import Wanted
+    from jaxpar.app.generate.generate import GenerateOptions
 
-_PARTING = 5.0
+_SHUTDOWN_TIMEOUT = 5.0
 """Maximum seconds that a process waits for the others when all of them end."""
 _LAUNCH = ("processes", "coordinator", "process_count", "process_id", "config", "set")
 
@@ -45,22 +45,22 @@ def go(command: Any) -> int:
       JaxparError: as :func:`jaxpar.app.generate.generate.generate`.
     """
     loaded = load_run(command.config, command.set)
-    asked = LaunchOptions(command.processes, command.coordinator, command.process_count, command.process_id)
+    options = LaunchOptions(command.processes, command.coordinator, command.process_count, command.process_id)
     if command.explain:
         return _explain(command, loaded)
     try:
         supervised = heartbeat.connect()
-        count = asked.processes if asked.processes is not None else loaded.config.supervise.processes
+        count = options.processes if options.processes is not None else loaded.config.supervise.processes
         if count is not None and not supervised:
-            return _supervise(command, loaded, asked, count)
-        place = place_of(asked.coordinator, asked.process_count, asked.process_id)
-        what = found(place, alone=asked.process_count == 1)
-        if what is None and not supervised:
-            return _alone(command, loaded)
+            return _supervise(command, loaded, options, count)
+        place = place_of(options.coordinator, options.process_count, options.process_id)
+        cluster = found(place, alone=options.process_count == 1)
+        if cluster is None and not supervised:
+            return _run_single(command, loaded)
         with reporting():
-            return _one_of_several(command, loaded, what)
+            return _run_distributed(command, loaded, cluster)
     except KeyboardInterrupt:
-        _leave(0 if heartbeat.listened() else 130)
+        _exit(0 if heartbeat.listened() else 130)
 
 
 def _explain(command: Any, loaded: Loaded) -> int:
@@ -71,11 +71,11 @@ def _explain(command: Any, loaded: Loaded) -> int:
 
     job, prompts = make_job(loaded, training=False), _read(command)
     texts = [list(as_bytes(number, prompt)) for number, prompt in enumerate(prompts or [" "])]
-    print(generator(job, texts, _wanted(command)).explain().to_text(), end="")
+    print(generator(job, texts, _options(command)).explain().to_text(), end="")
     return 0
 
 
-def _alone(command: Any, loaded: Loaded) -> int:
+def _run_single(command: Any, loaded: Loaded) -> int:
     from rich.console import Console
 
     choose_devices(loaded.config, None)
@@ -89,27 +89,27 @@ def _alone(command: Any, loaded: Loaded) -> int:
         return 141
 
 
-def _one_of_several(command: Any, loaded: Loaded, what: ProcessPlace | Cluster | None) -> int:
+def _run_distributed(command: Any, loaded: Loaded, cluster: ProcessPlace | Cluster | None) -> int:
     """Generate in all processes; only process 0 prints."""
     from rich.console import Console
 
-    with _text_alone() as out:
-        if what is not None:
-            join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
-        choose_devices(loaded.config, what)
+    with _reserve_stdout() as out:
+        if cluster is not None:
+            join(cluster, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
+        choose_devices(loaded.config, cluster)
         import jax
 
         silent = jax.process_index() > 0
         file: Any = io.StringIO() if silent else _Lines() if heartbeat.listened() else sys.stderr
         console = Console(file=file, highlight=False, soft_wrap=True)
-        if what is not None:
-            console.print(f"launch  {what}")
+        if cluster is not None:
+            console.print(f"launch  {cluster}")
         try:
             return _generate(command, loaded, io.StringIO() if silent else out, console)
         except LaunchError:
             raise
         except JaxparError:
-            _part()  # every process raises this error and must have time to report it
+            _shut_down_together()  # every process raises this error and must have time to report it
             raise
 
 
@@ -122,26 +122,26 @@ def _generate(command: Any, loaded: Loaded, out: TextIO, console: Console) -> in
     from jaxpar.utils.multihost import gather, settled
 
     first, job = jax.process_index() == 0, settled(lambda: make_job(loaded, training=False))
-    wanted = settled(lambda: _wanted(command))
-    mine = settled(lambda: _read(command, stdin=first))
+    options = settled(lambda: _options(command))
+    own_prompts = settled(lambda: _read(command, stdin=first))
     # Only process 0 reads standard input. Its prompts are sent to all, and compared like the other options.
-    every = [json.loads(text) for text in gather(json.dumps(mine).encode())]
-    prompts = every[0] if _reads_stdin(command) else mine
-    answers = generate(job, prompts, wanted, out=out, console=console)
+    prompts_by_process = [json.loads(text) for text in gather(json.dumps(own_prompts).encode())]
+    prompts = prompts_by_process[0] if _reads_stdin(command) else own_prompts
+    answers = generate(job, prompts, options, out=out, console=console)
     if command.json is not None and first:
         write_answers(command.json, answers)
     if any(answer.why == INTERRUPTED for answer in answers):
-        _leave(0 if heartbeat.listened() else 130)
+        _exit(0 if heartbeat.listened() else 130)
     return 0
 
 
-def _wanted(command: Any) -> Wanted:
-    from jaxpar.app.generate.generate import Wanted
+def _options(command: Any) -> GenerateOptions:
+    from jaxpar.app.generate.generate import GenerateOptions
     from jaxpar.inference.sampling import Sampling
 
-    how = Sampling(command.temperature, command.top_k, command.top_p)
-    kept = (command.stop, command.int8, command.checkpoint)
-    return Wanted(command.max_new_tokens, how, command.seed, command.cache, command.batch, *kept)
+    sampling = Sampling(command.temperature, command.top_k, command.top_p)
+    others = (command.stop, command.int8, command.checkpoint)
+    return GenerateOptions(command.max_new_tokens, sampling, command.seed, command.cache, command.batch, *others)
 
 
 def _reads_stdin(command: Any) -> bool:
@@ -154,24 +154,24 @@ def _read(command: Any, *, stdin: bool = True) -> list[str]:
     return [*command.prompt, *read_prompts(command.prompts)]
 
 
-def _supervise(command: Any, loaded: Loaded, asked: LaunchOptions, count: int) -> int:
+def _supervise(command: Any, loaded: Loaded, options: LaunchOptions, count: int) -> int:
     """Start ``count`` processes, and end all of them when one fails."""
     policy = dataclasses.replace(policy_of(loaded.config), restarts=None, elastic=False, signalled=True)
     logs, status = Path(tempfile.mkdtemp(prefix="jaxpar-generate-")), 1
-    tell = functools.partial(print, file=sys.stderr, flush=True)
+    print_line = functools.partial(print, file=sys.stderr, flush=True)
     try:
         with tempfile.TemporaryFile() as stdin:
-            if _reads_stdin(command) and not asked.process_id:
+            if _reads_stdin(command) and not options.process_id:
                 # The processes run in sessions of their own and cannot read from the terminal.
                 shutil.copyfileobj(sys.stdin.buffer, stdin)
                 stdin.seek(0)
-            task = Task("generate", tuple(words(command)), 0, logs, stdin, tell)
-            status = supervise(command.config, command.set, loaded, asked, policy, count, task)
+            task = Task("generate", tuple(words(command)), 0, logs, stdin, print_line)
+            status = supervise(command.config, command.set, loaded, options, policy, count, task)
     finally:
         if status != 1 or not any(log.stat().st_size for log in logs.iterdir()):
             shutil.rmtree(logs)
         else:
-            tell(f"what the processes wrote is in {logs}")
+            print_line(f"the logs of the processes are in {logs}")
     return status
 
 
@@ -214,7 +214,7 @@ class _Lines(io.TextIOBase):
 
 
 @contextmanager
-def _text_alone() -> Iterator[TextIO]:
+def _reserve_stdout() -> Iterator[TextIO]:
     """Reserve standard output for generated text; other output to it, such as Gloo's, goes to standard error."""
     sys.stdout.flush()
     with open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as out:
@@ -222,10 +222,10 @@ def _text_alone() -> Iterator[TextIO]:
         yield out
 
 
-def _part() -> None:
+def _shut_down_together() -> None:
     """Shut down together with the other processes, which would else report this one as dead.
 
-    Gives up after ``_PARTING`` seconds.
+    Gives up after ``_SHUTDOWN_TIMEOUT`` seconds.
     """
 
     def shut() -> None:
@@ -236,13 +236,13 @@ def _part() -> None:
 
     thread = threading.Thread(target=shut, daemon=True)
     thread.start()
-    thread.join(_PARTING)
+    thread.join(_SHUTDOWN_TIMEOUT)
 
 
-def _leave(status: int) -> NoReturn:
+def _exit(status: int) -> NoReturn:
     """End this process even if one of its threads still compiles or waits for other processes."""
     if "jax" in sys.modules:
-        _part()
+        _shut_down_together()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

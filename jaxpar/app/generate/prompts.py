@@ -38,15 +38,19 @@ def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
     try:
         data = (stdin or sys.stdin.buffer).read() if str(file) == STDIN else file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"--prompts {file}: {error.strerror}. Remedy: a file of prompts, a line each.") from error
+        raise ConfigError(
+            f"--prompts {file}: {error.strerror}. Remedy: a readable file with one prompt per line."
+        ) from error
     try:
         # str.splitlines also splits at characters that JSON strings may hold, such as U+2028.
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts {file}: byte {error.start} is no UTF-8. Remedy: save it as UTF-8.") from error
+        raise ConfigError(
+            f"--prompts {file}: byte {error.start} is not valid UTF-8. Remedy: save the file as UTF-8."
+        ) from error
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise ConfigError(f"--prompts {file}: there is no prompt in it. Remedy: one or more, a line each.")
+        raise ConfigError(f"--prompts {file}: no prompt found. Remedy: write at least one prompt, one per line.")
     return [_string(file, *one) for one in found] if file.suffix == ".jsonl" else [line for _, line in found]
 
 
@@ -57,15 +61,13 @@ def as_bytes(number: int, prompt: str) -> bytes:
       ConfigError: it is empty, or has a lone surrogate, which a command line in another encoding can produce.
     """
     if not prompt:
-        raise ConfigError(
-            f"generate: prompt {number} is empty, but a model goes on with something. Remedy: one byte or more."
-        )
+        raise ConfigError(f"generate: prompt {number} is empty. Remedy: write at least one byte.")
     try:
         return prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"generate: prompt {number} holds {prompt[error.start]!r} at character {error.start}, which is no text. "
-            "Remedy: UTF-8."
+            f"generate: prompt {number} has {prompt[error.start]!r} at character {error.start}, which is not valid "
+            "text. Remedy: encode the prompt as UTF-8."
         ) from error
 
 
@@ -78,9 +80,7 @@ def write_answers(file: Path, answers: Sequence[Answer]) -> None:
     try:
         file.write_text("".join(f"{answer.to_json()}\n" for answer in answers), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--json {file}: {error.strerror}. Remedy: a file in a folder that can be written."
-        ) from error
+        raise ConfigError(f"--json {file}: {error.strerror}. Remedy: a file in a writable folder.") from error
 
 
 def _string(file: Path, number: int, line: str) -> str:
@@ -90,8 +90,8 @@ def _string(file: Path, number: int, line: str) -> str:
         value = None
     if not isinstance(value, str):
         raise ConfigError(
-            f'--prompts {file}: line {number} is no JSON string. Remedy: "..." in each line, or a name that does not '
-            "end in .jsonl."
+            f'--prompts {file}: line {number} is not a JSON string. Remedy: write "..." in each line, or use a file '
+            "name that does not end in .jsonl."
         )
     return value
 
@@ -149,13 +149,13 @@ class Answer:
 class Page:
     """Prints answers: one as it is generated, several as live blocks in a terminal, else each when it ends."""
 
-    def __init__(self, out: TextIO, answers: Sequence[Answer], first: int, *, alone: bool):
-        self.out, self.answers, self.first, self.alone = out, answers, first, alone
+    def __init__(self, out: TextIO, answers: Sequence[Answer], first: int, *, single: bool):
+        self.out, self.answers, self.first, self.single = out, answers, first, single
         self.console = Console(file=out, highlight=False, markup=False)
         self.live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self.alone:
+        if self.single:
             self._write(self.answers[0].prompt)
         elif self.console.is_terminal:
             self.live = Live(self._blocks(), console=self.console, auto_refresh=False, vertical_overflow="visible")
@@ -167,18 +167,18 @@ class Page:
             self.live.update(self._blocks())
             self.live.stop()
 
-    def more(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print text of a single prompt."""
-        if self.alone:
+        if self.single:
             self._write(text)
 
     def ended(self, row: int) -> None:
-        if self.alone:
+        if self.single:
             self._write("\n")
         elif self.live is None:
             self._write(f"[{self.first + row}] {self.answers[row].prompt}{self.answers[row].text}\n")
 
-    def turn(self) -> None:
+    def refresh(self) -> None:
         """Redraw after a step, when every row has its token."""
         if self.live is not None:
             self.live.update(self._blocks(), refresh=True)

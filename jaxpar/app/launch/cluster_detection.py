@@ -18,7 +18,9 @@ TPU_PORT = 8482
 """Port of jax's coordinator among TPU hosts."""
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-_BY_HAND = "or say --coordinator HOST:PORT --process-count N --process-id I by hand (--process-count 1: alone)"
+_EXPLICIT_OPTIONS = (
+    "or pass --coordinator HOST:PORT --process-count N --process-id I (--process-count 1 for a single process)"
+)
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,8 @@ class Cluster:
     address: str | None = None
 
     def __str__(self) -> str:
-        who = (
-            "jax.distributed asks its server for the rest"
-            if self.rank is None
-            else f"process {self.rank} of {self.count}"
-        )
-        return f"{self.name}: {who}" + (f", coordinator {self.address}" if self.address else "")
+        rank = "jax.distributed queries rank and count" if self.rank is None else f"process {self.rank} of {self.count}"
+        return f"{self.name}: {rank}" + (f", coordinator {self.address}" if self.address else "")
 
 
 def detect(
@@ -76,46 +74,48 @@ def detect(
     return None
 
 
-type _Ask = Callable[[str], bool]
+type _Predicate = Callable[[str], bool]
 
 
-def _slurm(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+def _slurm(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     if _number(variables, "SLURM_NTASKS", 1) < 2:
         return None
     missing = [name for name in _SLURM if name not in variables]
     if missing:
-        raise _half("Slurm", "SLURM_NTASKS", variables, missing, "start it with srun")
-    count, rank = _place("Slurm", variables, "SLURM_NTASKS", "SLURM_PROCID")
+        raise _incomplete("Slurm", "SLURM_NTASKS", variables, missing, "start it with srun")
+    count, rank = _count_and_rank("Slurm", variables, "SLURM_NTASKS", "SLURM_PROCID")
     # The same port as jax, which spreads jobs over the last 4,096 ports.
     port = variables.get("JAX_COORDINATOR_PORT") or _number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440
     return Cluster("Slurm", "slurm", count, rank, f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}")
 
 
-def _ompi(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+def _ompi(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     if _number(variables, "OMPI_COMM_WORLD_SIZE", 1) < 2:
         return None
     missing = [name for name in _OMPI if name not in variables]
     if missing:
-        raise _half("Open MPI", "OMPI_COMM_WORLD_SIZE", variables, missing, "start it with mpirun")
+        raise _incomplete("Open MPI", "OMPI_COMM_WORLD_SIZE", variables, missing, "start it with mpirun")
     if "OMPI_MCA_orte_hnp_uri" not in variables and not installed("mpi4py"):
         raise LaunchError(
             f"Open MPI: this is process {variables['OMPI_COMM_WORLD_RANK']} of {variables['OMPI_COMM_WORLD_SIZE']}, "
-            "but from Open MPI 5 on jax asks mpi4py where process 0 is, which is not installed. Remedy: pip install "
-            f"mpi4py, {_BY_HAND}."
+            "but with Open MPI 5 jax finds process 0 through mpi4py, which is not installed. Remedy: pip install "
+            f"mpi4py, {_EXPLICIT_OPTIONS}."
         )
-    return Cluster("Open MPI", "ompi", *_place("Open MPI", variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
+    return Cluster(
+        "Open MPI", "ompi", *_count_and_rank("Open MPI", variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    )
 
 
-def _tpu_hosts(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+def _tpu_hosts(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     hosts = [host for host in variables.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     slices = _number(variables, "MEGASCALE_NUM_SLICES", 1)
     if len(hosts) * slices < 2:
         return None
-    wanted = ["TPU_WORKER_ID", *(["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"] if slices > 1 else [])]
-    missing = [name for name in wanted if name not in variables]
+    required = ["TPU_WORKER_ID", *(["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"] if slices > 1 else [])]
+    missing = [name for name in required if name not in variables]
     if missing:
-        named = "TPU_WORKER_HOSTNAMES" if slices == 1 else "MEGASCALE_NUM_SLICES"
-        raise _half("Cloud TPU", named, variables, missing, "start it where the TPU's own launcher does")
+        variable = "TPU_WORKER_HOSTNAMES" if slices == 1 else "MEGASCALE_NUM_SLICES"
+        raise _incomplete("Cloud TPU", variable, variables, missing, "start it with the TPU's own launcher")
     rank = _number(variables, "TPU_WORKER_ID", 0) + _number(variables, "MEGASCALE_SLICE_ID", 0) * len(hosts)
     host = variables.get("MEGASCALE_COORDINATOR_ADDRESS", hosts[0]).split(":")[0]
     return Cluster(
@@ -123,20 +123,20 @@ def _tpu_hosts(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> C
     )
 
 
-def _kubernetes(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+def _kubernetes(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     # Every pod has the first variable, but only a pod of an Indexed Job has the second.
     if "KUBERNETES_SERVICE_HOST" not in variables or "JOB_COMPLETION_INDEX" not in variables:
         return None
     if not installed("kubernetes"):
         raise LaunchError(
             f"Kubernetes: this is pod {variables['JOB_COMPLETION_INDEX']} of an Indexed Job, but the package "
-            "kubernetes, with which jax asks for the others, is not installed. Remedy: pip install 'jax[k8s]', "
-            f"{_BY_HAND}."
+            "kubernetes, with which jax finds the other pods, is not installed. Remedy: pip install 'jax[k8s]', "
+            f"{_EXPLICIT_OPTIONS}."
         )
     return Cluster("Kubernetes", "k8s")
 
 
-def _tpu_machine(variables: Mapping[str, str], installed: _Ask, exists: _Ask) -> Cluster | None:
+def _tpu_machine(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     chips = exists("/dev/accel0") or exists("/dev/vfio/0")
     if not chips or not installed("libtpu") or "TPU_SKIP_MDS_QUERY" in variables:
         return None
@@ -166,19 +166,20 @@ def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def _half(name: str, said: str, variables: Mapping[str, str], missing: list[str], remedy: str) -> LaunchError:
-    gone = ", ".join(missing)
+def _incomplete(name: str, variable: str, variables: Mapping[str, str], missing: list[str], remedy: str) -> LaunchError:
+    names = ", ".join(missing)
     return LaunchError(
-        f"{name}: {said} is {variables[said]}, but {gone} {'is' if len(missing) == 1 else 'are'} not set, so this "
-        f"process cannot tell which one it is. Remedy: {remedy}, {_BY_HAND}."
+        f"{name}: {variable} is {variables[variable]}, but {names} {'is' if len(missing) == 1 else 'are'} not set, so "
+        f"this process cannot determine its rank. Remedy: {remedy}, {_EXPLICIT_OPTIONS}."
     )
 
 
-def _place(name: str, variables: Mapping[str, str], count: str, rank: str) -> tuple[int, int]:
+def _count_and_rank(name: str, variables: Mapping[str, str], count: str, rank: str) -> tuple[int, int]:
     both = _number(variables, count, 1), _number(variables, rank, 0)
     if not 0 <= both[1] < both[0]:
         raise LaunchError(
-            f"{name}: {rank} is {both[1]}, but {count} is {both[0]}. Remedy: unset what an older job left, {_BY_HAND}."
+            f"{name}: {rank} is {both[1]}, but {count} is {both[0]}. Remedy: unset the variables of an older job, "
+            f"{_EXPLICIT_OPTIONS}."
         )
     return both
 
@@ -187,5 +188,5 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     text = variables.get(name, str(default))
     # Not int(): Slurm writes some counts as 4(x2).
     if not text.strip().isdecimal():
-        raise LaunchError(f"{name} is {text!r}, but a number is wanted. Remedy: unset it, {_BY_HAND}.")
+        raise LaunchError(f"{name} must be a number, got {text!r}. Remedy: unset it, {_EXPLICIT_OPTIONS}.")
     return int(text)

@@ -15,10 +15,10 @@ from jaxpar.sharding.rules import FirstOf, Rules, options
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
-def simulated(asked: int | None, variables: Mapping[str, str]) -> int | None:
-    """Return the number of simulated devices: that of ``XLA_FLAGS``, which jax prefers, else ``asked``."""
-    said = _FLAG.search(variables.get("XLA_FLAGS", ""))
-    return int(said[1]) if said else asked
+def simulated(configured: int | None, variables: Mapping[str, str]) -> int | None:
+    """Return the number of simulated devices: that of ``XLA_FLAGS``, which jax prefers, else ``configured``."""
+    flag = _FLAG.search(variables.get("XLA_FLAGS", ""))
+    return int(flag[1]) if flag else configured
 
 
 def without_flag(flags: str) -> str:
@@ -45,16 +45,17 @@ def share(devices: int, count: int, kind: str) -> int:
     4
     """
     if count < 1:
-        raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
+        raise LaunchError(f"--processes must be at least 1, got {count}.")
     fits = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
     if devices < count:
         raise LaunchError(
-            f"{count} processes are asked for, but there are {devices} {kind}. Remedy: --processes of {fits}."
+            f"{count} processes are requested, but there are {devices} {kind}. Remedy: set --processes to one of "
+            f"{fits}."
         )
     if devices % count:
         raise LaunchError(
-            f"{devices} {kind} cannot be divided evenly over {count} processes. Remedy: --processes of {fits}, or a "
-            f"multiple of {count} devices."
+            f"{devices} {kind} cannot be divided evenly over {count} processes. Remedy: set --processes to one of "
+            f"{fits}, or use a multiple of {count} devices."
         )
     return devices // count
 
@@ -75,8 +76,8 @@ def gpus(variables: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]
 def has_tpu(variables: Mapping[str, str], folder: Path = Path("/dev")) -> bool:
     """Whether this host has TPU chips that jax would use."""
     platforms = variables.get("JAX_PLATFORMS", "")
-    wanted = not platforms or "tpu" in platforms.split(",")
-    return wanted and any((folder / name).exists() for name in ("accel0", "vfio/0"))
+    allowed = not platforms or "tpu" in platforms.split(",")
+    return allowed and any((folder / name).exists() for name in ("accel0", "vfio/0"))
 
 
 def misfit(
@@ -92,7 +93,7 @@ def misfit(
       split: maps ``(spec, devices)`` to the mesh of the run, as :meth:`jaxpar.Zero.mesh`.
 
     >>> misfit(3, 2, 8, {"data": -1, "model": 4}, {}, lambda spec, devices: spec)
-    '6 devices are no multiple of model=4'
+    '6 devices are not a multiple of model=4'
     >>> misfit(3, 2, 8, {"data": -1, "model": 2}, {"batch": "data"}, lambda spec, devices: spec)
     'a batch of 8 rows cannot be divided by 3 processes'
     """
@@ -100,9 +101,9 @@ def misfit(
     named = ", ".join(f"{axis}={size}" for axis, size in vars(spec).items() if size not in (1, -1)) or "1"
     fixed = math.prod(size for size in vars(spec).values() if size != -1)
     if -1 not in vars(spec).values() and fixed != devices:
-        return f"{devices} devices are not the {fixed} of {named}, and no axis is -1"
+        return f"{devices} devices do not match the {fixed} of {named}, and no axis is -1"
     if devices % fixed:
-        return f"{devices} devices are no multiple of {named}"
+        return f"{devices} devices are not a multiple of {named}"
     try:
         sizes = split(spec, devices).sizes(devices)
     except JaxparError as error:
@@ -111,14 +112,16 @@ def misfit(
     for axis, size in reversed(sizes.items()):
         inner *= size
         if count > 1 and inner <= each and each % inner:
-            return f"the {inner} devices from {axis} inwards would lie across processes of {each}"
+            return f"the {inner} devices from {axis} inwards would span several processes of {each} devices"
     if batch % count:
         return f"a batch of {batch} rows cannot be divided by {count} processes"
-    ways = _ways(sizes, rules)
-    return f"a batch of {batch} rows cannot be divided by the {ways} devices of its axes" if batch % ways else None
+    num_shards = _batch_shards(sizes, rules)
+    if batch % num_shards:
+        return f"a batch of {batch} rows cannot be divided by the {num_shards} devices of its axes"
+    return None
 
 
-def _ways(sizes: Mapping[str, int], rules: Mapping[str, Any]) -> int:
+def _batch_shards(sizes: Mapping[str, int], rules: Mapping[str, Any]) -> int:
     """The number of shards of a batch under the rule of ``batch``; 1 if the rule has alternatives."""
     found = Rules.from_dict(rules).for_role("activations")[0].get("batch")
     if found is None or isinstance(found[1], FirstOf):
@@ -130,14 +133,14 @@ def refit(most: int, each: int, reason: Callable[[int], str | None]) -> tuple[in
     """Return the largest number of processes up to ``most`` that fits (0 for none), and a text if it is not ``most``.
 
     >>> refit(3, 2, lambda count: None if count % 2 == 0 else f"{count * 2} devices are odd")
-    (2, '3 processes x 2 devices = 6 devices do not fit: 6 devices are odd. 2 processes would')
+    (2, '3 processes x 2 devices = 6 devices do not fit: 6 devices are odd. 2 processes would fit')
     """
     reasons = {count: reason(count) for count in range(most, 0, -1)}
     good = next((count for count, why in reasons.items() if why is None), 0)
     if good == most or not reasons:
         return good, "" if good else "no process remains"
     text = f"{_processes(most)} x {each} devices = {most * each} devices do not fit: {reasons[most]}. "
-    return good, text + (f"{_processes(good)} would" if good else "No smaller number would")
+    return good, text + (f"{_processes(good)} would fit" if good else "No smaller number would fit")
 
 
 def _processes(count: int) -> str:

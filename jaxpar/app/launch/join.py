@@ -41,15 +41,16 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pr
     if coordinator is None or count is None or rank is None:
         if len(missing) == len(given):
             return None
-        had = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        given_text = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise LaunchError(
-            f"{had} {'is' if len(missing) == 2 else 'are'} given, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not. Remedy: all three, or --processes N, which starts them here."
+            f"{given_text} {'is' if len(missing) == 2 else 'are'} given, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not. Remedy: pass all three, or --processes N, which starts the "
+            "processes here."
         )
     if count < 1:
-        raise LaunchError(f"--process-count is {count}, but at least 1 is wanted.")
+        raise LaunchError(f"--process-count must be at least 1, got {count}.")
     if not 0 <= rank < count:
-        raise LaunchError(f"--process-id is {rank}, but --process-count {count} has processes 0 to {count - 1}.")
+        raise LaunchError(f"--process-id must be between 0 and {count - 1} with --process-count {count}, got {rank}.")
     split_address(coordinator)
     return ProcessPlace(count, rank, coordinator)
 
@@ -104,8 +105,8 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LaunchError(
-            f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all of them, "
-            "with one coordinator that each can reach."
+            f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all processes, "
+            "with a coordinator address that each can reach."
         ) from error
 
 
@@ -115,10 +116,10 @@ def bind_of(cluster: Cluster) -> str | None:
     ``None``, which means every interface, if that address is unknown here, or if this host resolves its own name to
     loopback.
     """
-    said = os.environ.get(BIND)
+    bind = os.environ.get(BIND)
     address = cluster.address or address_in(os.environ)[0]
-    if said or not address:
-        return said
+    if bind or not address:
+        return bind
     host, port = split_address(address, cluster.name)
     try:
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]

@@ -250,7 +250,7 @@ def split_address(address: str, what: str = "--coordinator") -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"{what} is {address!r}, but HOST:PORT is wanted, as {LOOPBACK}:1234.")
+        raise LaunchError(f"{what} must be HOST:PORT, such as {LOOPBACK}:1234, got {address!r}.")
     return host.strip("[]"), int(port)
 
 
@@ -264,6 +264,6 @@ def check_free(address: str) -> None:
             probe.bind(target)
     except OSError as error:
         raise LaunchError(
-            f"the coordinator's address {address} cannot be had: {error.strerror}. Remedy: end the process that holds "
-            "the port, or another port of this host (process 0 runs here)."
+            f"the coordinator's address {address} is not available: {error.strerror}. Remedy: end the process that "
+            "uses the port, or use another port of this host (process 0 runs here)."
         ) from error

@@ -115,7 +115,7 @@ class RayGroup:
         self._logs, self._variables, self._clock, self._show = logs.absolute(), variables, clock, show
         self._resources, self._patience = dict(resources or {"CPU": 1}), patience
         self._members: dict[int, Any] = {}
-        self._asked: dict[int, Any] = {}
+        self._pending: dict[int, Any] = {}
         self.peers: list[Peer] = []
         self._again = False
         here = {} if "RAY_ADDRESS" in os.environ else {"_node_ip_address": _NEAR, "include_dashboard": False}
@@ -125,8 +125,8 @@ class RayGroup:
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise LaunchError(
-                f"Ray cannot be reached or started: {first} Remedy: RAY_ADDRESS=HOST:PORT of a cluster that runs, or "
-                "`ray start --head` first."
+                f"Ray cannot be reached or started: {first} Remedy: set RAY_ADDRESS=HOST:PORT of a running cluster, or "
+                "run `ray start --head` first."
             ) from error
 
     def start(self, command: Command, count: int) -> None:
@@ -163,8 +163,8 @@ class RayGroup:
                 if name in {"CPU", *self._resources}
             }
             raise LaunchError(
-                f"Ray has no place for {count} processes of {self._resources} within {self._patience:g} s; the cluster "
-                f"has {has}. Remedy: fewer processes, supervise.resources, or more nodes."
+                f"Ray could not place {count} processes with resources {self._resources} within {self._patience:g} s; "
+                f"the cluster has {has}. Remedy: fewer processes, supervise.resources, or more nodes."
             ) from error
         except self._ray.exceptions.RayError as error:
             self.end()
@@ -176,26 +176,26 @@ class RayGroup:
     def poll(self, seconds: float) -> None:
         """Request the state of every process; a node that does not answer is not waited for."""
         for rank, member in self._members.items():
-            if rank not in self._asked:
-                self._asked[rank] = member.poll.remote(seconds)
-        pending = {ref: rank for rank, ref in self._asked.items()}
+            if rank not in self._pending:
+                self._pending[rank] = member.poll.remote(seconds)
+        pending = {ref: rank for rank, ref in self._pending.items()}
         if not pending:
             time.sleep(seconds)
             return
         ready, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=seconds + 1)
         for ref in ready:
             rank = pending[ref]
-            del self._asked[rank]
+            del self._pending[rank]
             self._take(self.peers[rank], ref)
 
     def _take(self, peer: Peer, ref: Any) -> None:
         try:
-            said, printed = self._ray.get(ref)
+            state, printed = self._ray.get(ref)
         except self._ray.exceptions.RayActorError:
             peer.lost = "was lost with its Ray worker"
             del self._members[peer.rank]
             return
-        peer.take(said, self._clock())
+        peer.take(state, self._clock())
         if printed:
             self._show(printed)
 
@@ -214,7 +214,7 @@ class RayGroup:
                 with suppress(self._ray.exceptions.RayError):
                     self._show(self._ray.get(member.printed.remote(), timeout=5))
             self._ray.kill(member)
-        self._members, self._asked = {}, {}
+        self._members, self._pending = {}, {}
 
     def tail(self, rank: int, lines: int) -> list[str]:
         """Return the last lines that a process wrote, if its node still answers."""

@@ -127,8 +127,8 @@ class Supervisor:
                 for number in self.signals[passed:]:
                     passed += 1
                     if passed > 1:
-                        return self._worst(Cause("ended at once by a second signal", ()))
-                    self.tell(f"{signal.Signals(number).name}: the processes are asked to end")
+                        return self._worst(Cause("ended immediately by a second signal", ()))
+                    self.tell(f"{signal.Signals(number).name}: stopping the processes")
                     self.group.pass_on(number)
                 if all(peer.code == 0 for peer in self.group.peers):
                     return None
@@ -163,7 +163,7 @@ class Supervisor:
             return False
         done = len(self.causes) - 1
         if not found.again:
-            self.tell("gave up: this error would come again")
+            self.tell("gave up: a restart would fail with the same error")
             return False
         if done >= self.policy.restarts:
             self.tell(
@@ -176,11 +176,11 @@ class Supervisor:
             if text:
                 self.tell(text)
             if count < 1:
-                self.tell("gave up: nothing fits what remains")
+                self.tell("gave up: no number of the remaining processes fits")
                 return False
             self.count = count
         seconds, step = self.policy.wait(done + 1), self.latest()
-        start = "step 0, as there is no checkpoint" if step is None else f"step {step}"
+        start = "step 0, because there is no checkpoint" if step is None else f"step {step}"
         self.tell(
             f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from "
             f"{start}"

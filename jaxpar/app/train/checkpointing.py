@@ -22,7 +22,7 @@ from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.training.disk_step import DiskOffloadedStep
 
-_OWN = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
+_IGNORED_KEYS = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
 """Configuration keys that do not affect the results."""
 
 
@@ -44,29 +44,29 @@ class Saver:
         self._postponed = False
         self.saves, self.pause = 0, 0.0
         """Number of saves that were started, and the longest time in seconds that the run was paused by one."""
-        asked = job.config.checkpoint
-        if asked is None:
+        config = job.config.checkpoint
+        if config is None:
             return
         _check_best(job)
-        best = asked.best or BestConfig()
-        directory = asked.directory or f"{job.config.output}/checkpoints"
+        best = config.best or BestConfig()
+        directory = config.directory or f"{job.config.output}/checkpoints"
         try:
             self._manager = CheckpointManager(
                 directory,
-                keep=asked.keep,
-                save_interval_steps=asked.save_interval_steps,
-                save_interval_minutes=asked.save_interval_minutes,
-                best=best.mode if asked.best else None,
+                keep=config.keep,
+                save_interval_steps=config.save_interval_steps,
+                save_interval_minutes=config.save_interval_minutes,
+                best=best.mode if config.best else None,
                 keep_best=best.keep,
                 tell=self._tell,
             )
         except ConfigError as error:
             text = str(error).replace("CheckpointManager", "checkpoint", 1).replace("keep_best", "best.keep")
             raise ConfigError(text) from None
-        if asked.resume == "never" and (steps := self._manager.steps()):
+        if config.resume == "never" and (steps := self._manager.steps()):
             self._manager.close()
             raise ConfigError(
-                f"checkpoint: resume is never, but {directory} holds steps {steps} of another run. Remedy: another "
+                f"checkpoint: resume is never, but {directory} has steps {steps} of another run. Remedy: another "
                 "directory, or resume: auto."
             )
 
@@ -90,22 +90,21 @@ class Saver:
           CheckpointError: ``resume`` is ``required`` and there is no step; all steps are damaged; or the step is of
             another model, or beyond the run's last step.
         """
-        asked, job = self._job.config.checkpoint, self._job
-        if self._manager is None or asked is None or asked.resume == "never":
+        config, job = self._job.config.checkpoint, self._job
+        if self._manager is None or config is None or config.resume == "never":
             return None
         found = self._manager.restore_latest(self._like(like))
         if found is None:
-            if asked.resume == "required":
+            if config.resume == "required":
                 raise CheckpointError(
-                    f"checkpoint: resume is required, but {self._manager.directory} holds none. Remedy: the directory "
-                    f"of "
-                    "the run to go on with, or resume: auto."
+                    f"checkpoint: resume is required, but {self._manager.directory} has no checkpoint. Remedy: set "
+                    "checkpoint.directory to that of the run to resume, or resume: auto."
                 )
             return None
         if found.step > job.config.train.steps:
             raise CheckpointError(
                 f"checkpoint: {self._manager.directory} is at step {found.step}, beyond "
-                f"train.steps={job.config.train.steps}. Remedy: more steps, or another directory."
+                f"train.steps={job.config.train.steps}. Remedy: increase train.steps, or use another directory."
             )
         self._console.print(f"resumed from step {found.step} of {escape(str(self._manager.directory))}")
         for line in _changes(found.manifest.metadata.get("config"), _plain(job)):
@@ -168,9 +167,11 @@ class Saver:
             return
         began = time.perf_counter()
         disk = runner if isinstance(runner, DiskOffloadedStep) else None
-        told = {**metadata, "config": _plain(self._job), "name": self._job.name}
+        metadata_with_config = {**metadata, "config": _plain(self._job), "name": self._job.name}
         metric = _metric(self._job, metadata)
-        self.saves += self._manager.save(step, state, layout=self._layout, metric=metric, metadata=told, disk=disk)
+        self.saves += self._manager.save(
+            step, state, layout=self._layout, metric=metric, metadata=metadata_with_config, disk=disk
+        )
         self._postponed = False
         self.pause = max(self.pause, time.perf_counter() - began)
 
@@ -193,39 +194,41 @@ class Saver:
 
 def _check_best(job: Job) -> None:
     """Raise an error if saved steps cannot have the metric by which the best are ranked."""
-    asked, train = job.config.checkpoint, job.config.train
-    if asked is None or asked.best is None or asked.best.metric == "loss":
+    config, train = job.config.checkpoint, job.config.train
+    if config is None or config.best is None or config.best.metric == "loss":
         return
-    if asked.save_interval_minutes is None and (asked.save_interval_steps is None or asked.save_interval_steps < 1):
+    if config.save_interval_minutes is None and (config.save_interval_steps is None or config.save_interval_steps < 1):
         return  # only the last step is saved, or the manager rejects the setting
-    if asked.save_interval_steps is None or math.lcm(asked.save_interval_steps, train.eval_every) > train.steps:
-        when = "by the clock" if asked.save_interval_steps is None else f"every {asked.save_interval_steps} steps"
+    if config.save_interval_steps is None or math.lcm(config.save_interval_steps, train.eval_every) > train.steps:
+        when = "by the clock" if config.save_interval_steps is None else f"every {config.save_interval_steps} steps"
         raise ConfigError(
-            f"checkpoint: best is by heldout_loss, which there is every {train.eval_every} steps, but what is saved "
-            f"{when} before step {train.steps} has none. Remedy: save_interval_steps: {train.eval_every}, or metric: "
-            "loss."
+            f"checkpoint: best ranks by heldout_loss, which is evaluated every {train.eval_every} steps, but "
+            f"checkpoints saved {when} before step {train.steps} may have none. Remedy: save_interval_steps: "
+            f"{train.eval_every}, or metric: loss."
         )
 
 
 def _metric(job: Job, metadata: Mapping[str, Any]) -> float | None:
     """The value by which steps are ranked, if this step has it."""
-    asked = job.config.checkpoint
-    value = metadata.get("metrics", {}).get(asked.best.metric) if asked is not None and asked.best is not None else None
+    config = job.config.checkpoint
+    value = (
+        metadata.get("metrics", {}).get(config.best.metric) if config is not None and config.best is not None else None
+    )
     return None if value is None else float(value)
 
 
-def here(position: Mapping[str, Any]) -> dict[str, Any]:
+def for_this_process(position: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt a saved data position to this process; all processes share one position, whichever saved it."""
     fingerprint = position.get("fingerprint")
     if not isinstance(fingerprint, Mapping):
         return dict(position)  # `set_state` rejects it
-    mine = {"process_count": jax.process_count(), "process_index": jax.process_index()}
-    return {**position, "fingerprint": {**fingerprint, **mine}}
+    process = {"process_count": jax.process_count(), "process_index": jax.process_index()}
+    return {**position, "fingerprint": {**fingerprint, **process}}
 
 
 def _plain(job: Job) -> dict[str, Any]:
     """The run's configuration and layout, as JSON values."""
-    config = {key: value for key, value in asdict(job.config).items() if key not in _OWN}
+    config = {key: value for key, value in asdict(job.config).items() if key not in _IGNORED_KEYS}
     return dict(_json({**config, "layout": job.layout_data}))
 
 
@@ -243,7 +246,7 @@ def _changes(was: Any, now: Mapping[str, Any]) -> Iterator[str]:
     before, after = dict(_flat(was)), dict(_flat(now))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
-            yield f"{key} was {before.get(key)}, is {after.get(key)}"
+            yield f"{key} was {before.get(key)}, is now {after.get(key)}"
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxpar.app.launch import heartbeat
-from jaxpar.app.train.process_sync import Exchange, ProcessStatus
+from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange
 from jaxpar.app.train.signals import Stop
 from jaxpar.errors import LaunchError
 
@@ -23,7 +23,7 @@ _PERIOD = 0.5
 """Seconds between two exchanges with the other processes."""
 
 
-def unless_asked(work: Callable[[Callable[[], None]], None], exchange: Exchange, stop: Stop) -> int:
+def run_until_signal(work: Callable[[Callable[[], None]], None], exchange: StatusExchange, stop: Stop) -> int:
     """Run ``work`` in a thread until it is done in all processes, or until one process gets a signal.
 
     Args:
@@ -41,20 +41,20 @@ def unless_asked(work: Callable[[Callable[[], None]], None], exchange: Exchange,
     pool.shutdown(wait=False)
     while True:
         until = time.monotonic() + _PERIOD
-        while not (wait([future], 0.02).done or stop.asked or time.monotonic() >= until):
+        while not (wait([future], 0.02).done or stop.number or time.monotonic() >= until):
             pass
-        while not (exchange.alone or quiet.is_set() or future.done()):
+        while not (exchange.single_process or quiet.is_set() or future.done()):
             time.sleep(0.02)
         done = future.done()
         if done:
             future.result()
-        news = exchange.meet(ProcessStatus(stop.asked, busy=not done))
-        asked = max(one.signal for one in news)
-        if asked or not any(one.busy for one in news):
-            return asked
+        statuses = exchange.exchange_now(ProcessStatus(stop.number, busy=not done))
+        signal_number = max(one.signal for one in statuses)
+        if signal_number or not any(one.busy for one in statuses):
+            return signal_number
 
 
-def until_asked[T](steps: Generator[T], stop: Stop) -> Generator[T]:
+def iterate_until_signal[T](steps: Generator[T], stop: Stop) -> Generator[T]:
     """Yield the items of ``steps``, computing each in a thread, until a signal.
 
     After a signal the thread may still be computing an item; then only the end of the process ends it.
@@ -65,16 +65,16 @@ def until_asked[T](steps: Generator[T], stop: Stop) -> Generator[T]:
     pool, end = ThreadPoolExecutor(1, "steps", heartbeat.at_work), object()
     future: Future[Any] | None = None
     try:
-        while not stop.asked:
+        while not stop.number:
             future = pool.submit(next, steps, end)
-            while not (wait([future], 0.05).done or stop.asked):
+            while not (wait([future], 0.05).done or stop.number):
                 pass
-            if stop.asked:
+            if stop.number:
                 # Give a step time to finish. A compile takes longer, and with several processes others may have left.
                 wait([future], 0.0 if jax.process_count() > 1 else 0.5)
                 return
             found = _result(future, stop)
-            if found is end or stop.asked:
+            if found is end or stop.number:
                 return
             yield found
     finally:
@@ -91,12 +91,12 @@ def _result(future: Future[Any], stop: Stop) -> Any:
         if jax.process_count() == 1:
             raise
         until = time.monotonic() + 1.0
-        while not stop.asked and time.monotonic() < until:
+        while not stop.number and time.monotonic() < until:
             time.sleep(0.02)
-        if stop.asked:
+        if stop.number:
             return None
-        who = f"process {jax.process_index()} of {jax.process_count()}"
-        raise LaunchError(f"{who} has lost another: {str(error).strip().partition(chr(10))[0]}") from error
+        rank = f"process {jax.process_index()} of {jax.process_count()}"
+        raise LaunchError(f"{rank} lost another process: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 def leave() -> NoReturn:

@@ -78,7 +78,7 @@ class Goodput:
         spent = {cause: round(seconds, 6) for cause, seconds in self.spent.items()}
         return {"goodput": round(self.share(), 6), "wall_seconds": wall, "spent": spent, "began": self.began}
 
-    def take_up(self, records: Sequence[Mapping[str, Any]], step: int) -> None:
+    def resume(self, records: Sequence[Mapping[str, Any]], step: int) -> None:
         """Continue the account of a run that resumes after ``step``.
 
         Args:
@@ -127,10 +127,11 @@ def _moved(spent: dict[str, float], source: str, target: str, seconds: float) ->
     return {**spent, source: spent[source] - seconds, target: spent[target] + seconds}
 
 
-def told(record: Mapping[str, Any]) -> str:
+def describe(record: Mapping[str, Any]) -> str:
     """Return a record as one line: the share, and the causes that took most of the remaining time.
 
-    >>> told({"goodput": 0.8, "wall_seconds": 10.0, "spent": {"steps": 8.0, "compile": 1.5, "lost": 0.0, "other": 0.5}})
+    >>> spent = {"steps": 8.0, "compile": 1.5, "lost": 0.0, "other": 0.5}
+    >>> describe({"goodput": 0.8, "wall_seconds": 10.0, "spent": spent})
     '80.0% of 10 s in steps; compile 1.5 s, other 0.5 s'
     """
     rest = sorted(

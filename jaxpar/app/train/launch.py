@@ -56,13 +56,13 @@ class Task:
     tell: Callable[[str], None] = print
 
 
-def go(config: Path, settings: Sequence[str], asked: LaunchOptions) -> int:
+def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
     """Train, or supervise processes that train; returns the exit status.
 
     Args:
       config: the run's YAML file.
       settings: changes to it, as ``a.b=c``.
-      asked: the command line's options about processes.
+      options: the command line's options about processes.
 
     Raises:
       LaunchError: processes cannot be started or found, or devices cannot be divided among them.
@@ -71,41 +71,41 @@ def go(config: Path, settings: Sequence[str], asked: LaunchOptions) -> int:
     loaded = load_run(config, settings)
     if heartbeat.connect():
         with reporting():
-            return _train(loaded, asked)
+            return _train(loaded, options)
     policy = policy_of(loaded.config)
-    count = asked.processes if asked.processes is not None else loaded.config.supervise.processes
-    if count is None and not asked.ray:
-        return _train(loaded, asked)
-    return supervise(config, settings, loaded, asked, policy, 1 if count is None else count)
+    count = options.processes if options.processes is not None else loaded.config.supervise.processes
+    if count is None and not options.ray:
+        return _train(loaded, options)
+    return supervise(config, settings, loaded, options, policy, 1 if count is None else count)
 
 
-def _train(loaded: Loaded, asked: LaunchOptions) -> int:
+def _train(loaded: Loaded, options: LaunchOptions) -> int:
     """Train in this process, which may be one of several."""
     from rich.console import Console
 
-    place = place_of(asked.coordinator, asked.process_count, asked.process_id)
-    what, console = found(place, alone=asked.process_count == 1), Console(highlight=False, soft_wrap=True)
-    if what is not None:
+    place = place_of(options.coordinator, options.process_count, options.process_id)
+    cluster, console = found(place, alone=options.process_count == 1), Console(highlight=False, soft_wrap=True)
+    if cluster is not None:
         # Only jax tells the supervisors of other hosts that a host is gone.
-        join(what, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
-    choose_devices(loaded.config, what)
+        join(cluster, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
+    choose_devices(loaded.config, cluster)
     from jaxpar.app.job import make_job
     from jaxpar.app.train.compile import leave
     from jaxpar.app.train.loop import train
 
     job = make_job(loaded)
-    if what is not None:
-        console.print(f"launch  {what}")
+    if cluster is not None:
+        console.print(f"launch  {cluster}")
     if train(job, console).left:
         leave()
     return 0
 
 
-def choose_devices(config: RunConfig, what: ProcessPlace | Cluster | None) -> None:
+def choose_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) -> None:
     """Simulate this process's share of ``cpu_devices``, if the machine has no accelerator."""
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
-    count = 1 if what is None else what.count or 1
+    count = 1 if cluster is None else cluster.count or 1
     if config.cpu_devices is not None:
         prefer_accelerators(device_assignment.share(config.cpu_devices, count, "simulated devices ('cpu_devices')"))
 
@@ -140,21 +140,21 @@ def policy_of(config: RunConfig) -> Policy:
     Raises:
       ConfigError: a number is out of range.
     """
-    said = config.supervise
+    table = config.supervise
     for name in ("step_timeout", "compile_timeout"):
-        if not getattr(said, name) > 0:
-            raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but seconds above 0 are wanted.")
+        if not getattr(table, name) > 0:
+            raise ConfigError(f"supervise.{name} must be above 0 seconds, got {getattr(table, name):g}.")
     for name in ("restarts", "restart_delay"):
-        if not getattr(said, name) >= 0:
-            raise ConfigError(f"supervise.{name} is {getattr(said, name):g}, but 0 or more is wanted.")
-    return Policy(said.step_timeout, said.compile_timeout, said.restarts, said.restart_delay, said.elastic)
+        if not getattr(table, name) >= 0:
+            raise ConfigError(f"supervise.{name} must be at least 0, got {getattr(table, name):g}.")
+    return Policy(table.step_timeout, table.compile_timeout, table.restarts, table.restart_delay, table.elastic)
 
 
 def supervise(
     config: Path,
     settings: Sequence[str],
     loaded: Loaded,
-    asked: LaunchOptions,
+    options: LaunchOptions,
     policy: Policy,
     count: int,
     task: Task | None = None,
@@ -164,7 +164,7 @@ def supervise(
     Args:
       config, settings: as the processes get them.
       loaded: the configuration that these give.
-      asked: the command line's options about processes.
+      options: the command line's options about processes.
       policy: when to restart.
       count: number of processes that this host starts.
       task: the command that they run; by default ``jaxpar train``.
@@ -173,12 +173,12 @@ def supervise(
       LaunchError: the options contradict each other, or the run cannot be divided among the processes.
     """
     task = task or Task()
-    run, total, first = loaded.config, asked.process_count or count, asked.process_id or 0
-    _check_nesting(count, asked)
-    _check_hosts(count, total, first, asked)
+    run, total, first = loaded.config, options.process_count or count, options.process_id or 0
+    _check_nesting(count, options)
+    _check_hosts(count, total, first, options)
     devices = device_assignment.simulated(run.cpu_devices, os.environ)
-    real = [] if asked.ray else device_assignment.gpus(os.environ)
-    each, known = _each(run, count, total, len(real), devices, ray=asked.ray)
+    real = [] if options.ray else device_assignment.gpus(os.environ)
+    each, known = _each(run, count, total, len(real), devices, ray=options.ray)
     batch = run.data.batch if task.batch is None else task.batch
     fits = functools.partial(_misfit, loaded, batch, each=each) if known else lambda count: None
     if (why := fits(total)) is not None:
@@ -202,33 +202,34 @@ def supervise(
 
         return command
 
-    group = _group(run, asked, real, each, task)
+    group = _group(run, options, real, each, task)
     latest, refit = functools.partial(_latest, run), functools.partial(device_assignment.refit, each=each, reason=fits)
-    if isinstance(group, Local) and asked.coordinator is not None and total != count:
+    if isinstance(group, Local) and options.coordinator is not None and total != count:
         folder = Path(run.output) / "leader" if policy.elastic else None
         place = (first, count, total)
-        return Member(group, command_of, *place, asked.coordinator, policy, latest, refit, folder, task.tell).run()
+        return Member(group, command_of, *place, options.coordinator, policy, latest, refit, folder, task.tell).run()
     causes: list[Cause] = []
     again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
     return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
 
 
-def _check_hosts(count: int, total: int, first: int, asked: LaunchOptions) -> None:
+def _check_hosts(count: int, total: int, first: int, options: LaunchOptions) -> None:
     """Raise an error if this host's options contradict those for all hosts."""
     if count < 1:
-        raise LaunchError(f"--processes is {count}, but at least 1 is wanted.")
-    if asked.coordinator is None and (total != count or first):
+        raise LaunchError(f"--processes must be at least 1, got {count}.")
+    if options.coordinator is None and (total != count or first):
         raise LaunchError(
-            f"--processes {count} with --process-count {total} and --process-id {first} are some of several hosts' "
-            "processes. Remedy: --coordinator HOST:PORT, an address of process 0's host."
+            f"--processes {count} with --process-count {total} and --process-id {first} starts only some of the "
+            "processes, so the others run on other hosts. Remedy: --coordinator HOST:PORT, an address of process 0's "
+            "host."
         )
     if first + count > total:
-        raise LaunchError(f"--processes {count} from --process-id {first} on are more than --process-count {total}.")
-    if not asked.ray and device_assignment.has_tpu(os.environ) and count > 1:
+        raise LaunchError(f"--processes {count} starting at --process-id {first} exceeds --process-count {total}.")
+    if not options.ray and device_assignment.has_tpu(os.environ) and count > 1:
         raise LaunchError(
-            f"--processes is {count}, but the chips of a TPU host belong to one process. Remedy: --processes 1."
+            f"--processes is {count}, but on a TPU host only one process can use the chips. Remedy: --processes 1."
         )
-    if asked.ray and (asked.coordinator or asked.process_count or asked.process_id):
+    if options.ray and (options.coordinator or options.process_count or options.process_id):
         raise LaunchError(
             "--ray places all processes itself. Remedy: leave --coordinator, --process-count and --process-id out."
         )
@@ -244,27 +245,27 @@ def _each(run: RunConfig, count: int, total: int, real: int, simulated: int | No
     return (1, False) if simulated is None else (device_assignment.share(simulated, total, "simulated devices"), True)
 
 
-def _check_nesting(count: int, asked: LaunchOptions) -> None:
+def _check_nesting(count: int, options: LaunchOptions) -> None:
     """Raise an error under a launcher's task: each task would start a run of its own."""
-    if asked.coordinator is not None or asked.process_count is not None:
+    if options.coordinator is not None or options.process_count is not None:
         return
     cluster = detect(os.environ)
     if cluster is not None and cluster.rank is not None:
         raise LaunchError(
-            f"--processes {count} starts a run of its own, but this is process {cluster.rank} of {cluster.count} of "
-            f"{cluster.name}, each of which would. Remedy: leave --processes out, as {cluster.name} starts all "
-            "processes; or say with --coordinator, --process-count and --process-id which of the run's processes these "
-            "are."
+            f"--processes {count} would start a separate run in each of the {cluster.count} processes of "
+            f"{cluster.name}; this is process {cluster.rank}. Remedy: leave --processes out, because {cluster.name} "
+            "starts all processes; or pass --coordinator, --process-count and --process-id to define the ranks of "
+            "these processes."
         )
 
 
 def _misfit(loaded: Loaded, batch: int, count: int, *, each: int) -> str | None:
-    asked, layout = loaded.config.parallel.optimizer, loaded.layout
-    zero = Zero(0) if asked is None else Zero(asked.stage, "data", fsdp_group_size=asked.fsdp_group_size)
+    optimizer, layout = loaded.config.parallel.optimizer, loaded.layout
+    zero = Zero(0) if optimizer is None else Zero(optimizer.stage, "data", fsdp_group_size=optimizer.fsdp_group_size)
     return device_assignment.misfit(count, each, batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
 
 
-def _group(run: RunConfig, asked: LaunchOptions, real: list[str], each: int, task: Task) -> ProcessGroup:
+def _group(run: RunConfig, options: LaunchOptions, real: list[str], each: int, task: Task) -> ProcessGroup:
     logs = task.logs or Path(run.output) / "logs"
 
     def variables(index: int) -> dict[str, str | None]:
@@ -275,11 +276,11 @@ def _group(run: RunConfig, asked: LaunchOptions, real: list[str], each: int, tas
             found["CUDA_VISIBLE_DEVICES"] = ",".join(real[index * each : (index + 1) * each])
         return found
 
-    if asked.ray:
+    if options.ray:
         from jaxpar.app.launch.ray import RayGroup
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    return Local(logs, coordinator=asked.coordinator, variables=variables, stdin=task.stdin)
+    return Local(logs, coordinator=options.coordinator, variables=variables, stdin=task.stdin)
 
 
 def _latest(run: RunConfig) -> int | None:

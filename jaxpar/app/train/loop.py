@@ -19,16 +19,16 @@ import jaxpar as jp
 from jaxpar.analysis.divergence import first_nonfinite
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
-from jaxpar.app.train import spikes as watching
-from jaxpar.app.train.checkpointing import Saver, here
-from jaxpar.app.train.compile import unless_asked
+from jaxpar.app.train import spikes
+from jaxpar.app.train.checkpointing import Saver, for_this_process
+from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, peak_flops
-from jaxpar.app.train.process_sync import Exchange, ProcessStatus, Stragglers
+from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
 from jaxpar.app.train.programs import StepPrograms, put
 from jaxpar.app.train.progress import StepLine
-from jaxpar.app.train.signals import Stop, told
-from jaxpar.app.train.spikes import LossWatch, Passed
+from jaxpar.app.train.signals import Stop, signal_name
+from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.app.train.summary import Summary, conclude, introduce
 from jaxpar.checkpoint.manager import Restored
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
@@ -70,8 +70,8 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
     text = load_text(config.data.source)
     if text.vocab > job.model.vocab:
         raise ConfigError(
-            f"model: vocab is {job.model.vocab}, but the text has {text.vocab} different tokens. Remedy: a vocab of at "
-            f"least {text.vocab}."
+            f"model: vocab must be at least {text.vocab}, the vocabulary of the text, got {job.model.vocab}. "
+            f"Remedy: model: {{vocab: {text.vocab}}}."
         )
     # Report errors in held-out batches and layout before the first compile.
     heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
@@ -101,18 +101,19 @@ class Run:
         console: Console,
         stop: Stop,
     ):
-        asked = job.config.train
+        config = job.config.train
         self._job, self._layout, self._engine, self._saver, self._writer = job, layout, engine, saver, writer
         self._account, self._console, self._stop = account, console, stop
-        self._watch, self._passed = LossWatch(asked.max_consecutive_nonfinite, asked.spike), Passed()
-        self._exchange, self._stragglers, self._tally = Exchange(), Stragglers(asked.straggler), Tally(account)
+        self._watch, self._passed = LossWatch(config.max_consecutive_nonfinite, config.spike), SkippedBatches()
+        self._exchange, self._stragglers = StatusExchange(), Stragglers(config.straggler)
+        self._timer = StepTimer(account)
         self._stream = batches(text.train, seed=job.config.data.seed, **_cut(job, layout))
         self._rate = _rates(job, layout)
         self._state: Any = None
         self._batch: Any = None
         self._position: dict[str, Any] = {}
         self._signal, self._overdue = 0, False  # from the last exchange, so equal in all processes
-        self._where = ""  # where the last skipped step was first not finite
+        self._first_nonfinite = ""  # where the last skipped step was first not finite
         self.summary = Summary(bigram=bigram_entropy(text.heldout))
 
     def go(self, found: Restored | None, heldout: list[dict[str, np.ndarray]]) -> Summary:
@@ -123,13 +124,13 @@ class Run:
           heldout: batches for evaluation.
         """
         summary, account, steps = self.summary, self._account, self._job.config.train.steps
-        number = 0 if found is None else self._take_up(found)
+        number = 0 if found is None else self._resume(found)
         self._heldout = [put(self._layout, batch) for batch in heldout]
         self._take_batch()
         heartbeat.doing("compile")
         with self._console.status("compiling the step ..."), account.spend("compile"):
             started = time.perf_counter()
-            summary.signal = unless_asked(lambda quiet: self._compile(found, quiet), self._exchange, self._stop)
+            summary.signal = run_until_signal(lambda quiet: self._compile(found, quiet), self._exchange, self._stop)
             summary.compile_seconds = time.perf_counter() - started
         if summary.signal:
             return self._leave(number)
@@ -138,17 +139,17 @@ class Run:
         if found is None or (not summary.evals and jax.process_count() == 1):
             self._evaluate(number)
         self._writer.note(number, **account.record())
-        self._tally.start()
+        self._timer.start()
         with StepLine(self._console, steps) as line:
             while number < steps and not self._signal:
                 number += 1
                 loss, seconds = self._step(number)
-                self._hear(number)
+                self._exchange_status(number)
                 line.update(number, loss, summary.heldout, *self._rate(seconds))
                 if self._watch.trouble:
                     number = self._roll_back(number, loss)
                 elif number < steps and not self._signal:
-                    self._look_after(number)
+                    self._evaluate_and_save(number)
             if summary.step_times:  # empty if the run was already complete
                 self._finish(number)
         self._stream.close()
@@ -165,27 +166,29 @@ class Run:
 
     def _leave(self, number: int) -> Summary:
         """End the run during the compile, when nothing new needs to be saved."""
-        summary, where = self.summary, self._saver.directory
-        safe = (
-            f"step {number} lies in {escape(str(where))}" if number else "no step was made, so there is nothing to save"
+        summary, directory = self.summary, self._saver.directory
+        saved = (
+            f"step {number} is saved in {escape(str(directory))}"
+            if number
+            else ("no step was run, so there is nothing to save")
         )
-        self._console.print(f"[bold]stopped by {told(summary.signal)}[/] in the compile: {safe}")
+        self._console.print(f"[bold]stopped by {signal_name(summary.signal)}[/] during the compile: {saved}")
         summary.left = self._stop.late = True
         self._stream.close()
         return summary
 
-    def _take_up(self, found: Restored) -> int:
+    def _resume(self, found: Restored) -> int:
         """Resume the data position, the records and the loss watch from a checkpoint; returns its step."""
-        about, summary, records = found.manifest.metadata, self.summary, self._writer.before
-        self._stream.set_state(here(about.get("position", {})))
-        self._watch.take_up(about)
-        self._passed = Passed.of(about)
-        self._account.take_up(self._writer.found, found.step)
+        metadata, summary, records = found.manifest.metadata, self.summary, self._writer.before
+        self._stream.set_state(for_this_process(metadata.get("position", {})))
+        self._watch.resume(metadata)
+        self._passed = SkippedBatches.of(metadata)
+        self._account.resume(self._writer.found, found.step)
         losses = {record["step"]: float(record["loss"]) for record in records if "loss" in record}
         evals = {record["step"]: float(record["heldout_loss"]) for record in records if "heldout_loss" in record}
         summary.losses = [losses.get(i, math.nan) for i in range(1, found.step + 1)]
         summary.steps, summary.evals = found.step, sorted(evals.items())
-        self._tell_passed()
+        self._summarize_skipped()
         return found.step
 
     def _take_batch(self) -> None:
@@ -201,21 +204,21 @@ class Run:
             started = time.perf_counter()
             if self._batch is None:
                 self._take_batch()  # after a rollback from the last step
-            given, self._batch = self._batch, None
-            self._state, metrics = self._engine.step(self._state, given)
+            batch, self._batch = self._batch, None
+            self._state, metrics = self._engine.step(self._state, batch)
             sent = time.perf_counter()
             if number < steps:
                 self._take_batch()  # overlaps with the device's work
             elif self._saver.active:
                 self._position = self._stream.get_state()
-            taken, idle = time.perf_counter(), metrics["loss"].is_ready()
+            batch_ready, idle = time.perf_counter(), metrics["loss"].is_ready()
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # blocks until the step is done
             ended = time.perf_counter()
         heartbeat.beat(number)
         seconds = ended - started
-        stalled = self._tally.step(seconds, taken - sent, ended - taken, idle=idle)
+        stalled = self._timer.step(seconds, batch_ready - sent, ended - batch_ready, idle=idle)
         self._account.count_step(number, seconds, stalled)
-        self._judge(number, loss, metrics, given)
+        self._judge(number, loss, metrics, batch)
         summary.steps = number
         summary.losses.append(loss)
         summary.step_times.append(seconds)
@@ -232,7 +235,7 @@ class Run:
         )
         return loss, seconds
 
-    def _judge(self, number: int, loss: float, metrics: dict[str, Any], given: Any) -> None:
+    def _judge(self, number: int, loss: float, metrics: dict[str, Any], batch: Any) -> None:
         """Count and report a step that was skipped or is a spike."""
         job, watch, console = self._job, self._watch, self._console
         skipped, floor = bool(metrics.get("skipped", False)), job.precision.scale
@@ -244,33 +247,33 @@ class Run:
         if searching:
             console.print(f"[bold]step {number} skipped[/]: not finite under a loss scale of {scale:g}")
         elif skipped:
-            self._where = first_nonfinite(self._layout, self._state, given, job.loss_fn, job.precision)
-            console.print(f"[bold]step {number} skipped[/]: not finite, first in {escape(self._where)}")
+            self._first_nonfinite = first_nonfinite(self._layout, self._state, batch, job.loss_fn, job.precision)
+            console.print(f"[bold]step {number} skipped[/]: not finite, first in {escape(self._first_nonfinite)}")
         elif watch.bad:
             console.print(f"[bold]step {number} is a spike[/]: its loss is {loss:.4g}, above {watch.bound:.4g}")
 
-    def _hear(self, number: int) -> None:
+    def _exchange_status(self, number: int) -> None:
         """Exchange status with the other processes, in the steps where an exchange is due."""
-        news = self._exchange.after_step(lambda: self._tally.news(self._stop.asked, self._saver.overdue))
-        self._overdue = news is not None and news[0].overdue
-        if news is None:
+        statuses = self._exchange.after_step(lambda: self._timer.take_status(self._stop.number, self._saver.overdue))
+        self._overdue = statuses is not None and statuses[0].overdue
+        if statuses is None:
             return
-        self._tally.heard()
-        self._signal = max(one.signal for one in news)
+        self._timer.count_exchange()
+        self._signal = max(one.signal for one in statuses)
         self._stop.late = bool(self._signal)
-        slow, among = self._stragglers.add(news), self._stragglers
+        slow, stragglers = self._stragglers.add(statuses), self._stragglers
         if slow is None:
             return
-        self.summary.own_times, self.summary.slow = among.own, slow
-        self._writer.note(number, own_seconds=among.own, waited_seconds=among.waited, slow=slow)
+        self.summary.own_times, self.summary.slow = stragglers.own, slow
+        self._writer.note(number, own_seconds=stragglers.own, waited_seconds=stragglers.waited, slow=slow)
         for rank in slow:
-            if rank not in among.told:
-                others = statistics.median([*among.own[:rank], *among.own[rank + 1 :]])
+            if rank not in stragglers.reported:
+                others = statistics.median([*stragglers.own[:rank], *stragglers.own[rank + 1 :]])
                 self._console.print(
-                    f"[bold]process {rank} is slow[/]: it spends {among.own[rank] * 1e3:.0f} ms of its own in a step, "
-                    f"the others {others * 1e3:.0f} ms, and they wait for it"
+                    f"[bold]process {rank} is slow[/]: it spends {stragglers.own[rank] * 1e3:.0f} ms per step outside "
+                    f"of the device, the others {others * 1e3:.0f} ms, and they wait for it"
                 )
-        among.told = set(slow)
+        stragglers.reported = set(slow)
 
     def _roll_back(self, number: int, loss: float) -> int:
         """Restore the newest undamaged checkpoint and skip the batches since; returns its step.
@@ -278,10 +281,11 @@ class Run:
         Raises:
           DivergedError: there is no such checkpoint, or the run was rolled back too often.
         """
-        watch, saver, asked, summary = self._watch, self._saver, self._job.config.train, self.summary
-        first, what = number - watch.bad + 1 - self._engine.late, watching.told(watch, number, loss, self._where)
+        watch, saver, config, summary = self._watch, self._saver, self._job.config.train, self.summary
+        first = number - watch.bad + 1 - self._engine.late
+        trouble = spikes.describe_trouble(watch, number, loss, self._first_nonfinite)
         found, cause = None, None
-        if saver.active and self._passed.rollbacks < asked.max_rollbacks:
+        if saver.active and self._passed.rollbacks < config.max_rollbacks:
             heartbeat.doing("restore")
             self._state = None  # frees its memory for the restored state
             with self._account.spend("restore"):
@@ -292,26 +296,26 @@ class Run:
                 if found is not None:
                     self._engine.rewind(found.state, saver.disk(found))
         if found is None:
-            text = watching.hopeless(what, watch, self._passed, asked, first=first, checkpoints=saver.active)
+            text = spikes.give_up_message(trouble, watch, self._passed, config, first=first, checkpoints=saver.active)
             raise DivergedError(text) from cause
-        self._state, to, about = found.state, found.step, found.manifest.metadata
-        span = self._passed.roll_back(number, to, about)
-        watch.take_up(about)
+        self._state, to, metadata = found.state, found.step, found.manifest.metadata
+        span = self._passed.roll_back(number, to, metadata)
+        watch.resume(metadata)
         lost = self._account.lose(to)
         del summary.losses[to:]
         summary.steps, summary.evals = to, [pair for pair in summary.evals if pair[0] <= to]
-        self._writer.note(number, rollback_to=to, passed=list(span), why=what, lost_seconds=lost)
+        self._writer.note(number, rollback_to=to, passed=list(span), why=trouble, lost_seconds=lost)
         self._console.print(
-            f"[bold]rolled back from step {number} to {to}[/]: {escape(what)} Batches {span[0]} to {span[1]} are "
-            "passed over."
+            f"[bold]rolled back from step {number} to {to}[/]: {escape(trouble)} Batches {span[0]} to {span[1]} are "
+            "skipped."
         )
-        self._tell_passed()
+        self._summarize_skipped()
         # Save now, so that a restart after a kill does not repeat the bad batches.
         with self._account.spend("checkpoint"):
-            saver.save(to, self._state, self._about(), self._engine.step)
+            saver.save(to, self._state, self._metadata(), self._engine.step)
         return to
 
-    def _look_after(self, number: int) -> None:
+    def _evaluate_and_save(self, number: int) -> None:
         """Evaluate and save, in the steps where they are due."""
         if number % self._job.config.train.eval_every == 0:
             self._evaluate(number)
@@ -319,7 +323,7 @@ class Run:
         with self._account.spend("checkpoint"):
             failing = self._watch.bad > 0
             self._saver.after(
-                number, self._state, self._about, self._engine.step, overdue=self._overdue, failing=failing
+                number, self._state, self._metadata, self._engine.step, overdue=self._overdue, failing=failing
             )
 
     def _finish(self, number: int) -> None:
@@ -330,7 +334,7 @@ class Run:
             self._state = self._engine.flush(self._state)
             self._evaluate_once(number)  # before the save, which ranks the step by this loss
         with self._account.spend("checkpoint"):
-            self._saver.last(number, self._state, self._about, self._engine.step)
+            self._saver.last(number, self._state, self._metadata, self._engine.step)
         if self._signal != signal.SIGTERM:
             self._evaluate_once(number)
         summary.tokens_per_second, _, summary.mfu = self._rate(statistics.median(summary.step_times))
@@ -345,16 +349,16 @@ class Run:
         self.summary.evals.append((number, loss))
         self._writer.write(number, heldout_loss=loss)
 
-    def _about(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         """The metadata of a checkpoint, from which a run resumes."""
         metrics = self.summary.latest()
         return {"position": self._position, "metrics": metrics, **self._watch.state(), **self._passed.state()}
 
-    def _tell_passed(self) -> None:
+    def _summarize_skipped(self) -> None:
         self.summary.rollbacks, self.summary.passed = self._passed.rollbacks, self._passed.ranges
 
 
-class Tally:
+class StepTimer:
     """Where this process's steps spent their time since the last exchange, in seconds."""
 
     def __init__(self, account: Goodput):
@@ -387,13 +391,13 @@ class Tally:
             return 0.0
         return max(batch - self._busy, 0.0) if math.isfinite(self._busy) else batch
 
-    def heard(self) -> None:
+    def count_exchange(self) -> None:
         """Count the time of an exchange as waiting, because it lasts until the slowest process joins it."""
         self._account.wall()
         other = self._account.spent["other"]
         self._waited, self._other = self._waited + other - self._other, other
 
-    def news(self, signal: int, overdue: bool) -> ProcessStatus:
+    def take_status(self, signal: int, overdue: bool) -> ProcessStatus:
         """Return the status to send to the other processes, and reset all counts."""
         self._account.wall()
         own = self._own + self._account.spent["other"] - self._other

@@ -53,10 +53,10 @@ class MetricsWriter:
         self.found: list[dict[str, Any]] = []
         self.before: list[dict[str, Any]] = []
         self._lines: FileIO | None = None
-        self._tell, self._pending, self._told = tell, b"", False
+        self._tell, self._pending, self._reported = tell, b"", False
         if not writes:
             return
-        self._board = _Board(folder / "tensorboard")
+        self._tensorboard = _TensorBoard(folder / "tensorboard")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "metrics.jsonl"
         if after is not None:
@@ -72,7 +72,7 @@ class MetricsWriter:
         """Write one record: the step and its values; values that are not finite are written as strings."""
         self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
         if self._lines is not None:
-            self._board.add(step, values)
+            self._tensorboard.add(step, values)
 
     def note(self, step: int, **values: Any) -> None:
         """Write one record of any JSON values to ``metrics.jsonl`` only."""
@@ -82,14 +82,14 @@ class MetricsWriter:
         try:
             while self._pending:
                 self._pending = self._pending[self._lines.write(self._pending) :]
-            self._told = False
+            self._reported = False
         except OSError as error:  # a full disk must not end the run
-            if not self._told:
+            if not self._reported:
                 self._tell(
-                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept, and written "
-                    "when it can be."
+                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept in memory "
+                    "until it can be written."
                 )
-            self._told = True
+            self._reported = True
 
     def __enter__(self) -> Self:
         return self
@@ -100,12 +100,15 @@ class MetricsWriter:
         if self._lines is not None:
             if self._pending:
                 lost = self._pending.count(b"\n")
-                self._tell(f"metrics: {lost} records are lost, as {self._lines.name} could not be written to the end.")
+                self._tell(
+                    f"metrics: {lost} records are lost, because {self._lines.name} could not be written before the "
+                    "run ended."
+                )
             self._lines.close()
-            self._board.close()
+            self._tensorboard.close()
 
 
-class _Board:
+class _TensorBoard:
     """Writes TensorBoard files directly: on a full disk tensorboardX's thread dies, and its callers block."""
 
     def __init__(self, folder: Path):

@@ -14,9 +14,9 @@ from jaxpar.utils.multihost import gather_rows
 
 _PERIOD = 1.0
 """Approximate seconds between two exchanges."""
-_REST = 1000
+_MAX_STEPS = 1000
 """Maximum number of steps between two exchanges."""
-_ABSOLUTE = 0.1
+_MIN_FRACTION = 0.1
 """A slow process's own time must exceed that of the others by this fraction of the step; less delays nobody."""
 
 
@@ -43,7 +43,7 @@ class ProcessStatus:
     busy: bool = False
 
 
-class Exchange:
+class StatusExchange:
     """Exchanges the status of all processes, in the same steps in each of them.
 
     A few numbers are sent over the devices between two steps. The number of steps to the next exchange follows from the
@@ -52,7 +52,7 @@ class Exchange:
     """
 
     def __init__(self, process_count: int | None = None):
-        self.alone = (jax.process_count() if process_count is None else process_count) == 1
+        self.single_process = (jax.process_count() if process_count is None else process_count) == 1
         """Whether there are no other processes."""
         self._left = 1
 
@@ -65,15 +65,17 @@ class Exchange:
         self._left -= 1
         if self._left:
             return None
-        found = self.meet(mine())
+        found = self.exchange_now(mine())
         self._left = 1
-        if not self.alone:
+        if not self.single_process:
             self._left = steps_between(max(one.seconds / one.steps if one.steps else _PERIOD for one in found))
         return found
 
-    def meet(self, mine: ProcessStatus) -> list[ProcessStatus]:
+    def exchange_now(self, mine: ProcessStatus) -> list[ProcessStatus]:
         """Return the status of each process now; all processes must call it."""
-        return [mine] if self.alone else [_read(row) for row in gather_rows(np.array(astuple(mine), np.float32))]
+        if self.single_process:
+            return [mine]
+        return [_read(row) for row in gather_rows(np.array(astuple(mine), np.float32))]
 
 
 def steps_between(seconds: float) -> int:
@@ -82,7 +84,7 @@ def steps_between(seconds: float) -> int:
     >>> steps_between(0.3), steps_between(20.0), steps_between(0.0)
     (3, 1, 1000)
     """
-    return max(1, min(_REST, int(_PERIOD / max(seconds, _PERIOD / _REST))))
+    return max(1, min(_MAX_STEPS, int(_PERIOD / max(seconds, _PERIOD / _MAX_STEPS))))
 
 
 def _read(row: np.ndarray) -> ProcessStatus:
@@ -100,26 +102,26 @@ class Stragglers:
     [0.01, 0.3, 0.02]
     """
 
-    def __init__(self, asked: StragglerConfig):
-        self._asked = asked
+    def __init__(self, config: StragglerConfig):
+        self._config = config
         self._sums: list[ProcessStatus] = []
         self.own: list[float] = []
         """Each process's own seconds per step, as last judged."""
         self.waited: list[float] = []
         """Each process's seconds per step spent waiting for the device, and so for the others, as last judged."""
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         """The processes that were slow when last judged."""
 
-    def add(self, news: Sequence[ProcessStatus]) -> list[int] | None:
+    def add(self, statuses: Sequence[ProcessStatus]) -> list[int] | None:
         """Return the slow processes once there are enough steps to judge by; ``None`` before."""
-        self._sums = [_sum(a, b) for a, b in zip(self._sums, news, strict=True)] if self._sums else list(news)
+        self._sums = [_sum(a, b) for a, b in zip(self._sums, statuses, strict=True)] if self._sums else list(statuses)
         steps = max(one.steps for one in self._sums)
-        if len(news) < 2 or steps < self._asked.every:
+        if len(statuses) < 2 or steps < self._config.every:
             return None
         sums, self._sums = self._sums, []
         self.own, self.waited = ([getattr(one, name) / steps for one in sums] for name in ("own", "waited"))
         seconds = max(one.seconds for one in sums) / steps
-        return slow(self.own, seconds, self._asked.factor)
+        return slow(self.own, seconds, self._config.factor)
 
 
 def slow(own: Sequence[float], seconds: float, factor: float) -> list[int]:
@@ -137,7 +139,7 @@ def slow(own: Sequence[float], seconds: float, factor: float) -> list[int]:
     found = []
     for rank, mine in enumerate(own):
         others = statistics.median([*own[:rank], *own[rank + 1 :]])
-        if mine > factor * others and mine - others > _ABSOLUTE * seconds:
+        if mine > factor * others and mine - others > _MIN_FRACTION * seconds:
             found.append(rank)
     return found
 

@@ -28,15 +28,15 @@ class StepPrograms:
     """
 
     def __init__(self, job: Job, layout: jp.Layout):
-        self._job, self._layout, self._opened = job, layout, ExitStack()
-        self._flight: PipedreamStep | None = None
+        self._job, self._layout, self._exit_stack = job, layout, ExitStack()
+        self._pipedream: PipedreamStep | None = None
         self._first: Any = None
         self.like: Any = None
         self.late = 0
         """How many steps later a bad batch may show, because it is still in the pipeline."""
         self.step: Callable[..., Any]
         if isinstance(job.pipeline, jp.pipeline.Asynchronous):
-            self.late, self._flight = 1, jp.pipeline.pipedream_train_step(layout, job.loss_fn, **job.step_options())
+            self.late, self._pipedream = 1, jp.pipeline.pipedream_train_step(layout, job.loss_fn, **job.step_options())
             self._first = self._initial()
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             self.like = jax.tree.map(abstract, self._first)
@@ -50,8 +50,8 @@ class StepPrograms:
 
     def compile(self, state: Any, batch: Any, heldout: Any, disk: Path | None) -> None:
         """Compile both programs; ``disk`` is the folder with the restored disk-offloaded optimizer state, if any."""
-        self.step = self._opened.enter_context(
-            step_of(self._job, self._layout, state, batch, flight=self._flight, restore=disk)
+        self.step = self._exit_stack.enter_context(
+            step_of(self._job, self._layout, state, batch, pipedream=self._pipedream, restore=disk)
         )
         evaluation = jp.eval_step(self._layout, self._job.loss_fn, **self._job.eval_options())
         self._evaluation = evaluation.lower(state, heldout).compile()
@@ -62,7 +62,7 @@ class StepPrograms:
 
     def flush(self, state: Any) -> Any:
         """Return the state after draining the pipeline."""
-        return state if self._flight is None else self._flight.flush(state)[0]
+        return state if self._pipedream is None else self._pipedream.flush(state)[0]
 
     def rewind(self, state: Any, disk: Path | None) -> None:
         """Prepare to continue from a restored state; arguments as for :meth:`compile`."""
@@ -72,7 +72,7 @@ class StepPrograms:
     def _initial(self) -> Any:
         job = self._job
         state = jp.init(self._layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
-        return state if self._flight is None else self._flight.start(state, put(self._layout, _nothing(job)))
+        return state if self._pipedream is None else self._pipedream.start(state, put(self._layout, _zero_batch(job)))
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,7 @@ class StepPrograms:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._opened.close()
+        self._exit_stack.close()
 
 
 def put(layout: jp.Layout, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -88,7 +88,7 @@ def put(layout: jp.Layout, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Arr
     return {name: jp.shard_array(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
 
 
-def _nothing(job: Job) -> dict[str, np.ndarray]:
+def _zero_batch(job: Job) -> dict[str, np.ndarray]:
     """A batch of zeros with this process's shapes."""
     data = job.config.data
     return {name: np.zeros((data.batch // jax.process_count(), data.seq), np.int32) for name in job.batch_names()}
@@ -101,13 +101,13 @@ def step_of(
     state: Any,
     batch: Any,
     *,
-    flight: PipedreamStep | None = None,
+    pipedream: PipedreamStep | None = None,
     restore: Path | None = None,
 ) -> Iterator[Callable[..., Any]]:
     """The compiled step; it may hold a folder on disk for as long as the context is open.
 
     Args:
-      flight: the step of a pipeline that is not drained between steps.
+      pipedream: the step of a pipeline that is not drained between steps.
       restore: the folder to restore the disk-offloaded optimizer state from.
     """
     options = job.compiler_options(platform_of(layout.mesh))
@@ -117,7 +117,7 @@ def step_of(
         ) as step:
             step.compile(state, batch, options)
             yield step
-    elif flight is not None:
-        yield flight.lower(state, batch).compile(options)
+    elif pipedream is not None:
+        yield pipedream.lower(state, batch).compile(options)
     else:
         yield jp.train_step(layout, job.loss_fn, **job.step_options()).lower(state, batch).compile(options)

@@ -15,19 +15,19 @@ _TWICE = 0.5
 class Stop:
     """Receives the signals that end a run, while the context is open.
 
-    ``asked`` is the number of the first signal that this process received, or 0. After it the handlers are replaced: a
+    ``number`` is the number of the first signal that this process received, or 0. After it the handlers are replaced: a
     second SIGTERM has its default action, and a second Ctrl-C raises ``KeyboardInterrupt``. Outside of the main thread
     no handler can be set, and no signal is received.
 
     >>> import os, signal
     >>> with Stop() as stop:
     ...     os.kill(os.getpid(), signal.SIGTERM)
-    ...     told(stop.asked)
+    ...     signal_name(stop.number)
     'SIGTERM'
     """
 
     def __init__(self) -> None:
-        self.asked, self._when = 0, 0.0
+        self.number, self._when = 0, 0.0
         self.late = False
         """Whether another process's signal ends the run; this process's own may still follow, and is ignored."""
         self._before: dict[int, Any] = {}
@@ -40,7 +40,7 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        late = self.late and not self.asked and bool(self._before)
+        late = self.late and not self.number and bool(self._before)
         for number in list(self._before):
             self._give_back(number)
         if late:
@@ -48,12 +48,12 @@ class Stop:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked:  # only Ctrl-C still comes here
+        if self.number:  # only Ctrl-C still comes here
             if now - self._when >= _TWICE:
                 self._give_back(signal.SIGINT)
                 raise KeyboardInterrupt
             return
-        self.asked, self._when = number, now
+        self.number, self._when = number, now
         # The default action also works while the process waits for a device and runs no Python.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -63,6 +63,6 @@ class Stop:
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
-def told(number: int) -> str:
+def signal_name(number: int) -> str:
     """Return a signal's name as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

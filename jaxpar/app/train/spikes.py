@@ -70,7 +70,7 @@ class LossWatch:
         counts = {"bad": self.bad, "skipped": self.skipped, "high": self.high}
         return {**counts, "recent": list(self._recent)} if self._spike else counts
 
-    def take_up(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; missing values are as in a new run."""
         self.skipped, self.high = int(state.get("skipped", 0)), int(state.get("high", 0))
         self.bad = int(state.get("bad", self.skipped))
@@ -90,7 +90,7 @@ class LossWatch:
 
 
 @dataclass
-class Passed:
+class SkippedBatches:
     """The batches that a run skipped, and the number of its rollbacks.
 
     Attributes:
@@ -114,16 +114,16 @@ class Passed:
           to: the step that it restores.
           saved: the state that was saved with that step.
 
-        >>> passed = Passed()
+        >>> passed = SkippedBatches()
         >>> passed.roll_back(9, 6, {})
         (7, 9)
         >>> passed.roll_back(8, 6, passed.state())  # steps 7 and 8 had batches 10 and 11
         (7, 11)
         >>> passed
-        Passed(ranges=[[7, 11]], rollbacks=2)
+        SkippedBatches(ranges=[[7, 11]], rollbacks=2)
         """
         last = step + self.count
-        before = Passed.of(saved)
+        before = SkippedBatches.of(saved)
         first = to + before.count + 1
         self.ranges, self.rollbacks = _joined([*before.ranges, [first, last]]), self.rollbacks + 1
         return next((a, b) for a, b in self.ranges if a <= first <= b)
@@ -133,9 +133,9 @@ class Passed:
         return {"passed": [list(pair) for pair in self.ranges], "rollbacks": self.rollbacks}
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> Passed:
+    def of(state: Mapping[str, Any]) -> SkippedBatches:
         """Restore a saved state."""
-        return Passed([[int(a), int(b)] for a, b in state.get("passed", ())], int(state.get("rollbacks", 0)))
+        return SkippedBatches([[int(a), int(b)] for a, b in state.get("passed", ())], int(state.get("rollbacks", 0)))
 
 
 def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
@@ -149,7 +149,7 @@ def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:
     return found
 
 
-def told(watch: LossWatch, number: int, loss: float, where: str) -> str:
+def describe_trouble(watch: LossWatch, number: int, loss: float, where: str) -> str:
     """Describe the trouble after step ``number``; ``where`` says where the step was first not finite."""
     if watch.trouble == "skipped":
         return f"{_steps(watch.skipped, number)} not finite, first in {where}."
@@ -163,7 +163,9 @@ def _steps(count: int, number: int) -> str:
     return f"{count} steps in a row, up to step {number}, were" if count > 1 else f"step {number} was"
 
 
-def hopeless(what: str, watch: LossWatch, passed: Passed, config: TrainConfig, *, first: int, checkpoints: bool) -> str:
+def give_up_message(
+    what: str, watch: LossWatch, passed: SkippedBatches, config: TrainConfig, *, first: int, checkpoints: bool
+) -> str:
     """The error message of a run that cannot roll back.
 
     Args:
@@ -172,19 +174,19 @@ def hopeless(what: str, watch: LossWatch, passed: Passed, config: TrainConfig, *
       first: the first bad step.
       checkpoints: whether the run keeps checkpoints.
     """
-    kept = "Nothing of them was kept" if watch.trouble == "skipped" else "They changed the state"
-    remedies = ["a smaller optimizer.learning_rate or a clip_norm"]
+    kept = "No update was applied" if watch.trouble == "skipped" else "The updates were applied"
+    remedies = ["a smaller optimizer.learning_rate, or a clip_norm"]
     if watch.trouble == "skipped":
         remedies.append(f"train.max_consecutive_nonfinite={config.max_consecutive_nonfinite} allows more of them")
     else:
         remedies.append("a larger train.spike.sigmas, factor or patience")
     if not checkpoints:
-        back = "without checkpoint: there is nothing to roll back to"
-        remedies.append("checkpoint: {save_interval_steps: 100}, to go back and pass over these batches")
+        back = "the run keeps no checkpoints to roll back to"
+        remedies.append("checkpoint: {save_interval_steps: 100}, to roll back and skip these batches")
     elif passed.rollbacks >= config.max_rollbacks:
         times = f"{passed.rollbacks} time{'s' * (passed.rollbacks != 1)}"
         back = f"the run was rolled back {times}, as often as train.max_rollbacks={config.max_rollbacks} allows"
     else:
-        back = f"there is no good checkpoint of a step before {first} to roll back to"
+        back = f"there is no undamaged checkpoint before step {first} to roll back to"
         remedies.append("a smaller checkpoint.save_interval_steps")
     return f"{what} {kept}, and {back}. Remedy: {'; '.join(remedies)}."

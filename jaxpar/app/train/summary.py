@@ -102,7 +102,7 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
     )
     console.print(
         f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on "
-        f"each device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes whole on every device)"
+        f"each device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes replicated on every device)"
     )
     console.print(
         f"text    {text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
@@ -114,7 +114,7 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
 
 def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
     """Print the summary and draw the loss curve, except after SIGTERM, when the machine may soon be taken away."""
-    hurry = summary.interrupted and signals.told(summary.signal) == "SIGTERM"
+    hurry = summary.interrupted and signals.signal_name(summary.signal) == "SIGTERM"
     if not hurry and jax.process_index() == 0:
         speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
         title = f"{summary.steps} steps{speed}"
@@ -122,9 +122,11 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
             folder / "loss.png", summary.losses, summary.evals, {"held-out bigram entropy": summary.bigram}, title
         )
     console.print()
-    console.print(f"[bold]stopped by {signals.told(summary.signal)}[/]" if summary.interrupted else "[bold]done[/]")
+    console.print(
+        f"[bold]stopped by {signals.signal_name(summary.signal)}[/]" if summary.interrupted else ("[bold]done[/]")
+    )
     if summary.interrupted and not saver.active:
-        console.print("nothing was saved, as the run has no checkpoint: key")
+        console.print("nothing was saved, because the configuration has no checkpoint: key")
     console.print(
         f"steps             {summary.steps} in {summary.seconds:.0f} s (compile {summary.compile_seconds:.0f} s)"
     )
@@ -136,11 +138,9 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
         console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
         console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: the model ends {verdict} their entropy")
     if summary.rollbacks:
-        console.print(f"rollbacks         {summary.rollbacks}; batches {ranges(summary.passed)} were passed over")
+        console.print(f"rollbacks         {summary.rollbacks}; batches {ranges(summary.passed)} were skipped")
     if saver.active:
-        console.print(
-            f"checkpoints       {saver.saves} in {saver.directory}; the longest pause {saver.pause * 1e3:.0f} ms"
-        )
+        console.print(f"checkpoints       {saver.saves} in {saver.directory}; longest pause {saver.pause * 1e3:.0f} ms")
     picture = "" if hurry else f", {folder}/loss.png"
     console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard{picture}")
 
@@ -151,10 +151,10 @@ def _speed(summary: Summary, console: Console) -> None:
         console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
     if summary.mfu is not None:
         console.print(f"MFU               {summary.mfu:.1%}")
-    console.print(f"goodput           {goodput.told(summary.goodput)}")
+    console.print(f"goodput           {goodput.describe(summary.goodput)}")
     for rank, seconds in enumerate(summary.own_times):
         late = ": the others wait for it" if rank in summary.slow else ""
-        console.print(f"process {rank:<10}{seconds * 1e3:.1f} ms of its own in a step{late}")
+        console.print(f"process {rank:<10}{seconds * 1e3:.1f} ms per step outside of the device{late}")
 
 
 def ranges(passed: list[list[int]]) -> str:

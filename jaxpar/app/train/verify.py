@@ -29,16 +29,16 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
       ConfigError: ``steps`` is below 1, the optimizer state is on disk, or the pipeline is asynchronous.
     """
     if steps < 1:
-        raise ConfigError(f"verify: steps is {steps}, but at least 1 is wanted.")
+        raise ConfigError(f"verify: steps must be at least 1, got {steps}.")
     if job.config.parallel.offload.optimizer == "disk":
         raise ConfigError(
-            "verify: the optimizer's state is on disk, but verify runs two steps of the same run side by side. Remedy: "
-            "--set parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the same."
+            "verify: the optimizer state is on disk, but verify runs the step in two layouts at the same time. Remedy: "
+            "--set parallel.offload.optimizer=null --set parallel.offload.path=null; the results are the same."
         )
     if isinstance(job.pipeline, jp.pipeline.Asynchronous):
         raise ConfigError(
-            f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are of weights of steps "
-            "before, so no step is that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
+            f"verify: parallel.pipeline.schedule is {job.pipeline.name!r}, whose gradients are computed with weights "
+            "of earlier steps, so no step equals that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
         )
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)
@@ -49,10 +49,10 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"
     console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
     if rounded:
-        console.print(f"left out            precision: {', '.join(rounded)}, which rounds to 8 bits")
+        console.print(f"excluded            precision: {', '.join(rounded)}, which rounds to 8 bits")
     tx = without_signs(job.tx, steps)
     if tx is not job.tx:
-        console.print(f"left out            optimizer: the signs of {NAME}, which depend on the number of devices")
+        console.print(f"excluded            optimizer: the signs of {NAME}, which depend on the number of devices")
     verdict = compare(
         layout.on_one_device(),
         layout,

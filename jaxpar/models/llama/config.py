@@ -79,21 +79,21 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(
-                f"llama: head_dim={self.head_dim} is odd; rotary positions turn pairs. Remedy: make it even."
+                "llama: head_dim must be even, because rotary embeddings rotate pairs of numbers, got "
+                f"{self.head_dim}. Remedy: an even head_dim."
             )
         RematPolicy.of(self.remat).segments(self.layers)
         check_count(self.copies, self.copies_dim)
         if halved(self) and self.context.load_balance is not None:
             raise ConfigError(
-                f"overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's "
-                f"load_balance is "
-                f"{self.context.load_balance!r}. Remedy: leave it out, or overlap.dim: batch."
+                "overlap.dim is 'seq', which uses its own token order, but parallel.context.load_balance is "
+                f"{self.context.load_balance!r}. Remedy: leave load_balance out, or overlap.dim: batch."
             )
         if self.copies > 1 and not isinstance(self.reshard_after_forward, bool):
             raise ConfigError(
-                f"overlap.ways is {self.copies}, but reshard_after_forward is {self.reshard_after_forward}: the copies "
-                f"gather a layer's weights once for both, from all devices. "
-                f"Remedy: reshard_after_forward: true or false, or overlap: {{ways: 1}}."
+                f"overlap.ways is {self.copies}, but reshard_after_forward is {self.reshard_after_forward}: both parts "
+                "share one gather of a layer's weights, over all devices. Remedy: reshard_after_forward: true or "
+                "false, or overlap: {ways: 1}."
             )
 
     @property

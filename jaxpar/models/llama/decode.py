@@ -23,7 +23,7 @@ from jaxpar.models.llama.layers import Block, rope_table
 from jaxpar.models.llama.model import Llama
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
-SUMMED = {
+CONTRACTING_DIMS = {
     "embedding": (-1,),
     "head": (-2,),
     "q": (-3,),
@@ -58,28 +58,28 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     """
     for key, value in (("weights", weights), ("cache", cache)):
         if value not in (_INT8, None):
-            raise ConfigError(f"cached_llama: {key} is {value!r}, but {_INT8!r} or None is wanted.")
+            raise ConfigError(f"cached_llama: {key} must be {_INT8!r} or None, got {value!r}.")
     dtype = jnp.dtype(config.dtype)
-    kept = jnp.dtype(cache or dtype)
+    cache_dtype = jnp.dtype(cache or dtype)
 
     def shapes(batch: int, slots: int) -> Any:
-        return init_cache(config.layers, batch, config.kv_heads, slots, config.head_dim, kept)
+        return init_cache(config.layers, batch, config.kv_heads, slots, config.head_dim, cache_dtype)
 
-    def embedded(model: Llama, tokens_BS: jax.Array) -> jax.Array:
+    def embed(model: Llama, tokens_BS: jax.Array) -> jax.Array:
         table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")
         if not isinstance(table, Int8):
             return lookup(table, tokens_BS, dtype)
         scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
         return (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
 
-    prompts, token = functools.partial(_prompts, config, kept), functools.partial(_token, config)
+    prompts, token = functools.partial(_prompts, config, cache_dtype), functools.partial(_token, config)
 
     def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-        return prompts(stacked_part(model, stack.path), embedded(model, tokens_BS), slots)
+        return prompts(stacked_part(model, stack.path), embed(model, tokens_BS), slots)
 
     def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         layers = stacked_part(model, stack.path)
-        x_BSE, cache = token(layers, embedded(model, tokens_B[:, None]), at_B, cache, (0, 1))
+        x_BSE, cache = token(layers, embed(model, tokens_B[:, None]), at_B, cache, (0, 1))
         return x_BSE[:, 0], cache
 
     def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
@@ -87,24 +87,24 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
         (z_BV,) = sharded_dot(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
         return hint(z_BV, "batch", "vocab")
 
-    stack = Stack(("blocks",), embedded, prompts, token)
+    stack = Stack(("blocks",), embed, prompts, token)
     return DecoderFns(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
 
 
-def _prompts(config: LlamaConfig, kept: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-    """Run full prompts through the layers; return the last activations and the key/value cache in dtype ``kept``."""
+def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
+    """Run full prompts through the layers; return the last activations and the key/value cache in ``cache_dtype``."""
     rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
     leaves, block_of = layers
 
     def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
         block: Block = block_of(leaves)
-        made: dict[str, Any] = {}
+        cache: dict[str, Any] = {}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            made.update(keys=fill_cache(k, slots, kept), values=fill_cache(v, slots, kept))
+            cache.update(keys=fill_cache(k, slots, cache_dtype), values=fill_cache(v, slots, cache_dtype))
             return block.attention.context(q, k, v, None)
 
-        return block(x_BSE, rope, attend=attend), made
+        return block(x_BSE, rope, attend=attend), cache
 
     return jax.lax.scan(layer, x_BSE, leaves)
 
@@ -116,16 +116,16 @@ def _token(
     rope = rope_table(at_B[:, None], config)
     leaves, block_of = layers
 
-    def layer(carry: Any, given: Any) -> tuple[Any, None]:
+    def layer(carry: Any, layer_input: Any) -> tuple[Any, None]:
         x_BSE, cache = carry
-        number, leaves = given
-        after: dict[str, Any] = {}
+        number, leaves = layer_input
+        updated: dict[str, Any] = {}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            o, after["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
+            o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
             return o
 
-        return (block_of(leaves)(x_BSE, rope, attend=attend), after["cache"]), None
+        return (block_of(leaves)(x_BSE, rope, attend=attend), updated["cache"]), None
 
     numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
     # Carry the full cache through the scan: as a stacked output, every step would copy it.
@@ -133,12 +133,12 @@ def _token(
     return carry
 
 
-def _matrices(dtype: Any, kept: str | None) -> Callable[[Any], Any]:
+def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:
     """Return a function that casts all parameters but norms to the compute dtype, or quantizes them to int8."""
 
-    def one(path: Any, x: Any) -> Any:
+    def convert(path: Any, x: Any) -> Any:
         if "norm" in jax.tree_util.keystr(path):
             return x
-        return x.astype(dtype) if kept is None else Int8.of(x, SUMMED[path[-1].key])
+        return x.astype(dtype) if weight_dtype is None else Int8.of(x, CONTRACTING_DIMS[path[-1].key])
 
-    return lambda params: jax.tree_util.tree_map_with_path(one, params)
+    return lambda params: jax.tree_util.tree_map_with_path(convert, params)

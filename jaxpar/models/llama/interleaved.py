@@ -49,8 +49,8 @@ def interleaved_block(
     """
     if order is not None and not isinstance(order, str):
         raise ConfigError(
-            f"overlap.ways is {count}, but parallel.context's load_balance is 'balanced', which copies cannot take. "
-            f"Remedy: load_balance: zigzag, or overlap: {{ways: 1}}."
+            f"overlap.ways is {count}, which does not support parallel.context.load_balance: balanced. Remedy: "
+            "load_balance: zigzag, or overlap: {ways: 1}."
         )
 
     def mixed(block: Block, h_BSE: jax.Array, side: Side) -> jax.Array:
@@ -66,11 +66,11 @@ def interleaved_block(
         def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
             before = 0 if carry is None else carry[0].shape[1]
             pairs = zip(carry or (None, None, None), (k_BSKD, v_BSKD, documents_BS), strict=True)
-            keys, values, documents = (_behind(*pair) for pair in pairs)
+            keys, values, documents = (_append(*pair) for pair in pairs)
             seen.append((keys, values, documents))
-            how: dict[str, Any] = {"impl": context.impl, "block": context.block}
-            how["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
-            return attention(q_BSHD, keys, values, q_offset=before, **how)
+            options: dict[str, Any] = {"impl": context.impl, "block": context.block}
+            options["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
+            return attention(q_BSHD, keys, values, q_offset=before, **options)
 
         o_BSHD = block.attention(h_BSE, rope, None, documents_BS, attend, half=True)
         return o_BSHD, seen[0]
@@ -92,6 +92,6 @@ def interleaved_block(
     return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
 
 
-def _behind(before: Any, x_BS: Any) -> Any:
+def _append(before: Any, x_BS: Any) -> Any:
     """Concatenate keys, values or documents of the earlier tokens with those of this part."""
     return x_BS if before is None else jnp.concatenate([before, x_BS], 1)

@@ -42,11 +42,11 @@ class RMSNorm(nnx.Module):
         self.eps, self.dtype = config.norm_eps, jnp.dtype(config.dtype)
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
-        wide = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        x_fp32 = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
+        x_fp32 = x_fp32 * jax.lax.rsqrt(jnp.mean(x_fp32 * x_fp32, axis=-1, keepdims=True) + self.eps)
         # Without the barrier the compiler recomputes the norm inside each matmul that reads it. That is three times the
         # work, and a third of the compile time.
-        return jax.lax.optimization_barrier((wide * self.scale[...]).astype(self.dtype))
+        return jax.lax.optimization_barrier((x_fp32 * self.scale[...]).astype(self.dtype))
 
 
 class Attention(nnx.Module):
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
         # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
         self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
-        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
+        self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
         self.context = c.context
 
     def __call__(
@@ -89,19 +89,19 @@ class Attention(nnx.Module):
         kv_dims = ("embed", "kv_heads", "head_dim")
         # One call each: a single all-gather of the three weights would finish too late to overlap with the previous
         # matmul.
-        (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.how)
-        (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.how)
-        (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.how)
+        (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)
+        (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.options)
+        (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.options)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
         if half:
             return o_BSHD
-        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
         return y_BSE
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
-        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.how)
+        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
         return y_BSE
 
 
@@ -113,7 +113,7 @@ class SwiGLU(nnx.Module):
         self.gate = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
         self.up = _kernel(rngs.params(), (c.embed, c.mlp), ("embed", "mlp"), c.embed, c)
         self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
-        self.how: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
+        self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
 
     def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
         """Apply the MLP to ``x_BSE`` [batch, seq, embed].
@@ -121,17 +121,17 @@ class SwiGLU(nnx.Module):
         With ``half`` stop before the down projection, which :meth:`output` applies, and return [batch, seq, mlp].
         """
         dims = ("embed", "mlp")
-        gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.how)
+        gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
         if half:
             return hidden
-        (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.how)
+        (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.options)
         return y_BSE
 
     def output(self, hidden_BSF: jax.Array) -> jax.Array:
         """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
-        (y_BSE,) = sharded_dot(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.how)
+        (y_BSE,) = sharded_dot(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.options)
         return y_BSE
 
 

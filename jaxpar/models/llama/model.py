@@ -105,16 +105,16 @@ class Llama(nnx.Module):
 
         blocks, recompute = _cast(self.blocks, dtype), RematPolicy.of(config.remat)
         x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
-        for first, last, again in recompute.segments(config.layers):
-            layers = _stacked(recompute if again else RematPolicy("none"), config, rope, order, documents_BS)
+        for first, last, recomputed in recompute.segments(config.layers):
+            layers = _stacked(recompute if recomputed else RematPolicy("none"), config, rope, order, documents_BS)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
         x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
 
     def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
         """Run :meth:`hidden` on tokens in natural order when the copies need the order of halves."""
-        given = (tokens_BS, positions_BS) if documents_BS is None else (tokens_BS, positions_BS, documents_BS)
-        order, at, (tokens_BS, positions_BS, *packed) = halves_order(*given)
+        arrays = (tokens_BS, positions_BS) if documents_BS is None else (tokens_BS, positions_BS, documents_BS)
+        order, at, (tokens_BS, positions_BS, *packed) = halves_order(*arrays)
         h_BSE = self.hidden(tokens_BS, positions_BS, order, *packed)
         return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
 
@@ -128,21 +128,23 @@ def _stacked(
     recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
     """Return a function that scans over a stack of layers."""
-    kept = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
-    laid = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
+    saved_dims = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
+    hint_all = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
     @remat(recompute, config.reshard_after_forward)
     def layer(block: Block, x_BSE: Any) -> Any:
-        x_BSE = laid(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
+        x_BSE = hint_all(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
-            how = config.copies, config.copies_dim, config.context
-            return interleaved_block(*how, rope, order, documents_BS)(block, x_BSE)
+            overlap = config.copies, config.copies_dim, config.context
+            return interleaved_block(*overlap, rope, order, documents_BS)(block, x_BSE)
         return block(x_BSE, rope, order, documents_BS)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
     def layers(block: Block, x_BSE: Any) -> Any:
         # Hint the layer's input too: the input is what the backward pass keeps.
-        return laid(layer(block, laid(x_BSE, *kept)), *kept) if recompute.slice_activation else layer(block, x_BSE)
+        if not recompute.slice_activation:
+            return layer(block, x_BSE)
+        return hint_all(layer(block, hint_all(x_BSE, *saved_dims)), *saved_dims)
 
     return layers
 

@@ -39,12 +39,12 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
 
         def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
             parts: dict[str, Any] = {"keys": k_BSKD, "values": v_BSKD, "documents": documents_BS}
-            for name, whole in carry.items():
-                found[name] = jax.lax.dynamic_update_slice_in_dim(whole, parts[name], start, 1)
+            for name, full in carry.items():
+                found[name] = jax.lax.dynamic_update_slice_in_dim(full, parts[name], start, 1)
             segments = None if documents_BS is None else (documents_BS, found["documents"])
             # Slots after this chunk may hold another microbatch's keys. The causal mask hides them from every query.
-            how: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
-            return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **how)
+            options: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
+            return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **options)
 
         y_BSE = block(x_BSE, rope, None, documents_BS, attend)
         return y_BSE, found
@@ -52,8 +52,8 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
     def layer(
         block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: ChunkCarry, chunk: jax.Array
     ) -> tuple[jax.Array, ChunkCarry]:
-        again = remat(recompute, config.reshard_after_forward, _but_carried)
-        result: tuple[jax.Array, ChunkCarry] = again(
+        rematerialized = remat(recompute, config.reshard_after_forward, _never_save_carry)
+        result: tuple[jax.Array, ChunkCarry] = rematerialized(
             lambda block, x_BSE, carry: run(block, x_BSE, rope, documents_BS, carry, chunk)
         )(block, x_BSE, carry)
         return result
@@ -61,7 +61,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
     return layer
 
 
-def _but_carried(policy: Any) -> Any:
+def _never_save_carry(policy: Any) -> Any:
     """Wrap a checkpoint policy so that it never saves the carry, which the stage stores once for all chunks."""
 
     def saved(primitive: Any, *args: Any, **parameters: Any) -> Any:

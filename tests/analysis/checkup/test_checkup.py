@@ -198,7 +198,7 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_a_report(
         told["fits"] is False and told["certain"] is False and told["matmul_flops"] is None and told["refused"] == OOM
     )
     assert told["memory_by_category"]["parameters"] > 0 and "DOES NOT FIT" in files["html"].read_text()
-    assert f"golden file {files['golden']}: not compared, as there is no program" in screen
+    assert f"golden file {files['golden']}: not compared, because no program was compiled" in screen
 
 
 def test_another_refusal_stays_an_error(compiled: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

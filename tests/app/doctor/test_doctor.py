@@ -32,7 +32,7 @@ def test_versions_are_held_against_range_and_pin() -> None:
         MachineCheck("jaxpar", "ok", "0.1.0"),
         MachineCheck("jax", "warn", "0.12.1 (>=0.11, pinned 0.12.0)", "uv sync"),
         MachineCheck("jaxlib", "ok", "0.12.0 (pinned 0.12.0)"),
-        MachineCheck("optax", "bad", "0.2.5, but jaxpar wants >=0.2.6", "pip install 'optax>=0.2.6'"),
+        MachineCheck("optax", "bad", "0.2.5, but jaxpar requires >=0.2.6", "pip install 'optax>=0.2.6'"),
     ]
 
 
@@ -54,7 +54,7 @@ def test_what_is_missing_is_named_with_its_remedy() -> None:
 def test_the_interpreter_is_held_against_the_project_s_range() -> None:
     assert machine.python_check((3, 12, 1), ">=3.12") == MachineCheck("python", "ok", "3.12.1 (>=3.12)")
     assert machine.python_check((3, 11, 9), ">=3.12") == MachineCheck(
-        "python", "bad", "3.11.9, but jaxpar wants >=3.12", "install Python >=3.12"
+        "python", "bad", "3.11.9, but jaxpar requires >=3.12", "install Python >=3.12"
     )
 
 
@@ -99,11 +99,14 @@ def test_devices_are_asked_for_in_a_process_with_a_limit(tmp_path: Path) -> None
         "devices",
         "bad",
         "jax found no devices within 0.2 s",
-        "see who holds the TPU or GPU, or set JAX_PLATFORMS=cpu",
+        "find the process that holds the TPU or GPU, or set JAX_PLATFORMS=cpu",
     )
     dies = script(tmp_path / "dies", "echo first >&2; echo 'RuntimeError: no tpu' >&2; exit 1")
     assert machine.devices(20, dies) == MachineCheck(
-        "devices", "bad", "jax does not start: RuntimeError: no tpu", "set JAX_PLATFORMS to what is here, as cpu"
+        "devices",
+        "bad",
+        "jax fails to start: RuntimeError: no tpu",
+        "set JAX_PLATFORMS to a platform of this machine, such as cpu",
     )
 
 
@@ -117,8 +120,8 @@ def test_variables_that_change_a_run_are_named() -> None:
         MachineCheck(
             "environment",
             "warn",
-            "XLA_FLAGS=--xla_foo changes what runs here, and does not reach programs compiled ahead of time",
-            "say it under 'compiler:' in the run's file",
+            "XLA_FLAGS=--xla_foo affects programs on this machine, but not programs compiled ahead of time",
+            "set it under 'compiler:' in the run's file",
         ),
     ]
     simulated = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
@@ -134,8 +137,8 @@ def test_the_cache_is_counted_and_nothing_is_made(tmp_path: Path, monkeypatch: p
     (kept / "a" / "result.json").write_bytes(b" " * 2**20)
     assert machine.cache(tmp_path) == MachineCheck("cache", "ok", f"{kept}: 1 programs, 1.0 MiB")
     monkeypatch.setattr("os.access", lambda *_: False)
-    finding = f"{kept}: 1 programs, 1.0 MiB; {kept} cannot be written"
-    assert machine.cache(tmp_path) == MachineCheck("cache", "bad", finding, "set JAXPAR_CACHE to a folder of your own")
+    finding = f"{kept}: 1 programs, 1.0 MiB; {kept} is not writable"
+    assert machine.cache(tmp_path) == MachineCheck("cache", "bad", finding, "set JAXPAR_CACHE to a writable folder")
 
 
 SLURM = {
@@ -157,7 +160,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "ok",
-                "no launcher asks for a coordinator; jax.distributed.initialize() would listen on every interface",
+                "no launcher configures a coordinator; jax.distributed.initialize() would listen on every interface",
                 "pass coordinator_bind_address= when you call it",
             ),
         ),
@@ -166,8 +169,8 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "warn",
-                "JAX_COORDINATOR_ADDRESS says 10.0.0.1:1234; it would listen on [::]:1234, every interface, without "
-                "any check of who connects",
+                "JAX_COORDINATOR_ADDRESS sets 10.0.0.1:1234; it would listen on [::]:1234, every interface, without "
+                "authentication",
                 REMEDY.format("10.0.0.1:1234"),
             ),
         ),
@@ -176,15 +179,15 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "bad",
-                "JAX_COORDINATOR_ADDRESS says localhost:1234; yet it would listen on [::]:1234, every interface, "
-                "without any check of who connects",
+                "JAX_COORDINATOR_ADDRESS sets localhost:1234; but it would listen on [::]:1234, every interface, "
+                "without authentication",
                 REMEDY.format("localhost:1234"),
             ),
         ),
         (
             {"JAX_COORDINATOR_ADDRESS": "localhost:1234", BIND: "127.0.0.1:1234"},
             MachineCheck(
-                "coordinator", "ok", "JAX_COORDINATOR_ADDRESS says localhost:1234; listens on 127.0.0.1:1234 only"
+                "coordinator", "ok", "JAX_COORDINATOR_ADDRESS sets localhost:1234; listens on 127.0.0.1:1234 only"
             ),
         ),
         (
@@ -192,8 +195,7 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "warn",
-                "Slurm says node003:61441; it would listen on [::]:61441, every interface, without any check of who "
-                "connects",
+                "Slurm sets node003:61441; it would listen on [::]:61441, every interface, without authentication",
                 REMEDY.format("node003:61441"),
             ),
         ),
@@ -202,8 +204,8 @@ REMEDY = "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {},
             MachineCheck(
                 "coordinator",
                 "warn",
-                "TPU_WORKER_HOSTNAMES says t0:8482; it would listen on 0.0.0.0:8482, every interface, without any "
-                "check of who connects",
+                "TPU_WORKER_HOSTNAMES sets t0:8482; it would listen on 0.0.0.0:8482, every interface, without "
+                "authentication",
                 REMEDY.format("t0:8482"),
             ),
         ),
@@ -224,11 +226,11 @@ def test_the_port_is_tried() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         held = machine.port({"JAX_COORDINATOR_ADDRESS": f"host:{port}"})
-    assert (held.status, held.remedy) == ("bad", "end the process that holds it, or take another port")
-    assert held.finding == f"the coordinator's port {port} cannot be had: Address already in use"
+    assert (held.status, held.remedy) == ("bad", "end the process that uses it, or use another port")
+    assert held.finding == f"the coordinator's port {port} is not available: Address already in use"
     free = machine.port({"JAX_COORDINATOR_ADDRESS": f"host:{port}"})
     assert free == MachineCheck("port", "ok", f"the coordinator's port {port} is free")
-    finding = "the coordinator's address 'host' ends in no port"
+    finding = "the coordinator's address 'host' has no valid port"
     assert machine.port({"JAX_COORDINATOR_ADDRESS": "host"}) == MachineCheck("port", "bad", finding, "write HOST:PORT")
 
 
@@ -242,7 +244,7 @@ def test_the_report_is_a_line_a_check_with_the_remedy_below() -> None:
         "              Remedy: pip install jax.\n"
         "2 checks: jax is bad\n"
     )
-    assert machine.report(CHECKS[:1], as_json=False).endswith("1 checks: all is well\n")
+    assert machine.report(CHECKS[:1], as_json=False).endswith("1 checks: all ok\n")
 
 
 @pytest.mark.parametrize(("checks", "status"), [(CHECKS, 1), (CHECKS[:1], 0)])

@@ -30,7 +30,7 @@ from jaxpar.app.generate.generate import INTERRUPTED, _parameters, _streamed, re
 from jaxpar.app.generate.launch import words
 from jaxpar.app.generate.prompts import Answer, Page, read_prompts, write_answers
 from jaxpar.app.job import Job, make_job
-from jaxpar.app.train.compile import until_asked
+from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop
 from jaxpar.checkpoint.manifest import read
 from jaxpar.errors import CheckpointError, ConfigError
@@ -84,7 +84,7 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
     assert main(["generate", str(config), *asked, *mesh]) == 0
     out, told = capsys.readouterr()
     assert out == "[0] abcdefgh\n[1] uvwxyz{\n"
-    assert f"passed over: {folder / '2'}" in told and f"parameters of {folder / '1'} on data 8" in told
+    assert f"skipped: {folder / '2'}" in told and f"parameters of {folder / '1'} on data 8" in told
 
     wide = job_of(config, "model.mlp=32")
     model = jp.abstract_state(wide.layout(), wide.make_model, optax.identity())
@@ -131,10 +131,10 @@ def test_two_processes_restore_their_own_bytes_and_one_streams(
     lines = told.splitlines()
     assert re.fullmatch(r"launch  process 0 of 2, coordinator 127\.0\.0\.1:\d+", lines[0]), told
     assert lines[1].startswith(
-        f"passed over: process 1 of 2: {piece}, which holds params/embedding, is not what was written"
+        f"skipped: process 1 of 2: {piece}, which holds params/embedding, is not what was written"
     )
     assert lines[2] == f"parameters of {folder / '1'} on data 2"
-    assert re.fullmatch(r"15 tokens of 3 prompt\(s\); after the first, [\d.]+ a second", lines[3])
+    assert re.fullmatch(r"15 tokens of 3 prompt\(s\); after the first tokens, [\d.]+ tokens/s", lines[3])
     assert len(lines) == 4
     assert [json.loads(line)["text"] for line in answers.read_text().splitlines()] == ["defgh", "wxyz{", "uvwxy"]
 
@@ -164,11 +164,11 @@ def test_prompts_of_a_file_in_int8_until_a_text(
 
 def test_each_prompt_has_its_block_of_a_terminal() -> None:
     out, answers = Screen(), [Answer("a\x1b[2J", ()), Answer("b", ("yz",))]
-    with Page(out, answers, 4, alone=False) as page:
+    with Page(out, answers, 4, single=False) as page:
         for tokens in (b"x\x07", b"xy", b"xq", b"xy"):
             for answer, token in zip(answers, tokens, strict=True):
                 answer.add(token)
-            page.turn()
+            page.refresh()
         last = len(out.getvalue())
         answers[0].end("length")
     end = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()[last:])
@@ -212,10 +212,10 @@ def test_ctrl_c_leaves_what_has_come() -> None:
         [Answer("ab", ("zz",)), Answer("b", ())],
         Model([[120, 0], [122, -1], [122, -1]], 2),
     )
-    with Stop() as stop, Page(out, answers, 0, alone=False) as page:
-        steps = until_asked(iter(model), stop)
+    with Stop() as stop, Page(out, answers, 0, single=False) as page:
+        steps = iterate_until_signal(iter(model), stop)
         _streamed(steps, SimpleNamespace(stop=(0,)), 8, answers, page)  # type: ignore[arg-type]
-    assert model.closed and stop.asked == signal.SIGINT
+    assert model.closed and stop.number == signal.SIGINT
     assert [json.loads(answer.to_json()) for answer in answers] == [
         {"prompt": "ab", "text": "xz", "tokens": 2, "ended": INTERRUPTED},
         {"prompt": "b", "text": "", "tokens": 0, "ended": "stop"},
@@ -226,9 +226,9 @@ def test_ctrl_c_leaves_what_has_come() -> None:
 def test_steps_end_where_they_end_and_raise_what_they_raise() -> None:
     with Stop() as stop:
         model = Model([[1], [2]], -1)
-        assert list(until_asked(iter(model), stop)) == [[1], [2]] and model.closed
+        assert list(iterate_until_signal(iter(model), stop)) == [[1], [2]] and model.closed
         with pytest.raises(ZeroDivisionError):
-            list(until_asked((1 // n for n in (1, 0)), stop))
+            list(iterate_until_signal((1 // n for n in (1, 0)), stop))
 
 
 def test_prompts_from_standard_input(
@@ -239,7 +239,7 @@ def test_prompts_from_standard_input(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     assert main(["generate", str(config), "--prompts", "-"]) == 1
     assert capsys.readouterr().err == (
-        "ConfigError: --prompts -: there is no prompt in it. Remedy: one or more, a line each.\n"
+        "ConfigError: --prompts -: no prompt found. Remedy: write at least one prompt, one per line.\n"
     )
 
 
@@ -282,7 +282,7 @@ def test_a_command_line_comes_again_as_it_was() -> None:
 
 
 def test_answers_that_cannot_be_written(tmp_path: Path) -> None:
-    text = f"--json {tmp_path}: Is a directory. Remedy: a file in a folder that can be written."
+    text = f"--json {tmp_path}: Is a directory. Remedy: a file in a writable folder."
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         write_answers(tmp_path, [Answer("a", ())])
 
@@ -290,13 +290,16 @@ def test_answers_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("p.txt", None, "No such file or directory. Remedy: a file of prompts, a line each."),
-        ("p.txt", b"\n \n", "there is no prompt in it. Remedy: one or more, a line each."),
-        ("p.txt", b"ab\xff", "byte 2 is no UTF-8. Remedy: save it as UTF-8."),
+        ("p.txt", None, "No such file or directory. Remedy: a readable file with one prompt per line."),
+        ("p.txt", b"\n \n", "no prompt found. Remedy: write at least one prompt, one per line."),
+        ("p.txt", b"ab\xff", "byte 2 is not valid UTF-8. Remedy: save the file as UTF-8."),
         (
             "p.jsonl",
             b'"a\\nb"\n7\n',
-            'line 2 is no JSON string. Remedy: "..." in each line, or a name that does not end in .jsonl.',
+            (
+                'line 2 is not a JSON string. Remedy: write "..." in each line, or use a file name that does not end '
+                "in .jsonl."
+            ),
         ),
         ("p.jsonl", b'"a\\nb"\n\n"c"', None),
     ],
@@ -318,16 +321,16 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         return capsys.readouterr().err
 
     assert said("--prompt", "abc", "--checkpoint", str(tmp_path)) == (
-        f"CheckpointError: {tmp_path}: no checkpoint. Remedy: the folder of a run's checkpoints, as "
-        f"runs/one/checkpoints, or of one of its steps.\n"
+        f"CheckpointError: {tmp_path}: no checkpoint found. Remedy: pass the folder of a run's checkpoints, such as "
+        "runs/one/checkpoints, or of one of its steps.\n"
     )
     assert said("--prompt", "abcd", "--cache", "16", "--max-new-tokens", "20") == (
         "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. "
         "Remedy: --cache 24 or more, a shorter prompt, or --max-new-tokens 12.\n"
     )
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
-        "ConfigError: model: vocab is 208, but text is bytes, 256 different tokens. Remedy: the model.vocab of "
-        "the training, 256 or more.\n"
+        "ConfigError: model: vocab must be at least 256, the number of byte values, got 208. Remedy: the model.vocab "
+        "of the training run, at least 256.\n"
     )
     assert said("--prompt", "abc", "--temperature", "-1") == (
         "ConfigError: sampling: temperature is -1.0, but a finite number is wanted: 0 (the likeliest) or more.\n"
@@ -337,20 +340,19 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "draw from all tokens.\n"
     )
     assert said("--prompt", "abc", "--stop", "") == (
-        "ConfigError: generate: a stop text is empty, so that nothing could be made. Remedy: leave it out.\n"
+        "ConfigError: generate: a stop string is empty, so no text could be generated. Remedy: leave it out.\n"
     )
-    assert said("--prompt", "abc", "--batch", "0") == (
-        "ConfigError: generate: batch is 0, but 1 or more prompts at once are wanted.\n"
-    )
+    assert said("--prompt", "abc", "--batch", "0") == ("ConfigError: generate: batch must be at least 1, got 0.\n")
     assert said("--prompt", "abc", "--prompt", "") == (
-        "ConfigError: generate: prompt 1 is empty, but a model goes on with something. Remedy: one byte or more.\n"
+        "ConfigError: generate: prompt 1 is empty. Remedy: write at least one byte.\n"
     )
     assert said("--prompt", "ab\udcff") == (
-        "ConfigError: generate: prompt 0 holds '\\udcff' at character 2, which is no text. Remedy: UTF-8.\n"
+        "ConfigError: generate: prompt 0 has '\\udcff' at character 2, which is not valid text. Remedy: encode the "
+        "prompt as UTF-8.\n"
     )
     assert said("--prompt", "abc", "--prompt", "d", "--seed", "-1") == (
-        "ConfigError: generate: seed is -1, but 0 to 4294967294 is wanted, as each of 2 prompt(s) has its own, "
-        "one after another.\n"
+        "ConfigError: generate: seed must be between 0 and 4294967294, got -1, because each of the 2 prompt(s) has its "
+        "own seed, counting up from it.\n"
     )
     assert said() == "ConfigError: generate: there is no prompt. Remedy: one or more.\n"
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
@@ -376,5 +378,7 @@ def test_initial_parameters_are_said_loudly(config: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(jp, "init", lambda *asked, seed: SimpleNamespace(params=(*asked[:2], seed)))
     params = _parameters(job, layout, None, None, Console(file=screen, width=200))  # type: ignore[arg-type]
     assert params == (layout, job.make_model, 7)
-    text = "INITIAL parameters, never trained, on data 4, model 2: what follows is noise. Remedy: --checkpoint DIR\n"
+    text = (
+        "INITIAL parameters, not trained, on data 4, model 2: the generated text is noise. Remedy: --checkpoint DIR\n"
+    )
     assert re.fullmatch(re.escape(text), screen.getvalue())

@@ -26,7 +26,7 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WOR
 TPU = {"TPU_WORKER_HOSTNAMES": "t0,t1,t2", "TPU_WORKER_ID": "1"}
 SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "s0:81"}
 POD = {"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "5"}
-BY_HAND = "or say --coordinator HOST:PORT --process-count N --process-id I by hand (--process-count 1: alone)."
+BY_HAND = "or pass --coordinator HOST:PORT --process-count N --process-id I (--process-count 1 for a single process)."
 
 
 def look(variables: Mapping[str, str], *installed: str, files: tuple[str, ...] = ()) -> Cluster | None:
@@ -48,7 +48,7 @@ def test_a_launcher_is_found_by_its_variables(variables: dict[str, str], text: s
 
 
 def test_a_launcher_that_asks_a_server_is_found() -> None:
-    assert str(look(POD, "kubernetes")) == "Kubernetes: jax.distributed asks its server for the rest"
+    assert str(look(POD, "kubernetes")) == "Kubernetes: jax.distributed queries rank and count"
     assert str(look(OMPI, "mpi4py")) == "Open MPI: process 2 of 4"
     chips = ("/dev/accel0",)
     assert look({}, "libtpu", files=chips) == Cluster("Cloud TPU", None)
@@ -76,51 +76,51 @@ def test_alone_is_alone() -> None:
         (
             {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
             (
-                "Slurm: SLURM_NTASKS is 4, but SLURM_STEP_NODELIST, SLURM_LOCALID are not set, so this process "
-                f"cannot tell which one it is. Remedy: start it with srun, {BY_HAND}"
+                "Slurm: SLURM_NTASKS is 4, but SLURM_STEP_NODELIST, SLURM_LOCALID are not set, so this process cannot "
+                f"determine its rank. Remedy: start it with srun, {BY_HAND}"
             ),
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
             (
                 "Open MPI: OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_LOCAL_RANK is not set, so this process "
-                f"cannot tell which one it is. Remedy: start it with mpirun, {BY_HAND}"
+                f"cannot determine its rank. Remedy: start it with mpirun, {BY_HAND}"
             ),
         ),
         (
             OMPI,
             (
-                "Open MPI: this is process 2 of 4, but from Open MPI 5 on jax asks mpi4py where process 0 is, which "
-                f"is not installed. Remedy: pip install mpi4py, {BY_HAND}"
+                "Open MPI: this is process 2 of 4, but with Open MPI 5 jax finds process 0 through mpi4py, which is "
+                f"not installed. Remedy: pip install mpi4py, {BY_HAND}"
             ),
         ),
         (
             {"TPU_WORKER_HOSTNAMES": "a,b"},
             (
-                "Cloud TPU: TPU_WORKER_HOSTNAMES is a,b, but TPU_WORKER_ID is not set, so this process cannot tell "
-                f"which one it is. Remedy: start it where the TPU's own launcher does, {BY_HAND}"
+                "Cloud TPU: TPU_WORKER_HOSTNAMES is a,b, but TPU_WORKER_ID is not set, so this process cannot "
+                f"determine its rank. Remedy: start it with the TPU's own launcher, {BY_HAND}"
             ),
         ),
         (
             TPU | {"MEGASCALE_NUM_SLICES": "2"},
             (
                 "Cloud TPU: MEGASCALE_NUM_SLICES is 2, but MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS are not "
-                "set, so this process cannot tell which one it is. Remedy: start it where the TPU's own launcher "
-                f"does, {BY_HAND}"
+                "set, so this process cannot determine its rank. Remedy: start it with the TPU's own launcher, "
+                f"{BY_HAND}"
             ),
         ),
         (
             POD,
             (
-                "Kubernetes: this is pod 5 of an Indexed Job, but the package kubernetes, with which jax asks for "
-                f"the others, is not installed. Remedy: pip install 'jax[k8s]', {BY_HAND}"
+                "Kubernetes: this is pod 5 of an Indexed Job, but the package kubernetes, with which jax finds the "
+                f"other pods, is not installed. Remedy: pip install 'jax[k8s]', {BY_HAND}"
             ),
         ),
         (
             SLURM | {"SLURM_PROCID": "8"},
-            f"Slurm: SLURM_PROCID is 8, but SLURM_NTASKS is 8. Remedy: unset what an older job left, {BY_HAND}",
+            f"Slurm: SLURM_PROCID is 8, but SLURM_NTASKS is 8. Remedy: unset the variables of an older job, {BY_HAND}",
         ),
-        ({"SLURM_NTASKS": "four"}, f"SLURM_NTASKS is 'four', but a number is wanted. Remedy: unset it, {BY_HAND}"),
+        ({"SLURM_NTASKS": "four"}, f"SLURM_NTASKS must be a number, got 'four'. Remedy: unset it, {BY_HAND}"),
     ],
 )
 def test_what_is_half_set_is_said(variables: dict[str, str], text: str) -> None:
@@ -132,16 +132,16 @@ def test_what_is_half_set_is_said(variables: dict[str, str], text: str) -> None:
     ("given", "text"),
     [
         (("h:1", None, None), (
-            "--coordinator h:1 is given, but --process-count, --process-id are not. Remedy: all three, or --processes "
-            "N, which starts"
+            "--coordinator h:1 is given, but --process-count, --process-id are not. Remedy: pass all three, or "
+            "--processes N, which starts"
         )),
         ((None, 4, 1), (
-            "--process-count 4, --process-id 1 are given, but --coordinator is not. Remedy: all three, or --processes "
-            "N, which starts them here."
+            "--process-count 4, --process-id 1 are given, but --coordinator is not. Remedy: pass all three, or "
+            "--processes N, which starts the processes here."
         )),
-        (("h:1", 0, 0), "--process-count is 0, but at least 1 is wanted."),
-        (("h:1", 2, 2), "--process-id is 2, but --process-count 2 has processes 0 to 1."),
-        (("h", 2, 1), "--coordinator is 'h', but HOST:PORT is wanted, as 127.0.0.1:1234."),
+        (("h:1", 0, 0), "--process-count must be at least 1, got 0."),
+        (("h:1", 2, 2), "--process-id must be between 0 and 1 with --process-count 2, got 2."),
+        (("h", 2, 1), "--coordinator must be HOST:PORT, such as 127.0.0.1:1234, got 'h'."),
     ],
 )  # fmt: skip
 def test_a_place_by_hand_is_whole(given: tuple[Any, Any, Any], text: str) -> None:
@@ -165,11 +165,11 @@ def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("devices", "count", "text"),
     [
-        (8, 0, "--processes is 0, but at least 1 is wanted."),
-        (2, 3, "3 processes are asked for, but there are 2 GPUs. Remedy: --processes of 1, 2."),
+        (8, 0, "--processes must be at least 1, got 0."),
+        (2, 3, "3 processes are requested, but there are 2 GPUs. Remedy: set --processes to one of 1, 2."),
         (8, 3, (
-            "8 GPUs cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, 4, 8, or a multiple of 3 "
-            "devices."
+            "8 GPUs cannot be divided evenly over 3 processes. Remedy: set --processes to one of 1, 2, 4, 8, or use a "
+            "multiple of 3 devices."
         )),
     ],
 )  # fmt: skip
@@ -197,14 +197,15 @@ def test_the_devices_of_this_host(tmp_path: Path) -> None:
     ("count", "each", "mesh", "rules", "zero", "why"),
     [
         (3, 2, {"data": -1, "model": 2}, {"batch": "data"}, Zero(0), None),
-        (3, 2, {"data": 2, "model": 2}, {}, Zero(0), "6 devices are not the 4 of data=2, model=2, and no axis is -1"),
-        (3, 2, {"data": -1, "model": 4}, {}, Zero(0), "6 devices are no multiple of model=4"),
+        (3, 2, {"data": 2, "model": 2}, {}, Zero(0), (
+            "6 devices do not match the 4 of data=2, model=2, and no axis is -1")),
+        (3, 2, {"data": -1, "model": 4}, {}, Zero(0), "6 devices are not a multiple of model=4"),
         (5, 2, {"data": -1}, {"batch": "data"}, Zero(0), "a batch of 24 rows cannot be divided by 5 processes"),
         (4, 4, {"data": -1}, {"batch": "data"}, Zero(0),
          "a batch of 24 rows cannot be divided by the 16 devices of its axes"),
         (4, 4, {"data": -1}, {"batch": [["data"], None]}, Zero(0), None),
         (2, 6, {"data": -1, "model": 4}, {}, Zero(0),
-         "the 4 devices from model inwards would lie across processes of 6"),
+         "the 4 devices from model inwards would span several processes of 6 devices"),
         (3, 2, {"data": -1}, {}, Zero(1, fsdp_group_size=4),
          "optimizer: fsdp_group_size=4 does not divide the axis data of size 6 (on 6 devices)"),
     ],
@@ -220,10 +221,10 @@ def test_the_largest_number_that_fits_is_taken() -> None:
     assert device_assignment.refit(3, 2, lambda count: None) == (3, "")
     assert device_assignment.refit(3, 2, lambda count: "of this" if count > 1 else None) == (
         1,
-        "3 processes x 2 devices = 6 devices do not fit: of this. 1 process would",
+        "3 processes x 2 devices = 6 devices do not fit: of this. 1 process would fit",
     )
     assert device_assignment.refit(2, 2, lambda count: "of this") == (
         0,
-        "2 processes x 2 devices = 4 devices do not fit: of this. No smaller number would",
+        "2 processes x 2 devices = 4 devices do not fit: of this. No smaller number would fit",
     )
     assert device_assignment.refit(0, 2, lambda count: None) == (0, "no process remains")

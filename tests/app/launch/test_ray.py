@@ -59,8 +59,8 @@ def test_processes_and_actors_that_are_lost_are_named(group: Any) -> None:
 def test_a_cluster_without_a_place_is_said(group: Any) -> None:
     group._resources, group._patience = {"CPU": 1, "moon": 1}, 2.0
     text = (
-        r"^Ray has no place for 2 processes of \{'CPU': 1, 'moon': 1\} within 2 s; the cluster has \{'CPU': "
-        r"[\d.]+\}\. Remedy: fewer processes, "
+        r"^Ray could not place 2 processes with resources \{'CPU': 1, 'moon': 1\} within 2 s; "
+        r"the cluster has \{'CPU': [\d.]+\}\. Remedy: fewer processes, "
     )
     with pytest.raises(LaunchError, match=text):
         group.start(lambda rank, total, address: [sys.executable, "-c", ""], 2)

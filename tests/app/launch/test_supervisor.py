@@ -108,7 +108,7 @@ def test_a_signal_that_all_heed_shows_in_the_exit_status_where_asked(tmp_path: P
     thread.start()
     assert run() == 128 + signal.SIGINT
     thread.join()
-    assert run.lines == ["SIGINT: the processes are asked to end", "stopped", "stopped"]
+    assert run.lines == ["SIGINT: stopping the processes", "stopped", "stopped"]
 
 
 def test_process_0_reads_what_it_is_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -136,11 +136,11 @@ os._exit(1)
     assert run.lines == [
         "process 1 of 2 raised before its first step: ValueError: no such thing",
         "  1| Traceback ...",
-        "restart 1 of 2 in 0 s: 2 processes from step 0, as there is no checkpoint",
+        "restart 1 of 2 in 0 s: 2 processes from step 0, because there is no checkpoint",
         "process 1 of 2 raised before its first step: ValueError: no such thing",
         "  1| Traceback ...",
         "  1| Traceback ...",
-        "restart 2 of 2 in 0 s: 2 processes from step 0, as there is no checkpoint",
+        "restart 2 of 2 in 0 s: 2 processes from step 0, because there is no checkpoint",
         "process 1 of 2 raised before its first step: ValueError: no such thing",
         "  1| Traceback ...",
         "  1| Traceback ...",
@@ -154,7 +154,7 @@ def test_an_error_that_would_come_again_is_not_tried_again(tmp_path: Path) -> No
     assert run() == 1 and run.attempts == [1]
     assert run.lines == [
         "process 0 of 1 raised before its first step: ConfigError: no",
-        "gave up: this error would come again",
+        "gave up: a restart would fail with the same error",
     ]
 
 
@@ -168,7 +168,7 @@ def test_elastic_goes_on_with_those_that_remain_and_fit(tmp_path: Path) -> None:
     assert run() == 0 and run.attempts == [4, 2] and asked == [3]
     assert run.lines[1:3] == [
         "3 do not fit; 2 processes would",
-        "restart 1 of 3 in 0 s: 2 processes from step 0, as there is no checkpoint",
+        "restart 1 of 3 in 0 s: 2 processes from step 0, because there is no checkpoint",
     ]
     assert re.fullmatch(r"done after 1 restart in \d+ s, 4 processes became 2:", run.lines[3])
 
@@ -176,7 +176,7 @@ def test_elastic_goes_on_with_those_that_remain_and_fit(tmp_path: Path) -> None:
 def test_elastic_gives_up_where_nothing_fits_and_keeps_who_only_raised(tmp_path: Path) -> None:
     run = Run(tmp_path, "die()", 1, elastic=True)
     run.supervisor.refit = lambda count: (0, f"{count} remain")
-    assert run() == 1 and run.lines[1:] == ["0 remain", "gave up: nothing fits what remains"]
+    assert run() == 1 and run.lines[1:] == ["0 remain", "gave up: no number of the remaining processes fits"]
     raising = Run(tmp_path, "sys.exit(attempt == 1 and rank == 1 and 3)", 2, elastic=True)
     assert raising() == 0 and raising.attempts == [2, 2]
     assert raising.lines[0] == "process 1 of 2 ended with exit status 3 before its first step"
@@ -206,7 +206,7 @@ time.sleep(60)
     sender.start()
     assert run() == 0
     sender.join()
-    assert run.lines == [f"{number.name}: the processes are asked to end"] and run.attempts == [2]
+    assert run.lines == [f"{number.name}: stopping the processes"] and run.attempts == [2]
     assert sorted(file.name for file in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
@@ -224,7 +224,7 @@ def test_after_a_signal_nothing_is_started_again_and_a_second_one_ends_all(tmp_p
     sender.start()
     assert run() == 1
     sender.join()
-    assert run.lines == ["SIGTERM: the processes are asked to end", "ended at once by a second signal"]
+    assert run.lines == ["SIGTERM: stopping the processes", "ended immediately by a second signal"]
     assert run.attempts == [2]
 
 
@@ -363,7 +363,7 @@ def test_addresses_and_ports(tmp_path: Path) -> None:
     for address in ("host", ":1", "host:0", "host:70000", "host:x"):
         with pytest.raises(
             LaunchError,
-            match=f"^{re.escape(f'--coordinator is {address!r}, but HOST:PORT is wanted, as 127.0.0.1:1234.')}",
+            match=f"^{re.escape(f'--coordinator must be HOST:PORT, such as 127.0.0.1:1234, got {address!r}.')}",
         ):
             split_address(address)
     import socket
@@ -373,8 +373,8 @@ def test_addresses_and_ports(tmp_path: Path) -> None:
         held.listen()
         address = f"127.0.0.1:{held.getsockname()[1]}"
         text = (
-            f"the coordinator's address {address} cannot be had: Address already in use. Remedy: end the process that "
-            f"holds the port, or another port of this host (process 0 runs here)."
+            f"the coordinator's address {address} is not available: Address already in use. Remedy: end the process "
+            "that uses the port, or use another port of this host (process 0 runs here)."
         )
         with pytest.raises(LaunchError, match=f"^{re.escape(text)}"):
             check_free(address)

@@ -46,47 +46,47 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
-    assert refused("--processes", "0") == "LaunchError: --processes is 0, but at least 1 is wanted."
+    assert refused("--processes", "0") == "LaunchError: --processes must be at least 1, got 0."
     assert refused("--processes", "16") == (
-        "LaunchError: 16 processes are asked for, but there are 8 simulated devices. Remedy: --processes of 1, 2, 4, 8."
+        "LaunchError: 16 processes are requested, but there are 8 simulated devices. Remedy: set --processes to one of "
+        "1, 2, 4, 8."
     )
     assert refused("--processes", "3") == (
-        "LaunchError: 8 simulated devices cannot be divided evenly over 3 processes. Remedy: --processes of 1, 2, "
-        "4, 8, or a multiple of 3 devices."
+        "LaunchError: 8 simulated devices cannot be divided evenly over 3 processes. Remedy: set --processes to one of "
+        "1, 2, 4, 8, or use a multiple of 3 devices."
     )
     assert refused("--processes", "2", data={**RUN["data"], "batch": 12}) == (
         "LaunchError: 2 processes of 4 devices: a batch of 12 rows cannot be divided by the 8 devices of its axes. "
         "Remedy: another number of processes, mesh or batch."
     )
     allowance = refused("--processes", "2", supervise={"step_timeout": 0})
-    assert allowance == "ConfigError: supervise.step_timeout is 0, but seconds above 0 are wanted."
+    assert allowance == "ConfigError: supervise.step_timeout must be above 0 seconds, got 0."
     restarts = refused(supervise={"processes": 2, "restarts": -1})
-    assert restarts == "ConfigError: supervise.restarts is -1, but 0 or more is wanted."
+    assert restarts == "ConfigError: supervise.restarts must be at least 0, got -1."
 
 
 def test_hosts_and_launchers_that_contradict_it_are_refused(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("--processes", "2", "--process-count", "4") == (
-        "LaunchError: --processes 2 with --process-count 4 and --process-id 0 are some of several hosts' processes. "
-        "Remedy: --coordinator HOST:PORT, an address of process 0's host."
+        "LaunchError: --processes 2 with --process-count 4 and --process-id 0 starts only some of the processes, so "
+        "the others run on other hosts. Remedy: --coordinator HOST:PORT, an address of process 0's host."
     )
     two = ("--coordinator", "127.0.0.1:1", "--process-count", "4", "--process-id", "3", "--processes", "2")
-    assert refused(*two) == "LaunchError: --processes 2 from --process-id 3 on are more than --process-count 4."
+    assert refused(*two) == "LaunchError: --processes 2 starting at --process-id 3 exceeds --process-count 4."
     assert refused("--coordinator", "127.0.0.1:1") == (
-        "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: all "
-        "three, or --processes N, which starts them here."
+        "LaunchError: --coordinator 127.0.0.1:1 is given, but --process-count, --process-id are not. Remedy: pass all "
+        "three, or --processes N, which starts the processes here."
     )
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "n1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert refused("--processes", "2") == (
-        "LaunchError: --processes 2 starts a run of its own, but this is process 1 of 2 of Slurm, each of which "
-        "would. Remedy: leave --processes out, as Slurm starts all processes; or say with --coordinator, "
-        "--process-count and --process-id which of the run's processes these are."
+        "LaunchError: --processes 2 would start a separate run in each of the 2 processes of Slurm; this is process 1. "
+        "Remedy: leave --processes out, because Slurm starts all processes; or pass --coordinator, --process-count and "
+        "--process-id to define the ranks of these processes."
     )
     monkeypatch.delenv("SLURM_PROCID")
     assert refused().startswith(
-        "LaunchError: Slurm: SLURM_NTASKS is 2, but SLURM_PROCID is not set, so this process cannot tell which "
-        "one it is."
+        "LaunchError: Slurm: SLURM_NTASKS is 2, but SLURM_PROCID is not set, so this process cannot determine its rank."
     )
 
 
@@ -159,7 +159,7 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     again = re.search(r"^restart 1 of 1 in 0 s: 1 process from step (\d+)$", screen, re.MULTILINE)
     assert again is not None and 10 <= int(again[1]) <= int(found[1])
     assert "data 2 = 2 devices (cpu)" in screen and f"resumed from step {again[1]} of {output}/checkpoints" in screen
-    assert "SIGINT: the processes are asked to end" in screen and "stopped by Ctrl-C" in screen
+    assert "SIGINT: stopping the processes" in screen and "stopped by Ctrl-C" in screen
     assert re.search(r"^done after 1 restart in \d+ s, 2 processes became 1:$", screen, re.MULTILINE)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = [record["step"] for record in records if "loss" in record]

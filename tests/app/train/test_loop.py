@@ -89,7 +89,7 @@ def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: py
     )
     assert "2 steps in a row, up to step 3, were not finite, first in" in captured.err
     assert (
-        "Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=2 allows more"
+        "Remedy: a smaller optimizer.learning_rate, or a clip_norm; train.max_consecutive_nonfinite=2 allows more"
         in captured.err
     )
 
@@ -123,8 +123,8 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
     }
     assert main(["verify", str(config), "--set", setting]) == 1
     assert capsys.readouterr().err == (
-        "ConfigError: verify: the optimizer's state is on disk, but verify runs two steps of the same run side by "
-        "side. Remedy: --set parallel.offload.optimizer=null --set parallel.offload.path=null; the numbers are the "
+        "ConfigError: verify: the optimizer state is on disk, but verify runs the step in two layouts at the same "
+        "time. Remedy: --set parallel.offload.optimizer=null --set parallel.offload.path=null; the results are the "
         "same.\n"
     )
 
@@ -134,20 +134,23 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
     [
         (
             "model.vocab=100",
-            "ConfigError: model: vocab is 100, but the text has 256 different tokens. Remedy: a vocab of at least 256.",
+            (
+                "ConfigError: model: vocab must be at least 256, the vocabulary of the text, got 100. Remedy: "
+                "model: {vocab: 256}."
+            ),
         ),
         (
             "optimizer.name=adamww",
-            "ConfigError: optimizer: unknown name 'adamww'. Did you mean 'adamw'? Any optax optimizer with a learning",
+            "ConfigError: optimizer: unknown name 'adamww'. Did you mean 'adamw'? Supported optimizers (any optax",
         ),
         (
             "optimizer.options.weight_decy=0.1",
             (
-                "ConfigError: optimizer: adamw has no option 'weight_decy'. Did you mean 'weight_decay'? Its options "
-                "are: b1, b2, eps, "
+                "ConfigError: optimizer: adamw has no option 'weight_decy'. Did you mean 'weight_decay'? Options: "
+                "b1, b2, eps, "
             ),
         ),
-        ("model.family=lama", "ConfigError: model: family is 'lama'. Did you mean 'llama'? The families are: llama."),
+        ("model.family=lama", "ConfigError: model: unknown family 'lama'. Did you mean 'llama'? Families: llama."),
         ("model.preset=8b", "ConfigError: llama: unknown preset '8b'. Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."),
         ("model.embd=8", "ConfigError: model: unknown key 'embd'. Did you mean 'embed'? The keys are: vocab, embed, "),
         (
@@ -156,7 +159,10 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
         ),
         (
             "model.head_dim=5",
-            "ConfigError: llama: head_dim=5 is odd; rotary positions turn pairs. Remedy: make it even.",
+            (
+                "ConfigError: llama: head_dim must be even, because rotary embeddings rotate pairs of numbers, got 5. "
+                "Remedy: an even head_dim."
+            ),
         ),
     ],
 )
@@ -169,7 +175,7 @@ def test_a_wrong_setting_is_one_line_and_exit_1(
 
 def test_a_size_below_one_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(config), "--set", "train.steps=0"]) == 1
-    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps is 0, but at least 1 is wanted.\n"
+    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps must be at least 1, got 0.\n"
 
 
 def test_a_non_finite_value_keeps_the_metrics_file_json(tmp_path: Path) -> None:

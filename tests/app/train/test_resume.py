@@ -23,7 +23,7 @@ import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.job import Job, make_job
-from jaxpar.app.train.checkpointing import Saver, _changes, _plain, here
+from jaxpar.app.train.checkpointing import Saver, _changes, _plain, for_this_process
 from jaxpar.app.train.loop import train
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint.manifest import read
@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
     assert main(["train", str(config)]) == 0
     screen = capsys.readouterr().out
     assert f"resumed from step 2 of {folder}" in screen and " was " not in screen
-    assert f"checkpoints       2 in {folder}; the longest pause " in screen
+    assert f"checkpoints       2 in {folder}; longest pause " in screen
     assert sums(folder, 4) == sums(whole, 4) and sums(folder, 6) == sums(whole, 6)
     one, other = (check(at / "6").metadata for at in (folder, whole))
     assert (
@@ -124,7 +124,9 @@ def test_a_signal_in_the_compile_ends_the_run_at_once(
     summary = train(job_of(config), Console(file=screen, width=300))
     over.set()
     assert (summary.left, summary.signal, summary.steps) == (True, signal.SIGTERM, 4)
-    assert screen.getvalue().endswith(f"stopped by SIGTERM in the compile: step 4 lies in {folder}/checkpoints\n")
+    assert screen.getvalue().endswith(
+        f"stopped by SIGTERM during the compile: step 4 is saved in {folder}/checkpoints\n"
+    )
     assert steps_in(folder / "checkpoints") == [2, 4]
     after = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert after == [record for record in before if record["step"] <= 4]
@@ -137,8 +139,8 @@ def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_pat
     assert [check(whole / str(step)).metadata.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
     config = write(tmp_path, "run")
     never = (
-        "checkpoint: best is by heldout_loss, which there is every 4 steps, but what is saved every 5 steps before "
-        "step 6 has none. Remedy: save_interval_steps: 4, or metric: loss."
+        "checkpoint: best ranks by heldout_loss, which is evaluated every 4 steps, but checkpoints saved every 5 steps "
+        "before step 6 may have none. Remedy: save_interval_steps: 4, or metric: loss."
     )
     none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
     for change, text in (("checkpoint.save_interval_steps=5", never), ("checkpoint.best.keep=0", none)):
@@ -182,12 +184,12 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
         return str(error.value)
 
     assert refused(CheckpointError, "checkpoint.resume=required") == (
-        f"checkpoint: resume is required, but {tmp_path}/run/checkpoints holds none. Remedy: the directory of the "
-        f"run to go on with, or resume: auto."
+        f"checkpoint: resume is required, but {tmp_path}/run/checkpoints has no checkpoint. Remedy: set "
+        "checkpoint.directory to that of the run to resume, or resume: auto."
     )
     assert refused(ConfigError, at, "checkpoint.resume=never") == (
-        f"checkpoint: resume is never, but {copy} holds steps [2, 4, 6] of another run. Remedy: another "
-        f"directory, or resume: auto."
+        f"checkpoint: resume is never, but {copy} has steps [2, 4, 6] of another run. Remedy: another directory, or "
+        "resume: auto."
     )
     assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
     assert refused(ConfigError, "checkpoint.save_interval_minutes=1").startswith(
@@ -202,13 +204,13 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
         found = one.restore()
         assert found is not None and found.step == 6 and one.disk(found) is None
         assert list(_changes(found.manifest.metadata["config"], _plain(job_of(file, "train.steps=9")))) == [
-            "train.steps was 6, is 9"
+            "train.steps was 6, is now 9"
         ]
     stream = batches(range(400), batch=8, seq=16, seed=1)
-    position = here({**found.manifest.metadata["position"]})
+    position = for_this_process({**found.manifest.metadata["position"]})
     position["fingerprint"]["process_count"] = 4
-    with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is 1"):
-        stream.set_state(here(position))
+    with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is now 1"):
+        stream.set_state(for_this_process(position))
     stream.close()
 
 
@@ -217,9 +219,11 @@ def test_every_step_and_checkpoint_can_be_looked_at(
 ) -> None:
     assert main(["doctor", "--checkpoint", str(whole)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[:3]] == [["ok", "step"]] * 3 and lines[-1] == "3 checks: all is well"
+    assert [line.split()[:2] for line in lines[:3]] == [["ok", "step"]] * 3 and lines[-1] == "3 checks: all ok"
     assert main(["verify-checkpoint", str(whole / "4")]) == 0
-    assert re.fullmatch(rf"{whole}/4: step 4, \d+ tensors, [\d.]+ [KM]iB, all as written\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        rf"{whole}/4: step 4, \d+ tensors, [\d.]+ [KM]iB, all bytes match the manifest\n", capsys.readouterr().out
+    )
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     file = copy / "4/arrays/key/0"

@@ -160,8 +160,8 @@ def test_after_steps_that_were_not_finite_a_run_is_one_that_never_saw_the_batche
     for step in (6, 8, 10):
         assert state(folder, step) == state(never, step)
     what = "2 steps in a row, up to step 7, were not finite, first in the loss; every activation is finite."
-    assert f"rolled back from step 7 to 4: {what} Batches 5 to 7 are passed over." in screen
-    assert "rollbacks         1; batches 5 to 7 were passed over" in screen
+    assert f"rolled back from step 7 to 4: {what} Batches 5 to 7 are skipped." in screen
+    assert "rollbacks         1; batches 5 to 7 were skipped" in screen
     (told,) = [record for record in records(folder) if "rollback_to" in record]
     assert told.pop("lost_seconds") > 0
     assert told == {"step": 7, "rollback_to": 4, "passed": [5, 7], "why": what}
@@ -178,8 +178,8 @@ def test_a_spike_under_a_loss_scale_is_undone_and_a_resume_is_the_same(ran: Any,
     folder, screen, summary = ran("spike", spiky, *settings, bad={6, 11})
     never, _, expected = ran("never", spiky, *settings, dropped={5, 6, 11})
     # Step 6 is due for a checkpoint, but it is bad. Batch 11 comes in step 9, right after the checkpoint of step 8.
-    assert "step 6 is a spike: its loss is " in screen and "Batches 5 to 6 are passed over." in screen
-    assert "step 9 is a spike: its loss is " in screen and "Batches 11 to 11 are passed over." in screen
+    assert "step 6 is a spike: its loss is " in screen and "Batches 5 to 6 are skipped." in screen
+    assert "step 9 is a spike: its loss is " in screen and "Batches 11 to 11 are skipped." in screen
     assert summary.rollbacks == 2 and summary.passed == [[5, 6], [11, 11]] and summary.losses == expected.losses
     assert state(folder, 10) == state(never, 10) and "loss_scale/scale" in state(folder, 10)[0]
     # The checkpoint after the rollback stores what was skipped, so a run that resumes from an older one skips it too.
@@ -224,14 +224,14 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
 
 
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
-    what = "step 5 was not finite, first in the loss; every activation is finite. Nothing of them was kept, and"
+    what = "step 5 was not finite, first in the loss; every activation is finite. No update was applied, and"
     text = (
         f"{what} the run was rolled back 1 time, as often as train.max_rollbacks=1 allows. Remedy: a smaller "
         f"optimizer.learning_rate"
     )
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
         ran("often", nan, "train.max_consecutive_nonfinite=1", "train.max_rollbacks=1", bad={6, 7})
-    text = f"{what.replace('5', '1')} there is no good checkpoint of a step before 1 to roll back to. Remedy: "
+    text = f"{what.replace('5', '1')} there is no undamaged checkpoint before step 1 to roll back to. Remedy: "
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
         ran("early", nan, "train.max_consecutive_nonfinite=1", bad={1})
     assert steps_in(tmp_path / "early/checkpoints") == []
@@ -251,7 +251,10 @@ def test_sigterm_ends_a_run_after_its_step_and_says_that_nothing_is_saved(
     before = signal.getsignal(signal.SIGTERM)
     folder, screen, summary = ran("stopped", nan, "checkpoint=null")
     assert summary.steps == 3 and summary.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
-    assert "stopped by SIGTERM\nnothing was saved, as the run has no checkpoint: key\nsteps             3 in" in screen
+    assert (
+        "stopped by SIGTERM\nnothing was saved, because the configuration has no checkpoint: key\nsteps             "
+        "3 in"
+    ) in screen
     # SIGTERM skips the final evaluation and the curve.
     assert [step for step, _ in summary.evals] == [0] and not (folder / "loss.png").exists()
     assert not (folder / "checkpoints").exists()

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from jaxpar.app.config import SpikeConfig, StragglerConfig, TrainConfig, load_run
-from jaxpar.app.train.goodput import CAUSES, Goodput, told
-from jaxpar.app.train.process_sync import Exchange, ProcessStatus, Stragglers, slow
+from jaxpar.app.train.goodput import CAUSES, Goodput, describe
+from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers, slow
 from jaxpar.app.train.signals import Stop
-from jaxpar.app.train.spikes import LossWatch, Passed, hopeless
-from jaxpar.app.train.spikes import told as trouble_told
+from jaxpar.app.train.spikes import LossWatch, SkippedBatches, describe_trouble, give_up_message
 from jaxpar.errors import ConfigError
 
 
@@ -60,7 +59,7 @@ def test_all_causes_add_up_to_the_wall_time_and_what_is_inside_is_not_counted_tw
         "steps": 5.0, "lost": 3.0, "data": 1.0, "compile": 5.0, "checkpoint": 0.75, "evaluation": 7.0, "other": 1.0,
     }  # fmt: skip
     assert account.wall() == clock.seconds == sum(account.spent.values()) == record["wall_seconds"]
-    assert told(record) == (
+    assert describe(record) == (
         "22.0% of 23 s in steps; evaluation 7.0 s, compile 5.0 s, lost 3.0 s, data 1.0 s, other 1.0 s, checkpoint 0.8 s"
     )
 
@@ -95,7 +94,7 @@ def test_the_account_goes_on_over_a_kill_and_a_rollback() -> None:
     again = Clock(killed + 20)
     other = again.account()
     again.seconds += 3
-    other.take_up(json.loads(json.dumps(records)), 3)
+    other.resume(json.loads(json.dumps(records)), 3)
     assert other.began == 1000 and other.wall() == again.now() - 1000
     # Step 4 ran for 2 s twice: once rolled back, once killed. Only the ages of the steps reveal the pause of 1 s.
     assert other.spent == dict.fromkeys(CAUSES, 0.0) | {
@@ -106,8 +105,8 @@ def test_the_account_goes_on_over_a_kill_and_a_rollback() -> None:
 
 def test_an_account_of_a_run_without_one_begins_anew() -> None:
     account = Clock().account()
-    account.take_up([{"step": 1, "loss": 2.0}], 1)
-    assert account.wall() == 0.0 and account.share() == 0.0 and told(account.record()) == "0.0% of 0 s in steps"
+    account.resume([{"step": 1, "loss": 2.0}], 1)
+    assert account.wall() == 0.0 and account.share() == 0.0 and describe(account.record()) == "0.0% of 0 s in steps"
 
 
 def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
@@ -120,10 +119,10 @@ def test_steps_that_are_skipped_are_trouble_in_a_row_only() -> None:
     assert (watch.skipped, watch.bad) == (0, 0)
     again = LossWatch(2)
     watch.see(math.nan, skipped=True)
-    again.take_up(json.loads(json.dumps(watch.state())))
+    again.resume(json.loads(json.dumps(watch.state())))
     again.see(math.nan, skipped=True)
     assert again.trouble == "skipped" and again.bad == 2 and watch.trouble is None
-    assert trouble_told(again, 7, math.nan, "w") == "2 steps in a row, up to step 7, were not finite, first in w."
+    assert describe_trouble(again, 7, math.nan, "w") == "2 steps in a row, up to step 7, were not finite, first in w."
 
 
 def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> None:
@@ -141,7 +140,7 @@ def test_a_spike_is_far_above_the_last_losses_and_patience_bears_with_some() -> 
     assert (watch.bad, watch.high, watch.trouble) == (2, 1, None)
     watch.see(math.inf)
     assert (watch.bad, watch.trouble) == (3, "spike")
-    assert trouble_told(watch, 8, 2.5, "").startswith(
+    assert describe_trouble(watch, 8, 2.5, "").startswith(
         "2 steps in a row, up to step 8, were spikes: the loss is 2.5, above 2."
     )
     watch.see(2.0)
@@ -158,11 +157,11 @@ def test_a_loss_that_does_not_move_and_one_that_is_nan_are_judged_too() -> None:
     assert watch.trouble is None and math.isclose(watch.bound, 1.006)
     watch.see(1.007)
     assert watch.trouble == "spike"
-    assert trouble_told(watch, 9, 1.007, "") == "step 9 was a spike: the loss is 1.007, above 1.006."
+    assert describe_trouble(watch, 9, 1.007, "") == "step 9 was a spike: the loss is 1.007, above 1.006."
 
 
 def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
-    passed = Passed()
+    passed = SkippedBatches()
     assert passed.roll_back(12, 10, {}) == (11, 12)
     saved = json.loads(json.dumps(passed.state()))
     # Steps 11 to 20 used batches 13 to 22. The checkpoint of step 15 (batch 17) was saved in between.
@@ -178,30 +177,33 @@ def test_batches_that_are_passed_over_are_numbered_in_the_stream() -> None:
     [
         (
             "skipped", 0, False,
-            ("X. Nothing of them was kept, and without checkpoint: there is nothing to roll back to. Remedy: a "
-             "smaller optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=1 allows more of them; "
-             "checkpoint: {save_interval_steps: 100}, to go back and pass over these batches."),
+            (
+                "X. No update was applied, and the run keeps no checkpoints to roll back to. Remedy: a smaller "
+                "optimizer.learning_rate, or a clip_norm; train.max_consecutive_nonfinite=1 allows more of them; "
+                "checkpoint: {save_interval_steps: 100}, to roll back and skip these batches."),
         ),
         (
             "skipped", 3, True,
-            ("X. Nothing of them was kept, and the run was rolled back 3 times, as often as train.max_rollbacks=3 "
-             "allows. Remedy: a smaller optimizer.learning_rate or a clip_norm; train.max_consecutive_nonfinite=1 "
-             "allows more of them."),
+            (
+                "X. No update was applied, and the run was rolled back 3 times, as often as train.max_rollbacks=3 "
+                "allows. Remedy: a smaller optimizer.learning_rate, or a clip_norm; "
+                "train.max_consecutive_nonfinite=1 allows more of them."),
         ),
         (
             "spike", 1, True,
-            ("X. They changed the state, and there is no good checkpoint of a step before 9 to roll back to. Remedy: "
-             "a smaller optimizer.learning_rate or a clip_norm; a larger train.spike.sigmas, factor or patience; a "
-             "smaller checkpoint.save_interval_steps."),
+            (
+                "X. The updates were applied, and there is no undamaged checkpoint before step 9 to roll back to. "
+                "Remedy: a smaller optimizer.learning_rate, or a clip_norm; a larger train.spike.sigmas, factor or "
+                "patience; a smaller checkpoint.save_interval_steps."),
         ),
     ],
 )  # fmt: skip
 def test_why_a_run_cannot_go_back_is_said(trouble: str, rollbacks: int, checkpoints: bool, text: str) -> None:
     watch = LossWatch(1, SpikeConfig(window=2, patience=1))
     watch.see(math.nan, skipped=trouble == "skipped")
-    passed = Passed(rollbacks=rollbacks)
+    passed = SkippedBatches(rollbacks=rollbacks)
     assert (
-        hopeless("X.", watch, passed, TrainConfig(max_consecutive_nonfinite=1), first=9, checkpoints=checkpoints)
+        give_up_message("X.", watch, passed, TrainConfig(max_consecutive_nonfinite=1), first=9, checkpoints=checkpoints)
         == text
     )
 
@@ -221,7 +223,7 @@ def test_a_process_is_slow_where_its_own_time_counts() -> None:
 
 
 def test_one_process_has_its_own_news_after_every_step() -> None:
-    exchange = Exchange(1)
+    exchange = StatusExchange(1)
     assert exchange.after_step(ProcessStatus) == [ProcessStatus()]
     assert exchange.after_step(lambda: ProcessStatus(signal=15)) == [ProcessStatus(signal=15)]
 
@@ -231,7 +233,7 @@ def test_the_second_signal_is_as_if_nobody_listened() -> None:
     with Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, forwarded by a launcher
-        assert stop.asked == signal.SIGINT and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert stop.number == signal.SIGINT and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         stop._when -= 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -254,7 +256,7 @@ def test_outside_of_the_main_thread_no_handler_is_set() -> None:
 
     def look() -> None:
         with Stop() as stop:
-            found.append((signal.getsignal(signal.SIGTERM), stop.asked))
+            found.append((signal.getsignal(signal.SIGTERM), stop.number))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -265,15 +267,16 @@ def test_outside_of_the_main_thread_no_handler_is_set() -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("train.max_rollbacks=-1", "train.max_rollbacks is -1, but 0 or more is wanted."),
+        ("train.max_rollbacks=-1", "train.max_rollbacks must be at least 0, got -1."),
         ("train.spike={sigmas: 3, factor: 2}",
-         "train.spike.sigmas=3 and train.spike.factor=2 both say what a spike is. Remedy: leave one out."),
-        ("train.spike={factor: 1}", "train.spike.factor is 1, but a number above 1 is wanted."),
-        ("train.spike={sigmas: 0}", "train.spike.sigmas is 0, but a number above 0 is wanted."),
-        ("train.spike={window: 1}", "train.spike.window is 1, but a number above 1 is wanted."),
-        ("train.spike={patience: 0}", "train.spike.patience is 0, but a number above 0 is wanted."),
-        ("train.straggler={factor: 1}", "train.straggler.factor is 1, but a number above 1 is wanted."),
-        ("train.straggler={every: 0}", "train.straggler.every is 0, but a number above 0 is wanted."),
+         ("train.spike.sigmas=3 and train.spike.factor=2 are mutually exclusive: both define a spike. Remedy: leave "
+         "one out.")),
+        ("train.spike={factor: 1}", "train.spike.factor must be above 1, got 1."),
+        ("train.spike={sigmas: 0}", "train.spike.sigmas must be above 0, got 0."),
+        ("train.spike={window: 1}", "train.spike.window must be above 1, got 1."),
+        ("train.spike={patience: 0}", "train.spike.patience must be above 0, got 0."),
+        ("train.straggler={factor: 1}", "train.straggler.factor must be above 1, got 1."),
+        ("train.straggler={every: 0}", "train.straggler.every must be above 0, got 0."),
     ],
 )  # fmt: skip
 def test_keys_that_make_no_sense_are_named(setting: str, text: str) -> None:

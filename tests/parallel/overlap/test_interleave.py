@@ -256,9 +256,8 @@ def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
         llama.preset("tiny", copies=2, copies_dim="seq", context=jp.context.Context(load_balance="zigzag"))
     assert str(said.value) == (
-        "overlap.dim is 'seq', which lays out the tokens for its halves, but parallel.context's "
-        "load_balance is 'zigzag'. "
-        "Remedy: leave it out, or overlap.dim: batch."
+        "overlap.dim is 'seq', which uses its own token order, but parallel.context.load_balance is 'zigzag'. Remedy: "
+        "leave load_balance out, or overlap.dim: batch."
     )
 
 
@@ -277,8 +276,8 @@ def test_the_configuration_of_a_run() -> None:
     with pytest.raises(ConfigError) as said:
         job_of(overlap={"ways": 2}, reshard_after_forward=2)
     assert str(said.value) == (
-        "parallel.overlap.ways is 2, but reshard_after_forward is 2: the copies gather a layer's weights once for "
-        "both, from all devices. Remedy: reshard_after_forward: true or false, or overlap: {ways: 1}."
+        "parallel.overlap.ways is 2, but reshard_after_forward is 2: both parts share one gather of a layer's weights, "
+        "over all devices. Remedy: reshard_after_forward: true or false, or overlap: {ways: 1}."
     )
     with pytest.raises(
         ConfigError, match=re.escape("parallel.overlap.ways is 2, but parallel.offload.parameters is host")

@@ -167,7 +167,7 @@ def _project(kept: jp.inference.Int8) -> Any:
         (
             lambda: cached_llama(CONFIG, cache="int4"),
             ConfigError,
-            "cached_llama: cache is 'int4', but 'int8' or None is wanted.",
+            "cached_llama: cache must be 'int8' or None, got 'int4'.",
         ),
         (
             lambda: _project(jp.inference.Int8.of(jnp.ones((6, 4)), [1])),

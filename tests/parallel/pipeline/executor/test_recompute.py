@@ -203,9 +203,9 @@ def test_a_run_says_how_many_layers_of_each_stage_recompute() -> None:
     pipeline = make_job(load_run(CONFIG, ["parallel.pipeline.microbatches=16"])).pipeline
     assert pipeline is not None and pipeline.recompute == (10, 8, 6, 4, 2, 0, 0, 0)
     text = (
-        "parallel.pipeline: recompute is [10, 8, 6, 4, 2, 0, 0, 0], but by remat 'full' every layer keeps its input "
-        "alone: there is nothing to choose. Remedy: parallel.remat: none (or dots, save_outputs), what the other "
-        "layers keep."
+        "parallel.pipeline: recompute is [10, 8, 6, 4, 2, 0, 0, 0], but under remat 'full' every layer already keeps "
+        "only its input, so recompute has no effect. Remedy: parallel.remat: none (or dots, save_outputs), which "
+        "decides what the other layers keep."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         make_job(load_run(CONFIG, ["parallel.pipeline.microbatches=16", "parallel.remat=full"]))
