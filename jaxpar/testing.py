@@ -90,7 +90,7 @@ def assert_wire_bytes(
         what = " ".join(text for text in (kind, f"over {axis}" if axis else "") if text) or "all collectives"
         largest = sorted(report.select(kind, axis), key=lambda c: -c.total_wire_bytes)
         raise VerificationError(
-            f"one device sends {found:.0f} bytes ({what}), but {expected:.0f} were expected (rtol {rtol:g})."
+            f"one device sends {found:.0f} bytes ({what}), expected {expected:.0f} (rtol {rtol:g})."
             + _listed(largest, lambda c: f"{c.total_wire_bytes:.0f} bytes: {c}")
         )
     return report
@@ -122,25 +122,25 @@ def assert_collectives(
     >>> _ = assert_collectives(program, mesh, {("all-reduce", "data"): 1})
     """
     report = _certain(program, mesh)
-    wanted: dict[tuple[str, frozenset[str]], int] = {}
+    expected_counts: dict[tuple[str, frozenset[str]], int] = {}
     for (kind, axes), count in expected.items():
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             report.select(kind, name)  # raises for an unknown kind or axis
-        wanted[kind, frozenset(names)] = count
+        expected_counts[kind, frozenset(names)] = count
     found: dict[tuple[str, frozenset[str]], list[Collective]] = {}
     for c in report.collectives:
         if c.result_bytes >= min_bytes:
             found.setdefault((c.kind, frozenset(c.axes)), []).append(c)
     lines = []
-    for key in dict.fromkeys((*wanted, *found)):
+    for key in dict.fromkeys((*expected_counts, *found)):
         same = found.get(key, [])
         count = sum(c.count for c in same)
-        if count != wanted.get(key, 0):
+        if count != expected_counts.get(key, 0):
             what = f"{key[0]} over {'+'.join(axis for axis in report.mesh if axis in key[1])}"
-            lines.append(f"{what}: {count}, expected {wanted.get(key, 0)}." + _listed(same, str))
+            lines.append(f"{what}: {count}, expected {expected_counts.get(key, 0)}." + _listed(same, str))
     if lines:
-        raise VerificationError("the program's collectives are not the expected ones.\n" + "\n".join(lines))
+        raise VerificationError("the program's collectives differ from the expected ones.\n" + "\n".join(lines))
     return report
 
 
@@ -162,9 +162,9 @@ def assert_no_collective_in_conditional(program: Any, mesh: Any) -> Audit:
     inside = [c for c in (*report.collectives, *report.other_arms) if c.conditional]
     if inside:
         raise VerificationError(
-            f"{len(inside)} collectives stand in a branch of a conditional, where devices that take another branch "
-            f"never meet them. Remedy: move them out, or choose between their results with jnp.where."
-            + _listed(inside, str)
+            f"{len(inside)} collectives are in a branch of a conditional, so devices that take another branch "
+            "never execute them. Remedy: move them out of the branch, or select between their results with "
+            "jnp.where." + _listed(inside, str)
         )
     return report
 
@@ -174,7 +174,8 @@ def _certain(program: Any, mesh: Any) -> Audit:
     report = program if isinstance(program, Audit) else audit(program, mesh=mesh)
     if not report.certain:
         raise VerificationError(
-            f"what the program sends is not known: the trip count is unknown of {', '.join(report.unknown_loops)}."
+            f"the bytes that the program sends are unknown, because these loops have an unknown trip count: "
+            f"{', '.join(report.unknown_loops)}."
         )
     return report
 

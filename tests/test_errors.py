@@ -349,7 +349,7 @@ CONFIGS = [
     case(
         "wrong type",
         lambda: build(Train, {"steps": "100"}, "c.yaml: train"),
-        "c.yaml: train: steps is '100' (str), but an integer is wanted.",
+        "c.yaml: train: steps must be an integer, got '100' (str).",
     ),
     case(
         "unknown key of a layout",
@@ -359,22 +359,22 @@ CONFIGS = [
     case(
         "duplicate key",
         lambda: parse_yaml("mesh: {data: 1}\nrules:\n  mlp: model\n  embed: null\n  mlp: null\n", "c.yaml"),
-        "c.yaml: line 5: the key 'mlp' stands twice, first on line 3. Remedy: keep one.",
+        "c.yaml: line 5: duplicate key 'mlp', first on line 3. Remedy: keep one.",
     ),
     case(
         "not a mapping",
         lambda: parse_yaml("just text", "c.yaml"),
-        "c.yaml is 'just text' (str), but a mapping is wanted.",
+        "c.yaml must be a mapping, got 'just text' (str).",
     ),
     case(
         "setting without a value",
         lambda: override({}, ["train.steps"]),
-        "--set 'train.steps': key=value is wanted, as --set train.steps=100.",
+        "--set 'train.steps': the setting must be key=value, such as --set train.steps=100.",
     ),
     case(
         "setting with an empty key",
         lambda: override({}, ["train..steps=1"]),
-        "--set 'train..steps=1': key=value is wanted, as --set train.steps=100.",
+        "--set 'train..steps=1': the setting must be key=value, such as --set train.steps=100.",
     ),
     case(
         "setting through a value",

@@ -75,9 +75,9 @@ def test_a_model_that_carries_keys_does_not_generate(page: dict[str, Any]) -> No
         return model
 
     text = (
-        "Generator: the model carries variables/dropout/rngs/count, variables/dropout/rngs/key beside its parameters, "
-        "which generation does not take. Remedy: a make_model without counters and statistics, as nnx.Dropout without "
-        "rngs; the checkpoint's parameters fit it as before."
+        "Generator: the model has variables other than its parameters (variables/dropout/rngs/count, "
+        "variables/dropout/rngs/key), and generation does not support them. Remedy: use a make_model without "
+        "counters and statistics, such as nnx.Dropout without rngs; the checkpoint's parameters still fit it."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(text)}$"):
         jp.Generator(page["layout"], dropping, page["cached"], batch=2, slots=32)

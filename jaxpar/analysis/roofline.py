@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective
-from jaxpar.analysis.units import show_bytes
+from jaxpar.analysis.units import aligned, show_bytes
 from jaxpar.sharding.hardware.accelerators import accelerator
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
@@ -114,7 +114,7 @@ class Roofline:
             f"step {least}{show_time(self.step)} on {self.topology} "
             f"({self.devices} × {self.device}), bound by {self.bound}"
         )
-        text += f"; MFU {'not known' if self.mfu is None else f'{most}{self.mfu:.1%} ({self.mfu_of}, {self.dtype})'}"
+        text += f"; MFU {'unknown' if self.mfu is None else f'{most}{self.mfu:.1%} ({self.mfu_of}, {self.dtype})'}"
         if self.tokens_per_second is not None:
             text += f"; {most}{self.tokens_per_second:,.0f} tokens/s"
         if self.missing:
@@ -138,10 +138,8 @@ class Roofline:
         return rows
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"A model, not a measurement: {self.headline()}", *lines]) + "\n"
+        lines = [f"A model, not a measurement: {self.headline()}", *aligned([_COLUMNS, *self.rows()])]
+        return "\n".join(lines) + "\n"
 
     def _repr_html_(self) -> str:
         def row(cells: tuple[str, ...], tag: str) -> str:
@@ -198,10 +196,10 @@ def roofline(
     >>> print(roofline(report, "v5e:2x2", tokens=1024).headline())
     step 10.9 µs on v5e:2x2 (4 × TPU v5e), bound by compute; MFU 100.0% (the program's FLOPs, bf16); 93,936,920 tokens/s
     """
-    where = Topology.parse(topology) if isinstance(topology, str) else topology
-    device = accelerator(where.kind)
+    hardware = Topology.parse(topology) if isinstance(topology, str) else topology
+    device = accelerator(hardware.kind)
     peak = device.rate(dtype)
-    links = Links.of(where, device, report.mesh)
+    links = Links.of(hardware, device, report.mesh)
     flops = report.matmul_flops + report.kernel_flops
     compute, hbm = flops / peak, report.hbm_bytes / device.hbm_bandwidth
     work = max(compute, hbm)
@@ -212,11 +210,11 @@ def roofline(
     step = exposed + max(work + stalled, busiest)
     # With FLOPs missing from the audit there is no MFU, unless the caller gives the model's FLOPs.
     missing = _missing(report)
-    useful = model_flops if model_flops is not None else None if missing else flops * where.devices
+    useful = model_flops if model_flops is not None else None if missing else flops * hardware.devices
     return Roofline(
-        topology=str(where),
+        topology=str(hardware),
         device=device.name,
-        devices=where.devices,
+        devices=hardware.devices,
         dtype=dtype,
         flops=flops,
         hbm_bytes=report.hbm_bytes,
@@ -228,7 +226,7 @@ def roofline(
         exposed=exposed,
         step=step,
         bound=_bound(compute, hbm, step, transfers),
-        mfu=useful / (step * peak * where.devices) if useful is not None and step else None,
+        mfu=useful / (step * peak * hardware.devices) if useful is not None and step else None,
         mfu_of="the program's FLOPs" if model_flops is None else "the model's FLOPs",
         tokens_per_second=tokens / step if tokens is not None and step else None,
         missing=missing,
@@ -243,11 +241,11 @@ def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -
     >>> time_each(Audit({"data": 4}, 0, 0, 0, (), (), (), (), {}), "v5e:2x2")
     ()
     """
-    where = Topology.parse(topology) if isinstance(topology, str) else topology
-    device = accelerator(where.kind)
+    hardware = Topology.parse(topology) if isinstance(topology, str) else topology
+    device = accelerator(hardware.kind)
     flops = report.matmul_flops + report.kernel_flops
     work = max(flops / device.rate(dtype), report.hbm_bytes / device.hbm_bandwidth)
-    links = Links.of(where, device, report.mesh)
+    links = Links.of(hardware, device, report.mesh)
     return tuple(one.transfers for one in _times(report.collectives, links, work / flops if flops else 0.0))
 
 
@@ -271,10 +269,10 @@ def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list
         for n in members:
             for queue, share in timed[n].queues.items():
                 busy[queue] = busy.get(queue, 0.0) + timed[n].transfers.exposed * share
-        alone = sum(timed[n].transfers.exposed for n in members)
-        together = max(busy.values(), default=0.0) / alone if alone else 1.0
+        sequential = sum(timed[n].transfers.exposed for n in members)
+        ratio = max(busy.values(), default=0.0) / sequential if sequential else 1.0
         for n in members:
-            transfers = replace(timed[n].transfers, exposed=timed[n].transfers.exposed * together)
+            transfers = replace(timed[n].transfers, exposed=timed[n].transfers.exposed * ratio)
             timed[n] = replace(timed[n], transfers=transfers)
     return timed
 
@@ -282,30 +280,30 @@ def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list
 def _time(c: Collective, links: Links, pace: float) -> _Timed:
     """Time one collective in one step; ``pace`` is seconds per FLOP in this program."""
     phases = links.phases(c)
-    once = sum(phase.seconds for phase in phases)
-    exposed = once * c.exposed_bytes / c.wire_bytes if c.wire_bytes else 0.0
-    covered = max(once - exposed, 0.0)  # rounding may make it negative
-    hidden = min(covered, c.beside_flops * pace) if c.beside_flops else covered
+    seconds_once = sum(phase.seconds for phase in phases)
+    exposed = seconds_once * c.exposed_bytes / c.wire_bytes if c.wire_bytes else 0.0
+    overlapped_time = max(seconds_once - exposed, 0.0)  # rounding may make it negative
+    hidden = min(overlapped_time, c.beside_flops * pace) if c.beside_flops else overlapped_time
     transfers = Transfers(
         axes=c.axes,
         levels=tuple(phase.level for phase in phases),
         count=c.count,
         wire_bytes=c.total_wire_bytes,
         hidden=hidden * c.count,
-        stalled=(covered - hidden) * c.count,
+        stalled=(overlapped_time - hidden) * c.count,
         exposed=exposed * c.count,
     )
     queues: dict[str, float] = {}
     for phase in phases:
         for queue, seconds in phase.queues.items():
-            queues[queue] = queues.get(queue, 0.0) + (seconds / once if once else 0.0)
+            queues[queue] = queues.get(queue, 0.0) + (seconds / seconds_once if seconds_once else 0.0)
     return _Timed(transfers, queues)
 
 
 def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
-    together: dict[tuple[str, ...], list[Transfers]] = {}
+    groups: dict[tuple[str, ...], list[Transfers]] = {}
     for one in timed:
-        together.setdefault(one.transfers.axes, []).append(one.transfers)
+        groups.setdefault(one.transfers.axes, []).append(one.transfers)
     sums = (
         Transfers(
             axes=axes,
@@ -316,7 +314,7 @@ def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
             stalled=sum(t.stalled for t in same),
             exposed=sum(t.exposed for t in same),
         )
-        for axes, same in together.items()
+        for axes, same in groups.items()
     )
     return tuple(sorted(sums, key=lambda t: -t.seconds))
 
@@ -345,7 +343,9 @@ def _bound(compute: float, hbm: float, step: float, transfers: tuple[Transfers, 
 def _missing(report: Audit) -> tuple[str, ...]:
     found = []
     if report.unknown_loops:
-        found.append(f"loops of unknown length count as one run ({', '.join(report.unknown_loops)})")
+        found.append(
+            f"loops with an unknown trip count are counted as one iteration ({', '.join(report.unknown_loops)})"
+        )
     if report.silent_kernels:
-        found.append(f"kernels that state no FLOPs count as none ({', '.join(report.silent_kernels)})")
+        found.append(f"kernels that report no FLOPs are counted as zero ({', '.join(report.silent_kernels)})")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Bytes of shards, and byte counts as text."""
+"""Bytes of shards, byte counts as text, and tables as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def device_bytes(shape: Sequence[int], itemsize: int, ways: Sequence[int]) -> in
       itemsize: bytes of one element.
       ways: the number of shards along each dim. A dim that is not divisible is rounded up.
     """
-    return itemsize * math.prod(-(-size // way) for size, way in zip(shape, ways, strict=True))
+    return itemsize * math.prod(-(-size // count) for size, count in zip(shape, ways, strict=True))
 
 
 def show_bytes(n: int) -> str:
@@ -26,3 +26,13 @@ def show_bytes(n: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(int(math.log2(n) // 10), len(units) - 1) if n else 0
     return f"{n} B" if power == 0 else f"{n / 2 ** (10 * power):.2f} {units[power]}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines with aligned columns.
+
+    >>> aligned([("kind", "count"), ("all-gather", "2")])
+    ['kind        count', 'all-gather  2']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

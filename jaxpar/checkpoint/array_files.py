@@ -67,7 +67,8 @@ def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> TensorRecord:
         chunk = tuple(found["chunks"])
         if found["compressor"] is not None or found["order"] != "C" or found["dimension_separator"] != ".":
             raise CheckpointError(
-                f"{here / folder}: orbax wrote {leaf.path} in a form that this jaxpar does not know: {found}."
+                f"{here / folder}: orbax wrote {leaf.path} in a format that this version of jaxpar does not "
+                f"support: {found}."
             )
     names = None if dims is None else tuple(dims)
     return TensorRecord(str(leaf.dtype), leaf.dtype.itemsize, leaf.shape, chunk, folder, (), names, spec, leaf.key)

@@ -87,14 +87,14 @@ class CheckpointManager:
             ("keep_best", keep_best, int),
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
-                raise ConfigError(f"CheckpointManager: {name} is {value!r}, but a number above 0 is wanted.")
+                raise ConfigError(f"CheckpointManager: {name} must be a number above 0, got {value!r}.")
         if save_interval_steps is not None and save_interval_minutes is not None:
             raise ConfigError(
-                "CheckpointManager: save_interval_steps and save_interval_minutes both say when to save. Remedy: leave "
-                "one out."
+                "CheckpointManager: save_interval_steps and save_interval_minutes are mutually exclusive. Remedy: "
+                "remove one."
             )
         if best not in (None, "min", "max"):
-            raise ConfigError(f"CheckpointManager: best is {best!r}, but 'min' or 'max' is wanted.")
+            raise ConfigError(f"CheckpointManager: best must be 'min' or 'max', got {best!r}.")
         self.directory = Path(os.path.abspath(directory))
         self._keep, self._best, self._keep_best = keep, best, keep_best
         self._every, self._minutes = save_interval_steps, save_interval_minutes
@@ -105,7 +105,7 @@ class CheckpointManager:
         self._bad: set[int] = set()
         self._last, self._retry = time.monotonic(), float("inf")
         try:
-            self._hold()
+            self._acquire_lock()
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -167,13 +167,13 @@ class CheckpointManager:
         """
         self.wait()
         self._last = time.monotonic()
-        told = {**(metadata or {}), **({} if metric is None else {"metric": metric})}
+        entries = {**(metadata or {}), **({} if metric is None else {"metric": metric})}
         try:
-            self._hold()
+            self._acquire_lock()
             folder = self.directory / str(step)
             self._saving = (
                 step,
-                begin(folder, state, step=step, layout=layout, metadata=told, disk=disk, verify=self._verify),
+                begin(folder, state, step=step, layout=layout, metadata=entries, disk=disk, verify=self._verify),
             )
         except OSError as error:
             if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
@@ -234,7 +234,7 @@ class CheckpointManager:
         """
         self.wait()
         problems = [
-            f"{self.directory / name} is not finished" for name in unfinished_in(self.directory) if STEP.fullmatch(name)
+            f"{self.directory / name} is incomplete." for name in unfinished_in(self.directory) if STEP.fullmatch(name)
         ]
         steps = [step for step in self.steps() if before is None or step < before]
         for step in reversed(steps):
@@ -248,12 +248,10 @@ class CheckpointManager:
                 problems.append(str(error))
                 continue
             if self._bad:
-                self._tell(f"checkpoint: going back to step {step}, the newest good one: {' '.join(problems)}")
+                self._tell(f"checkpoint: falling back to step {step}, the newest intact step: {' '.join(problems)}")
             return found
         if steps:
-            raise CheckpointError(
-                f"{self.directory}: none of the steps {steps} is as it was written: {' '.join(problems)}"
-            )
+            raise CheckpointError(f"{self.directory}: all steps {steps} are damaged: {' '.join(problems)}")
         return None
 
     def forget(self, after: int) -> None:
@@ -282,16 +280,16 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def _hold(self) -> None:
+    def _acquire_lock(self) -> None:
         if self._lock is None and jax.process_index() == 0:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = Lock(self.directory, CheckpointError)
 
     def _failed(self, step: int | None, text: str) -> None:
         self._retry = time.monotonic() + RETRY
-        last = f"step {self._saved} stays" if self._saved is not None else "what was saved before stays"
+        last = f"Step {self._saved} is kept" if self._saved is not None else "Earlier checkpoints are kept"
         what = "checkpoint" if step is None else f"checkpoint of step {step} not saved"
-        self._tell(f"{what}: {text} {last}; it will be tried again in {RETRY:g} s.")
+        self._tell(f"{what}: {text} {last}; the next attempt is in {RETRY:g} s.")
 
     def _ranked(self) -> list[int]:
         """The steps that have a metric, best first; empty if ``best`` is not set."""

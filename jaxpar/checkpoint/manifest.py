@@ -68,18 +68,14 @@ class TensorRecord:
             return
         steps = [range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True)]
         for at in itertools.product(*steps):
-            whole = zip(at, self.shape, self.chunk, strict=True)
-            bounds = tuple((i * step, min(i * step + step, size)) for i, size, step in whole)
+            dims = zip(at, self.shape, self.chunk, strict=True)
+            bounds = tuple((i * step, min(i * step + step, size)) for i, size, step in dims)
             yield f"{self.folder}/{'.'.join(map(str, at)) or '0'}", bounds
 
     def pieces(self) -> Iterator[tuple[str, Bounds, int]]:
         """Like :meth:`grid`, with each piece's checksum."""
         for (name, bounds), total in zip(self.grid(), self.sums, strict=True):
             yield name, bounds, total
-
-    def said(self) -> str:
-        """Its dtype and shape, for display."""
-        return f"{self.dtype}{list(self.shape)}{f' of {self.key} keys' if self.key else ''}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class Manifest:
             body = json.loads(_dump(body))
             return _dump({**body, "checksum": _digest(body)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"metadata: {error}, but what a manifest keeps is JSON of finite numbers.") from error
+            raise CheckpointError(f"metadata: {error}. A manifest stores JSON with finite numbers only.") from error
 
     @classmethod
     def from_json(cls, content: str, where: str) -> Manifest:
@@ -143,17 +139,19 @@ class Manifest:
         try:
             data = json.loads(content, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{where} is no JSON: {error}. {REMEDY}") from None
+            raise DamagedError(f"{where} is not JSON: {error}. {REMEDY}") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise DamagedError(f"{where} is of schema {found!r:.40}, but this jaxpar reads schema {SCHEMA}. {REMEDY}")
+            raise DamagedError(
+                f"{where} has schema {found!r:.40}, but this version of jaxpar reads schema {SCHEMA}. {REMEDY}"
+            )
         try:
-            whole = tuple(sorted(data)) == _KEYS and _dump(data) == content
-            whole = whole and data["checksum"] == _digest({k: v for k, v in data.items() if k != "checksum"})
+            intact = tuple(sorted(data)) == _KEYS and _dump(data) == content
+            intact = intact and data["checksum"] == _digest({k: v for k, v in data.items() if k != "checksum"})
         except (ValueError, RecursionError):
-            whole = False
-        if not whole:
-            raise DamagedError(f"{where} is not what was written: its own checksum is wrong. {REMEDY}")
+            intact = False
+        if not intact:
+            raise DamagedError(f"{where} was changed after it was written: its own checksum does not match. {REMEDY}")
         return cls.from_data(data, where)
 
     @classmethod
@@ -173,7 +171,7 @@ class Manifest:
             raise DamagedError(f"{where}: {error}. {REMEDY}") from None
 
 
-REMEDY = "Remedy: another step; jaxpar doctor --checkpoint DIR says which are whole."
+REMEDY = "Remedy: use another step; jaxpar doctor --checkpoint DIR lists the intact ones."
 
 
 def read(folder: str | os.PathLike[str]) -> Manifest:
@@ -187,16 +185,16 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     try:
         with opened(file) as f:
             if os.fstat(f.fileno()).st_size > _MOST_BYTES:
-                raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has. {REMEDY}")
+                raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, the limit for a manifest. {REMEDY}")
             content = f.readall().decode()
     except DamagedError:  # a subclass of OSError
         raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{file.parent} holds no whole checkpoint: {NAME} is missing.{_steps(file.parent)}"
+            f"{file.parent} holds no complete checkpoint: {NAME} is missing.{_steps(file.parent)}"
         ) from None
     except UnicodeDecodeError:
-        raise DamagedError(f"{file} is not what was written: it is no text. {REMEDY}") from None
+        raise DamagedError(f"{file} was changed after it was written: it is not UTF-8 text. {REMEDY}") from None
     except OSError as error:
         raise DamagedError(f"{file} cannot be read: {error.strerror}. {REMEDY}") from error
     return Manifest.from_json(content, str(file))
@@ -215,8 +213,8 @@ def _steps(folder: Path) -> str:
         steps = []
     before = folder.with_name(f"{folder.name}.replaced")
     if (before / NAME).exists():
-        return f" Remedy: {before}, which holds the one before: a save that was to replace it was killed."
-    return f" Remedy: {folder / str(steps[-1])}, the newest step in it." if steps else ""
+        return f" Remedy: use {before}, the previous checkpoint; the save that was replacing it was killed."
+    return f" Remedy: use {folder / str(steps[-1])}, the newest step in this folder." if steps else ""
 
 
 def _dump(data: Any) -> str:
@@ -228,7 +226,7 @@ def _digest(body: Any) -> str:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _tensor_out(tensor: TensorRecord) -> dict[str, Any]:
@@ -237,20 +235,20 @@ def _tensor_out(tensor: TensorRecord) -> dict[str, Any]:
 
 def _file_in(name: str, pair: Any) -> tuple[int, int]:
     if not inside(name):
-        raise ValueError(f"the file {name!r:.80} would lie outside of the checkpoint's folder")
+        raise ValueError(f"the file {name!r:.80} is outside the checkpoint's folder")
     found = counts(pair, f"{name:.80}: bytes and checksum", _MOST_SIZE)
     if len(found) != 2:
-        raise ValueError(f"{name:.80} has {len(found)} numbers, but bytes and a checksum are wanted")
+        raise ValueError(f"{name:.80} must have two numbers, bytes and a checksum, got {len(found)}")
     return found[0], found[1]
 
 
 def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> TensorRecord:
     at = f"tensor {path:.200}"
     if not isinstance(entry, dict) or tuple(sorted(entry)) != _TENSOR:
-        raise ValueError(f"{at} is not described by {', '.join(_TENSOR)}")
+        raise ValueError(f"{at} must be described by exactly {', '.join(_TENSOR)}")
     dims = entry["dims"]
     if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, str) for d in dims)):
-        raise ValueError(f"{at}: dims is {dims!r:.40}, but a list of names is wanted")
+        raise ValueError(f"{at}: dims must be a list of names, got {dims!r:.40}")
     tensor = TensorRecord(
         text(entry["dtype"], f"{at}: dtype"),
         count(entry["itemsize"], f"{at}: itemsize", 64),
@@ -263,14 +261,14 @@ def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> T
         None if entry["key"] is None else text(entry["key"], f"{at}: key"),
     )
     if not inside(tensor.folder):
-        raise ValueError(f"{at}: the folder {tensor.folder!r:.80} would lie outside of the checkpoint's folder")
+        raise ValueError(f"{at}: the folder {tensor.folder!r:.80} is outside the checkpoint's folder")
     if len(tensor.shape) != len(tensor.chunk) or len(tensor.shape) > _MOST_DIMS or not tensor.itemsize:
-        raise ValueError(f"{at}: shape {list(tensor.shape)} does not go with pieces of {list(tensor.chunk)}")
+        raise ValueError(f"{at}: shape {list(tensor.shape)} does not match pieces of {list(tensor.chunk)}")
     if tensor.bytes and not 0 < tensor.piece_bytes <= _MOST_PIECE:
         empty = (
             "its pieces are empty"
             if not tensor.piece_bytes
-            else f"a piece has {tensor.piece_bytes:,} bytes, but {_MOST_PIECE:,} are the most"
+            else f"a piece has {tensor.piece_bytes:,} bytes, more than the limit of {_MOST_PIECE:,}"
         )
         raise ValueError(f"{at}: {empty}")
     number = (
@@ -279,10 +277,10 @@ def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> T
         else 0
     )
     if number != len(tensor.sums):
-        raise ValueError(f"{at} has {number} pieces, but {len(tensor.sums)} checksums")
+        raise ValueError(f"{at} has {number} pieces but {len(tensor.sums)} checksums")
     for name, _, _ in tensor.pieces():
         if name not in files:
             raise ValueError(f"{at}: its file {name} is not listed")
         if files[name][0] != tensor.piece_bytes:
-            raise ValueError(f"{at}: its file {name} has {files[name][0]} bytes, but {tensor.piece_bytes} are wanted")
+            raise ValueError(f"{at}: its file {name} has {files[name][0]} bytes, expected {tensor.piece_bytes}")
     return tensor

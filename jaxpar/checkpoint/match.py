@@ -53,31 +53,37 @@ def match(
     for prefix in only:
         if not any(_below(leaf.path, prefix) for leaf in leaves):
             raise CheckpointError(
-                f"only: {prefix!r} is in no path of "
-                f"`like`.{did_you_mean(prefix, {p.path.split('/')[0] for p in leaves})}"
+                "only: no path of `like` begins with "
+                f"{prefix!r}.{did_you_mean(prefix, {p.path.split('/')[0] for p in leaves})}"
             )
-    wanted = {leaf.path: leaf for leaf in leaves if not only or any(_below(leaf.path, prefix) for prefix in only)}
+    selected = {leaf.path: leaf for leaf in leaves if not only or any(_below(leaf.path, prefix) for prefix in only)}
     stacks, found, used = _stacks(named), dict[str, Source](), set[str]()
     missing, other = list[str](), list[str]()
-    for path, leaf in wanted.items():
+    for path, leaf in selected.items():
         source = _source(leaf, named, stacks)
         if source is None:
-            missing.append(f"{path} {_said(leaf)}")
+            missing.append(f"{path} {_described(leaf)}")
             continue
         used |= {name for name, _ in source.tensors}
         if not _fits(leaf, source):
-            other.append(f"{path} is {source.tensors[0][1].said()} there, but {_said(leaf)} here")
+            other.append(
+                f"{path} is {_described(source.tensors[0][1])} in the checkpoint, but {_described(leaf)} in the state"
+            )
         found[path] = source
-    left = [name for name in named if name not in used and (not only or any(_below(name, prefix) for prefix in only))]
-    extra = [f"{name} {named[name].said()}" for name in left]
-    kinds = (("missing in it", missing), ("only in it", extra), ("of another shape or dtype", other))
+    unused = [name for name in named if name not in used and (not only or any(_below(name, prefix) for prefix in only))]
+    extra = [f"{name} {_described(named[name])}" for name in unused]
+    kinds = (
+        ("missing in the checkpoint", missing),
+        ("only in the checkpoint", extra),
+        ("of another shape or dtype", other),
+    )
     lines = [line for title, texts in kinds if texts for line in _listed(title, texts)]
     if lines:
         remedy = (
-            "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as "
-            "only=['params']."
+            "Remedy: use the model and optimizer of the checkpoint, rename= for other names, or only= for a part, "
+            "such as only=['params']."
         )
-        raise CheckpointError("\n".join([f"{where} is a checkpoint of another state:", *lines, remedy]))
+        raise CheckpointError("\n".join([f"{where} does not match the state to restore:", *lines, remedy]))
     return found
 
 
@@ -143,14 +149,14 @@ def _fits(leaf: Leaf, source: Source) -> bool:
             if not shape or source.row >= shape[0]:
                 return False
             shape = shape[1:]
-        wanted = leaf.shape[1:] if source.stacked else leaf.shape
-        if shape != wanted or tensor.dtype != str(leaf.dtype) or tensor.key != leaf.key:
+        expected = leaf.shape[1:] if source.stacked else leaf.shape
+        if shape != expected or tensor.dtype != str(leaf.dtype) or tensor.key != leaf.key:
             return False
     return True
 
 
-def _said(leaf: Leaf) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}{f' of {leaf.key} keys' if leaf.key else ''}"
+def _described(tensor: Leaf | TensorRecord) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}{f' of {tensor.key} keys' if tensor.key else ''}"
 
 
 def _listed(title: str, texts: Sequence[str]) -> list[str]:

@@ -16,16 +16,16 @@ from jaxpar.checkpoint.snapshot import Leaf
 from jaxpar.sharding.layout import Layout
 
 
-def said_of(layout: Layout | None, leaves: list[Leaf]) -> dict[str, Any]:
+def layout_metadata(layout: Layout | None, leaves: list[Leaf]) -> dict[str, Any]:
     """The mesh (of the layout, or of the first tensor that has one), the process count, and a digest of the rules."""
     found = (getattr(getattr(leaf.value, "sharding", None), "mesh", None) for leaf in leaves)
     mesh = layout.mesh if layout is not None else next((m for m in found if m is not None), None)
     sizes = {} if mesh is None else {str(axis): int(size) for axis, size in mesh.shape.items()}
-    said: dict[str, Any] = {"mesh": sizes, "processes": jax.process_count()}
+    found_layout: dict[str, Any] = {"mesh": sizes, "processes": jax.process_count()}
     if layout is not None:
         text = json.dumps(layout.rules.to_dict(), sort_keys=True)
-        said["rules"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return said
+        found_layout["rules"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return found_layout
 
 
 def keys_of(leaves: list[Leaf]) -> dict[str, Any]:

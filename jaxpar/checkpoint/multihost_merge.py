@@ -14,7 +14,7 @@ import jax
 from jaxpar.checkpoint.manifest import TensorRecord
 from jaxpar.errors import CheckpointError
 
-_PATIENCE = 600.0  # seconds
+_TIMEOUT = 600.0  # seconds
 type Files = dict[str, tuple[int, int]]
 
 
@@ -35,11 +35,11 @@ def gather(here: Path, tensors: dict[str, TensorRecord], files: Files) -> tuple[
         new = here / f"part.{rank}.new"
         new.write_text(json.dumps(mine))
         os.replace(new, here / f"part.{rank}")
-        _wait(lambda: not here.exists(), f"{here}: process 0 does not finish the checkpoint")
+        _wait(lambda: not here.exists(), f"{here}: process 0 did not finish the checkpoint")
         return tensors, files
     for other in range(1, count):
         part = here / f"part.{other}"
-        _wait(part.exists, f"{here}: process {other} does not finish its part")
+        _wait(part.exists, f"{here}: process {other} did not finish its part")
         found = json.loads(part.read_text())
         part.unlink()
         files |= {name: (size, total) for name, (size, total) in found["files"].items()}
@@ -50,8 +50,8 @@ def gather(here: Path, tensors: dict[str, TensorRecord], files: Files) -> tuple[
 
 
 def _wait(ready: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _TIMEOUT
     while not ready():
         if time.monotonic() > until:
-            raise CheckpointError(f"{what}, {_PATIENCE:g} s after this one did.")
+            raise CheckpointError(f"{what} within {_TIMEOUT:g} s after this process did.")
         time.sleep(0.02)

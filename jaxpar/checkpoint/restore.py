@@ -60,21 +60,21 @@ def restore(
     if step is not None and manifest.step != step:
         raise DamagedError(wrong_step(root, manifest, step))
     leaves, structure = jax.tree.flatten(like)
-    wanted = leaves_of(like)
-    sources = match(wanted, manifest.tensors, str(root), only=only, rename=rename)
+    targets = leaves_of(like)
+    sources = match(targets, manifest.tensors, str(root), only=only, rename=rename)
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for i, leaf in enumerate(wanted):
+        for i, leaf in enumerate(targets):
             if leaf.path in sources:
-                leaves[i] = _made(pool, root, manifest, leaf, sources[leaf.path])
+                leaves[i] = _restore_leaf(pool, root, manifest, leaf, sources[leaf.path])
             elif isinstance(leaf.value, jax.ShapeDtypeStruct):
                 raise CheckpointError(
-                    f"{leaf.path} is not restored, as only= says, but `like` has no value for it. Remedy: "
-                    "like=jp.init(...), or a part of the state."
+                    f"{leaf.path} is not restored, because only= excludes it, but `like` has no value for it. "
+                    "Remedy: like=jp.init(...), or a part of the state."
                 )
     return jax.tree.unflatten(structure, leaves)
 
 
-def _made(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:
+def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:
     """Restore one tensor, with each shard on its devices."""
     sharding = leaf.value.sharding
     if sharding is None:
@@ -83,8 +83,8 @@ def _made(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, 
         return block if leaf.key is None else jax.random.wrap_key_data(jnp.asarray(block), impl=leaf.key)
     if not isinstance(sharding, NamedSharding | SingleDeviceSharding) or not _concrete(sharding):
         raise CheckpointError(
-            f"{leaf.path}: `like` lies on no devices, so nothing can be put there. Remedy: a layout of a mesh that "
-            "holds devices."
+            f"{leaf.path}: `like` has a sharding without devices, so no array can be created. Remedy: use a layout "
+            "whose mesh has devices."
         )
     places = {d: bounds(i or (), leaf.shape) for d, i in sharding.addressable_devices_indices_map(leaf.shape).items()}
     blocks = {at: np.empty([stop - start for start, stop in at], leaf.dtype) for at in places.values()}
@@ -138,17 +138,17 @@ def _piece(
     """Read and verify one piece and copy it into the targets; a target that is exactly this piece is read in place."""
     name, at, total = piece
     shape = tuple(stop - start for start, stop in at)
-    whole = next((b for where, b in targets if where == at and shape == tensor.chunk and b.flags.c_contiguous), None)
-    buffer = np.empty(tensor.piece_bytes, np.uint8) if whole is None else whole.reshape(-1).view(np.uint8)
+    exact = next((b for target, b in targets if target == at and shape == tensor.chunk and b.flags.c_contiguous), None)
+    buffer = np.empty(tensor.piece_bytes, np.uint8) if exact is None else exact.reshape(-1).view(np.uint8)
     load(root, name, manifest, path, memoryview(buffer))
     check_values(root / name, path, buffer, tensor, at, total, manifest.files[name][1])
     values = buffer.view(targets[0][1].dtype).reshape(tensor.chunk)
-    for where, block in targets:
-        if block is not whole:
-            cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, where, strict=True)]
-            there = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, where, strict=True))
-            here = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, at, strict=True))
-            block[there] = values[here]
+    for target, block in targets:
+        if block is not exact:
+            cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, target, strict=True)]
+            destination = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, target, strict=True))
+            origin = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, at, strict=True))
+            block[destination] = values[origin]
 
 
 def _meet(a: Bounds, b: Bounds) -> bool:

@@ -26,7 +26,7 @@ import numpy as np
 from jaxpar.checkpoint import manifest
 from jaxpar.checkpoint.array_files import entry, write_arrays
 from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, TensorRecord
-from jaxpar.checkpoint.metadata import keys_of, now, said_of, versions
+from jaxpar.checkpoint.metadata import keys_of, layout_metadata, now, versions
 from jaxpar.checkpoint.multihost_merge import gather
 from jaxpar.checkpoint.snapshot import Leaf, copied, dims_of, leaves_of, on_disk, shards
 from jaxpar.checkpoint.verify import check_values, crc_of
@@ -36,7 +36,7 @@ from jaxpar.utils.durable import sync_folder
 
 UNFINISHED = ".unfinished"
 """Suffix of the folder that a save writes into."""
-_ONE_AT_A_TIME = threading.Lock()
+_SAVE_LOCK = threading.Lock()
 
 
 _NO_SPACE = os.strerror(errno.ENOSPC)
@@ -129,24 +129,29 @@ def begin(
     target = Path(os.path.abspath(directory))
     leaves = leaves_of(state)
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise CheckpointError("the state holds shapes, but arrays are wanted. Remedy: jp.init gives a state of arrays.")
+        raise CheckpointError("the state must hold arrays, got shapes. Remedy: create it with jp.init.")
     if disk is None and on_disk(state):
         raise CheckpointError(
-            "the optimizer's state is on disk, in files that only its step can vouch for. Remedy: disk=step, the "
-            "jp.offload.disk_offloaded_train_step at work."
+            "the optimizer state is on disk, in files that only its step can save consistently. Remedy: pass "
+            "disk=step, the disk_offloaded_train_step of this run."
         )
     count = getattr(state, "step", None)
     if step is None and isinstance(count, jax.Array) and count.shape == ():
         step = int(count)
     head = Manifest(
-        {}, {}, step, versions(), said_of(layout, leaves), {"when": now(), "rng": keys_of(leaves), **(metadata or {})}
+        {},
+        {},
+        step,
+        versions(),
+        layout_metadata(layout, leaves),
+        {"when": now(), "rng": keys_of(leaves), **(metadata or {})},
     )
     head.to_json()  # rejects metadata that is not JSON before anything is written
     here = target.with_name(target.name + UNFINISHED)
-    with _naming(target, "the folder"):
+    with _as_checkpoint_error(target, "cannot create the folder"):
         if jax.process_index() == 0:
             shutil.rmtree(here, ignore_errors=True)  # left by a save that was killed
-            _check_room(target, leaves)
+            _check_disk_space(target, leaves)
             here.mkdir(mode=0o700, parents=True)
     copies = copied([leaf.value for leaf in leaves])
     if disk is not None:
@@ -157,12 +162,12 @@ def begin(
     if jax.process_count() > 1:
         # orbax first synchronizes the processes; from a background thread that could interleave with a step's
         # collectives.
-        waiting = write_arrays(here, kept)
-        work = functools.partial(work, waiting)
+        wait_for_arrays = write_arrays(here, kept)
+        work = functools.partial(work, wait_for_arrays)
 
     def run() -> None:
         try:
-            with _ONE_AT_A_TIME, _naming(target, "writing"):
+            with _SAVE_LOCK, _as_checkpoint_error(target, "cannot write"):
                 work()
         except BaseException as error:  # noqa: BLE001 (`Saving.wait` raises it)
             saving._error = error
@@ -182,10 +187,10 @@ def _finish(
     specs: list[str],
     head: Manifest,
     verify: bool,
-    waiting: Callable[[], None] | None = None,
+    wait_for_arrays: Callable[[], None] | None = None,
 ) -> None:
     """Write the arrays, the checksums and the manifest, then rename the folder; runs in the background."""
-    (waiting or write_arrays(here, leaves))()
+    (wait_for_arrays or write_arrays(here, leaves))()
     tensors, files = dict[str, TensorRecord](), dict[str, tuple[int, int]]()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         entries = [entry(here, leaf, dims.get(leaf.path), spec) for leaf, spec in zip(leaves, specs, strict=True)]
@@ -223,7 +228,7 @@ def _sums(
             of_file = zlib.crc32(buffer)
             if buffer.size != tensor.piece_bytes:
                 raise CheckpointError(
-                    f"{here / name}, which holds {leaf.path}, was read back with {buffer.size:,} bytes."
+                    f"{here / name}, which holds {leaf.path}, has {buffer.size:,} bytes when read back."
                 )
             check_values(here / name, leaf.path, buffer, tensor, bounds, sums[-1], of_file)
         files[name] = (tensor.piece_bytes, of_file)
@@ -251,22 +256,24 @@ def _rename(here: Path, target: Path) -> None:
 
 
 @contextmanager
-def _naming(target: Path, what: str) -> Iterator[None]:
+def _as_checkpoint_error(target: Path, what: str) -> Iterator[None]:
     """Turn any error of the disk or of orbax into a ``CheckpointError`` that names the checkpoint."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        said = (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _NO_SPACE in said
+        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".")
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _NO_SPACE in reason
         if full and not isinstance(error, OSError):
-            said = _NO_SPACE  # orbax's message also lists every pending write
-        remedy = f" {shutil.disk_usage(_existing(target)).free:,} bytes are free. Remedy: make room." if full else ""
-        raise CheckpointError(f"{target}: {what}: {said}.{remedy}") from error
+            reason = _NO_SPACE  # orbax's message also lists every pending write
+        remedy = (
+            f" {shutil.disk_usage(_existing(target)).free:,} bytes are free. Remedy: free some space." if full else ""
+        )
+        raise CheckpointError(f"{target}: {what}: {reason}.{remedy}") from error
 
 
-def _check_room(target: Path, leaves: list[Leaf]) -> None:
+def _check_disk_space(target: Path, leaves: list[Leaf]) -> None:
     """Raise ``ENOSPC`` if the arrays cannot fit on the disk, before a partial save fills it.
 
     Skipped with several processes: only process 0 runs this check, and the others would start the save without it.

@@ -64,11 +64,9 @@ def leaves_of(state: Any) -> list[Leaf]:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
         path = show(to_path(keys)) or "value"
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            raise CheckpointError(
-                f"{path} is a {type(leaf).__name__}, but a jax array is wanted. Remedy: jnp.asarray(...)."
-            )
+            raise CheckpointError(f"{path} must be a jax array, got {type(leaf).__name__}. Remedy: jnp.asarray(...).")
         if path in found:
-            raise CheckpointError(f"two tensors have the path {path!r}. Remedy: keys without a slash.")
+            raise CheckpointError(f"two tensors have the path {path!r}. Remedy: use keys without a slash.")
         key = None
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             key = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else _impl(leaf)

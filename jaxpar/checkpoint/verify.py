@@ -17,7 +17,7 @@ from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorRecord, rea
 from jaxpar.checkpoint.validate import inside, opened
 from jaxpar.errors import CheckpointError, DamagedError
 
-_AT_ONCE = 1 << 20
+_BLOCK_BYTES = 1 << 20
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 """Matches the folder name of a step; other names in a run's folder are ignored."""
 
@@ -79,7 +79,7 @@ def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None
                 found.append(problem)
             if len(found) == most:
                 pool.shutdown(cancel_futures=True)
-                return [*found, "and perhaps more: the search ended here."]
+                return [*found, "and possibly more: the search stopped here."]
     return found
 
 
@@ -102,7 +102,8 @@ def check(folder: str | os.PathLike[str], step: int | None = None) -> Manifest:
 
 def wrong_step(folder: Path, manifest: Manifest, step: int) -> str:
     return (
-        f"{folder / NAME} is of step {manifest.step}, but lies where step {step} belongs: it is another checkpoint's."
+        f"{folder / NAME} is of step {manifest.step}, but its folder is that of step {step}: the manifest belongs "
+        "to another checkpoint."
     )
 
 
@@ -135,11 +136,11 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(f"{root} is no folder, so it holds no checkpoint.")
-    alone = (root / NAME).exists()
-    steps = [None] if alone else steps_in(root)
+        raise CheckpointError(f"{root} is not a folder, so it holds no checkpoint.")
+    single = (root / NAME).exists()
+    steps = [None] if single else steps_in(root)
     if not steps:
-        raise CheckpointError(f"{root} holds no checkpoint: neither {NAME} nor a folder of a step with one.")
+        raise CheckpointError(f"{root} holds no checkpoint: it has neither {NAME} nor a step folder with one.")
     for step in steps:
         at = root if step is None else root / str(step)
         try:
@@ -159,11 +160,11 @@ def locate(root: Path, name: str) -> Path:
     """Return the path of a file that the manifest names.
 
     Raises:
-      DamagedError: a symbolic link leads out of the checkpoint's folder.
+      DamagedError: a symbolic link points outside the checkpoint's folder.
     """
     file = root / name
     if not inside(name) or os.path.realpath(file) != os.path.join(os.path.realpath(root), *name.split("/")):
-        raise DamagedError(f"{file} leads out of the checkpoint's folder.")
+        raise DamagedError(f"{file} points outside the checkpoint's folder.")
     return file
 
 
@@ -174,14 +175,14 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
         file = locate(root, name)
         there = file.stat().st_size
         if there != size:
-            return f"{file} has {there:,} bytes, but {size:,} are wanted."
+            return f"{file} has {there:,} bytes, expected {size:,}."
         found = crc_of(file)[1]
     except (OSError, ValueError) as error:
         return unreadable(root / name, error)
     return (
         None
         if found == total
-        else f"{file} is not what was written: its checksum is {found:08x}, but {total:08x} is wanted."
+        else f"{file} was changed after it was written: its checksum is {found:08x}, expected {total:08x}."
     )
 
 
@@ -209,9 +210,7 @@ def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview)
         with opened(locate(root, name)) as f:
             there = os.fstat(f.fileno()).st_size
             if there != size or size != into.nbytes:
-                raise DamagedError(
-                    f"{root / name}, which holds {path}, has {there:,} bytes, but {into.nbytes:,} are wanted."
-                )
+                raise DamagedError(f"{root / name}, which holds {path}, has {there:,} bytes, expected {into.nbytes:,}.")
             at = 0
             while at < size and (got := f.readinto(into[at:])):
                 at += got
@@ -222,8 +221,8 @@ def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview)
     found = zlib.crc32(into) if at == size else -1
     if found != total:
         raise DamagedError(
-            f"{root / name}, which holds {path}, is not what was written: its checksum is {found & 0xFFFFFFFF:08x}, "
-            f"but {total:08x} is wanted."
+            f"{root / name}, which holds {path}, was changed after it was written: its checksum is "
+            f"{found & 0xFFFFFFFF:08x}, expected {total:08x}."
         )
 
 
@@ -241,12 +240,12 @@ def check_values(
     shape = tuple(stop - start for start, stop in bounds)
     found = of_file
     if shape != tensor.chunk:  # the piece extends beyond the tensor
-        whole = buffer.view(f"V{tensor.itemsize}").reshape(tensor.chunk)
-        found = zlib.crc32(np.ascontiguousarray(whole[tuple(slice(size) for size in shape)]))
+        padded = buffer.view(f"V{tensor.itemsize}").reshape(tensor.chunk)
+        found = zlib.crc32(np.ascontiguousarray(padded[tuple(slice(size) for size in shape)]))
     if found != total:
         raise DamagedError(
-            f"{file} holds other values of {path} than there were: their checksum is {found:08x}, but {total:08x} is "
-            "wanted."
+            f"{file} holds values of {path} that differ from those in memory: their checksum is {found:08x}, "
+            f"expected {total:08x}."
         )
 
 
@@ -254,7 +253,7 @@ def crc_of(file: Path) -> tuple[int, int]:
     """Return the size in bytes and the CRC-32 of a file."""
     size = total = 0
     with opened(file) as f:
-        while block := f.read(_AT_ONCE):
+        while block := f.read(_BLOCK_BYTES):
             size, total = size + len(block), zlib.crc32(block, total)
     return size, total
 
@@ -282,6 +281,6 @@ def _readable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         text = (
-            f"{folder} cannot be read: {error.strerror}. Remedy: the right to read it, and the folders of steps in it."
+            f"{folder} cannot be read: {error.strerror}. Remedy: grant read permission on it and on its step folders."
         )
         raise CheckpointError(text) from error

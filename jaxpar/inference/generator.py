@@ -31,7 +31,7 @@ from jaxpar.training.state import abstract_state
 from jaxpar.utils.contexts import ambient_layout
 from jaxpar.utils.multihost import check_same, settled
 
-_LEAST = 16
+_MIN_PADDED = 16
 """Prompts are padded to a power of two, at least this one, so that few prompt lengths are compiled."""
 
 
@@ -130,7 +130,7 @@ class Generator:
     ):
         for name, value in (("batch", batch), ("slots", slots)):
             if value < 1:
-                raise ConfigError(f"Generator: {name} is {value}, but 1 or more is wanted.")
+                raise ConfigError(f"Generator: {name} must be at least 1, got {value}.")
         for token in stop:
             if not 0 <= token < cached.vocab:
                 raise ConfigError(f"Generator: stop token {token} is not in the model's vocabulary of {cached.vocab}.")
@@ -144,24 +144,25 @@ class Generator:
         if carried:
             more = f" and {len(carried) - 4} more" if len(carried) > 4 else ""
             raise ModelError(
-                f"Generator: the model carries {', '.join(carried[:4])}{more} beside its parameters, which generation "
-                f"does not take. Remedy: a make_model "
-                f"without counters and statistics, as nnx.Dropout without rngs; the checkpoint's parameters fit it as "
-                f"before."
+                f"Generator: the model has variables other than its parameters ({', '.join(carried[:4])}{more}), "
+                "and generation does not support them. Remedy: use a make_model without counters and statistics, "
+                "such as nnx.Dropout without rngs; the checkpoint's parameters still fit it."
             )
         self._state = state
         self._long = _with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
-        self.circle = PipelinedDecoder.of(cached, stages_of(layout, cached), batch)
+        self._pipeline = PipelinedDecoder.of(cached, stages_of(layout, cached), batch)
         self.prepared, weights = placement.prepared(layout, state, cached.prepare)
-        cache, kept = placement.laid_cache(self._short, self._cache())
+        cache, kept = placement.placed_cache(self._short, self._cache())
         self._tensors = [*weights, *kept]
         self.abstract = self._abstract(cache)
-        self._together = _processes(layout.mesh) > 1
+        self._multiprocess = _processes(layout.mesh) > 1
         # With several processes tokens are replicated, so that each process can read all of them.
-        everywhere = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec()) if self._together else None
-        self.prefill = jax.jit(self._prefill, out_shardings=(None, everywhere))
-        self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, everywhere))
+        replicated = (
+            jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec()) if self._multiprocess else None
+        )
+        self.prefill = jax.jit(self._prefill, out_shardings=(None, replicated))
+        self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, replicated))
 
     @property
     def params(self) -> Any:
@@ -225,7 +226,7 @@ class Generator:
             weights; or the arguments differ between processes.
           DivergedError: the logits are not finite.
         """
-        requests = self._asked(params, prompts, most, seeds, at_once=True)
+        requests = self._checked_requests(params, prompts, most, seeds, single_batch=True)
         return self._stream(params, requests, first)
 
     def generate(
@@ -241,7 +242,7 @@ class Generator:
         Runs ``batch`` requests at a time. Arguments and errors are those of :meth:`stream`, but the number of prompts
         is not limited.
         """
-        requests = self._asked(params, prompts, most, seeds)
+        requests = self._checked_requests(params, prompts, most, seeds)
         made: list[list[int]] = [[] for _ in requests]
         for first in range(0, len(requests), self.batch):
             for tokens in self._stream(params, requests[first : first + self.batch], first):
@@ -250,26 +251,32 @@ class Generator:
                         made[row].append(token)
         return made
 
-    def _asked(self, params: Any, prompts: Any, most: Any, seeds: Any, *, at_once: bool = False) -> list[Request]:
+    def _checked_requests(
+        self, params: Any, prompts: Any, most: Any, seeds: Any, *, single_batch: bool = False
+    ) -> list[Request]:
         """Check the requests; with several processes, on all of them together."""
 
         def checked() -> list[Request]:
             self._check_prepared(params)
             requests = check_requests(prompts, most, seeds, slots=self.slots, vocab=self.cached.vocab)
-            if at_once and len(requests) > self.batch:
+            if single_batch and len(requests) > self.batch:
                 raise ConfigError(
-                    f"Generator: {len(requests)} requests at once, but batch is {self.batch}. Remedy: generate(), "
-                    f"which takes them in turns, or a larger batch."
+                    f"Generator: stream() got {len(requests)} requests, but batch is {self.batch}. Remedy: "
+                    "call generate(), which runs a batch at a time, or increase batch."
                 )
             return requests
 
-        if not self._together:
+        if not self._multiprocess:
             return checked()
         jax.block_until_ready(params)  # collectives of two concurrent programs could be matched with each other
         requests = settled(checked)
-        whole = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
-        each = {f"request {number}": request.summary() for number, request in enumerate(requests)}
-        check_same("Generator", {**whole, **each}, "the same arguments in every process, prompts and seeds too.")
+        settings = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
+        summaries = {f"request {number}": request.summary() for number, request in enumerate(requests)}
+        check_same(
+            "Generator",
+            {**settings, **summaries},
+            "pass the same arguments in every process, including prompts and seeds.",
+        )
         return requests
 
     def _check_prepared(self, params: Any) -> None:
@@ -277,28 +284,28 @@ class Generator:
         given = [path for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8) if is_int8(x)]
         if kept != given:
             raise ConfigError(
-                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of those given "
-                f"are so. Remedy: params = generator.prepare(params)."
+                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of the "
+                "given parameters are int8. Remedy: params = generator.prepare(params)."
             )
 
     def _stream(self, params: Any, requests: Sequence[Request], first: int) -> Iterator[list[int]]:
         before: list[int] = []
         for number, found in enumerate(self._steps(params, requests)):
             tokens = found
-            if self.circle is not None and number:
+            if self._pipeline is not None and number:
                 # The first group is one step ahead of the others.
                 tokens = [
-                    old if row % self.circle.stages == 0 else new
+                    old if row % self._pipeline.stages == 0 else new
                     for row, (old, new) in enumerate(zip(before, found, strict=True))
                 ]
-            if self.circle is not None:
+            if self._pipeline is not None:
                 before = found
                 if number == 1:
                     continue
             if BROKEN in tokens:
                 raise DivergedError(
-                    f"Generator: the logits of request {first + tokens.index(BROKEN)} are not finite. Remedy: look at "
-                    f"the checkpoint's parameters and at the dtype of the compute."
+                    f"Generator: the logits of request {first + tokens.index(BROKEN)} are not finite. "
+                    "Remedy: check the checkpoint's parameters and the compute dtype."
                 )
             if all(token == NONE for token in tokens):
                 return
@@ -308,67 +315,69 @@ class Generator:
         """Yield the tokens of the prefill and of each decode step."""
         state, found = self.prefill(params, self.prompts(requests))
         try:
-            for _ in range(max(request.most for request in requests) + (self.circle is not None)):
+            for _ in range(max(request.most for request in requests) + (self._pipeline is not None)):
                 # Dispatch the next step before the host reads this step's tokens.
-                state, coming = self.decode(params, state)
+                state, upcoming = self.decode(params, state)
                 yield np.asarray(found).tolist()[: len(requests)]
-                found = coming
+                found = upcoming
         finally:
-            if self._together:
+            if self._multiprocess:
                 jax.block_until_ready(state.tokens)  # collectives of two concurrent programs could be matched
 
     def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
         tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]
         with _under(self.layout, self._long):
             model = self._state.metadata.kind.merge(params, self._state.variables)
-            if self.circle is not None:
+            if self._pipeline is not None:
                 empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.cache)
-                x, cache = self.circle.prefill(model, tokens_BS, lengths_B, self._laid(empty), self.slots)
+                x, cache = self._pipeline.prefill(model, tokens_BS, lengths_B, self._shard_cache(empty), self.slots)
             else:
                 x, cache = self.cached.prefill(model, tokens_BS, self.slots)
         with _under(self.layout, self._short):
-            x = x if self.circle is not None else last_of(x, lengths_B)
-            moving = None if self.circle is None else self.circle.waiting(model)
-            state = Decoding(self._laid(cache), lengths_B * 0, lengths_B - 1, prompts["left"], prompts["keys"], moving)
-            return self._drawn(state, self.cached.logits(model, x))
+            x = x if self._pipeline is not None else last_of(x, lengths_B)
+            moving = None if self._pipeline is None else self._pipeline.initial_activations(model)
+            state = Decoding(
+                self._shard_cache(cache), lengths_B * 0, lengths_B - 1, prompts["left"], prompts["keys"], moving
+            )
+            return self._sample(state, self.cached.logits(model, x))
 
     def _decode(self, params: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
         with _under(self.layout, self._short):
             model = self._state.metadata.kind.merge(params, self._state.variables)
-            if self.circle is not None:
-                return self._around(self.circle, model, state)
+            if self._pipeline is not None:
+                return self._decode_pipelined(self._pipeline, model, state)
             x, cache = self.cached.step(model, state.tokens, state.at, state.cache)
-            return self._drawn(replace(state, cache=self._laid(cache)), self.cached.logits(model, x))
+            return self._sample(replace(state, cache=self._shard_cache(cache)), self.cached.logits(model, x))
 
-    def _around(self, circle: PipelinedDecoder, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
+    def _decode_pipelined(self, decoder: PipelinedDecoder, model: Any, state: Decoding) -> tuple[Decoding, jax.Array]:
         """Run one tick per stage; each tick draws the next tokens of one group."""
         names = ("tokens", "at", "left")
 
         def tick(carry: tuple[Decoding, jax.Array], t: jax.Array) -> tuple[tuple[Decoding, jax.Array], None]:
             state, found_B = carry
-            out = (t + 1) % circle.stages
-            entering = circle.take(state.tokens, t)
-            x, moving, cache = circle.tick(model, entering, t, state.at, state.moving["x"], state.cache)
-            group = Decoding(None, *(circle.take(getattr(state, name), out) for name in (*names, "keys")))
-            after, drawn = self._drawn(group, self.cached.logits(model, x))
+            out = (t + 1) % decoder.stages
+            entering = decoder.take(state.tokens, t)
+            x, moving, cache = decoder.tick(model, entering, t, state.at, state.moving["x"], state.cache)
+            group = Decoding(None, *(decoder.take(getattr(state, name), out) for name in (*names, "keys")))
+            after, drawn = self._sample(group, self.cached.logits(model, x))
             # In the first step after a prefill only the first group has passed all stages.
-            there = state.moving["ticks"] >= circle.stages - 1
+            ready = state.moving["ticks"] >= decoder.stages - 1
             rows = {
-                name: circle.put(
-                    getattr(state, name), jnp.where(there, getattr(after, name), getattr(group, name)), out
+                name: decoder.put(
+                    getattr(state, name), jnp.where(ready, getattr(after, name), getattr(group, name)), out
                 )
                 for name in names
             }
-            found_B = circle.put(found_B, jnp.where(there, drawn, PENDING), out)
+            found_B = decoder.put(found_B, jnp.where(ready, drawn, PENDING), out)
             moving = {"x": moving, "ticks": state.moving["ticks"] + 1}
             rows = {name: hint(x, "batch") for name, x in rows.items()}
-            return (replace(state, cache=self._laid(cache), moving=moving, **rows), hint(found_B, "batch")), None
+            return (replace(state, cache=self._shard_cache(cache), moving=moving, **rows), hint(found_B, "batch")), None
 
         nothing = jnp.full_like(state.tokens, PENDING)
-        carry, _ = jax.lax.scan(tick, (state, nothing), jnp.arange(circle.stages, dtype=jnp.int32))
+        carry, _ = jax.lax.scan(tick, (state, nothing), jnp.arange(decoder.stages, dtype=jnp.int32))
         return carry
 
-    def _drawn(self, state: Decoding, logits_BV: jax.Array) -> tuple[Decoding, jax.Array]:
+    def _sample(self, state: Decoding, logits_BV: jax.Array) -> tuple[Decoding, jax.Array]:
         """Draw the next token of each row; return the updated state and the tokens."""
         live_B = state.left > 0
         drawn_B = jnp.where(live_B, next_tokens(self.sampling, logits_BV, state.keys, state.at + 1), NONE)
@@ -383,14 +392,14 @@ class Generator:
         }
         return replace(state, **{name: hint(x, "batch") for name, x in small.items()}), drawn_B
 
-    def _laid(self, cache: Any) -> Any:
+    def _shard_cache(self, cache: Any) -> Any:
         return jax.tree.map(lambda x, place: hint(x, *place.dims), cache, self._cache())
 
     def _cache(self) -> Any:
         cache = self.cached.cache(self.batch, self.slots)
-        if self.circle is None:
+        if self._pipeline is None:
             return cache
-        return jax.tree.map(self.circle.dims, cache, is_leaf=lambda x: isinstance(x, Tagged))
+        return jax.tree.map(self._pipeline.dims, cache, is_leaf=lambda x: isinstance(x, Tagged))
 
     def _abstract(self, cache: Any) -> Decoding:
         """Return the decode state as shapes with shardings; ``cache`` already has them."""
@@ -398,28 +407,28 @@ class Generator:
         number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
         key = jax.eval_shape(lambda: jax.random.key(0)).dtype
         keys = jax.ShapeDtypeStruct((self.batch,), key, sharding=row)
-        moving = None if self.circle is None else self._moving(self.circle)
+        moving = None if self._pipeline is None else self._moving(self._pipeline)
         return Decoding(cache, number, number, number, keys, moving)
 
-    def _moving(self, circle: PipelinedDecoder) -> Any:
+    def _moving(self, decoder: PipelinedDecoder) -> Any:
         """Return the shapes and shardings of the activations between stages, as a prefill returns them."""
         with _under(self.layout, self._short):
             merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)
-            shapes = jax.eval_shape(lambda params: circle.waiting(merged(params)), self.prepared)
-        where = {"x": circle.spec(self._short), "ticks": jax.sharding.PartitionSpec()}
-        laid = lambda x, spec: jax.ShapeDtypeStruct(
+            shapes = jax.eval_shape(lambda params: decoder.initial_activations(merged(params)), self.prepared)
+        specs = {"x": decoder.spec(self._short), "ticks": jax.sharding.PartitionSpec()}
+        sharded = lambda x, spec: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=jax.sharding.NamedSharding(self.layout.mesh, spec)
         )
-        return {name: laid(x, where[name]) for name, x in shapes.items()}
+        return {name: sharded(x, specs[name]) for name, x in shapes.items()}
 
     def _padded(self, longest: int) -> int:
         """Return the padded prompt length, which the rules can shard."""
-        ways = 1
+        num_shards = 1
         for dim in self.cached.sequence:
             found = self.layout.resolve((dim,))
-            ways = math.lcm(ways, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
+            num_shards = math.lcm(num_shards, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
         # Twice the number of shards, because a zigzag ring splits each shard in two.
-        return -(-max(_LEAST, 1 << (longest - 1).bit_length()) // (2 * ways)) * 2 * ways
+        return -(-max(_MIN_PADDED, 1 << (longest - 1).bit_length()) // (2 * num_shards)) * 2 * num_shards
 
 
 def _processes(mesh: Any) -> int:
@@ -438,7 +447,7 @@ def _with_cache(layout: Layout) -> Layout:
 
 
 @contextmanager
-def _under(asked: Layout, own: Layout) -> Iterator[None]:
-    """Trace under ``own``, which is ``asked`` with other sequence rules; raise if a third layout is ambient."""
-    with tracing_under(asked), ambient_layout(own):
+def _under(layout: Layout, own: Layout) -> Iterator[None]:
+    """Trace under ``own``, which is ``layout`` with other sequence rules; raise if a third layout is ambient."""
+    with tracing_under(layout), ambient_layout(own):
         yield

@@ -57,7 +57,7 @@ def fill_cache(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
     """
     x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
     missing = slots - x_BKSD.shape[2]
-    kept = _as_kept(jnp.pad(x_BKSD, ((0, 0), (0, 0), (0, missing), (0, 0))), dtype)
+    kept = _to_cache_dtype(jnp.pad(x_BKSD, ((0, 0), (0, 0), (0, missing), (0, 0))), dtype)
     return jax.tree.map(lambda x: hint(x, *CACHE_DIMS[1 : 1 + x.ndim]), kept)
 
 
@@ -134,10 +134,10 @@ def cached_attention(
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
         return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
 
-    given: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
+    args: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
     # Inside a pipeline stage some axes are already manual, and the cache holds only the stage's layers.
     if not free:
-        found: tuple[jax.Array, CachedKeys] = local(*given)
+        found: tuple[jax.Array, CachedKeys] = local(*args)
         return found
     out: tuple[jax.Array, CachedKeys] = jax.shard_map(
         local,
@@ -145,7 +145,7 @@ def cached_attention(
         out_specs=(q_spec, cache_specs),
         axis_names=free,
         check_vma=False,
-    )(*given)
+    )(*args)
     return (hint(out[0], *Q_DIMS), out[1]) if moves else out
 
 
@@ -160,7 +160,7 @@ def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array
     return jax.lax.dynamic_slice(x_LRGKT, start, sizes).reshape(-1, *x_LBKT.shape[2:])
 
 
-def _as_kept(x: jax.Array, dtype: Any) -> CachePart:
+def _to_cache_dtype(x: jax.Array, dtype: Any) -> CachePart:
     """Convert keys or values to the cache's ``dtype``."""
     if dtype is not None and jnp.dtype(dtype) == jnp.int8:
         return Int8.of(x, [-1])
@@ -175,7 +175,7 @@ def _written(
     # A negative index would count from the end.
     slot_B = jnp.where(slot_B < 0, slots, slot_B)
     rows_B = jnp.arange(slot_B.shape[0]) * group[1] + group[0]
-    new = _as_kept(x_B1KD[:, 0], cache_LBKTD.dtype)
+    new = _to_cache_dtype(x_B1KD[:, 0], cache_LBKTD.dtype)
     return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
 
 
@@ -183,14 +183,14 @@ def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax
     """Attend to the local slots [batch, kv_heads, slots, head_dim] up to ``last_B``, and merge over ``ring``."""
     wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
     q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
-    (k_BKTD, k_scales), (v_BKTD, v_scales) = (_apart(x, q_B1HD.dtype) for x in (keys, values))
+    (k_BKTD, k_scales), (v_BKTD, v_scales) = (_split_scales(x, q_B1HD.dtype) for x in (keys, values))
     s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k_BKTD, preferred_element_type=wide) / math.sqrt(q_B1HD.shape[3])
     s = s if k_scales is None else s * k_scales
-    seen = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    visible = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
+    s = jnp.where(visible[:, None, None], s, -jnp.inf)
     # Unseen slots hold arbitrary numbers, and a weight of 0 times NaN is NaN.
-    v_BKTD = jnp.where(seen[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))
-    v_scales = None if v_scales is None else jnp.where(seen[:, None, None], v_scales, 0)
+    v_BKTD = jnp.where(visible[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))
+    v_scales = None if v_scales is None else jnp.where(visible[:, None, None], v_scales, 0)
     greatest = jnp.max(s, -1, keepdims=True)
     greatest = jax.lax.pmax(greatest, ring) if ring else greatest
     # A row that sees no slot has a maximum of -inf; its output is 0.
@@ -204,7 +204,7 @@ def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax
     return (o / jnp.where(total == 0, 1, total)).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
 
 
-def _apart(x: CachePart, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+def _split_scales(x: CachePart, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the values in ``dtype`` and, for int8, the scale of each slot [batch, kv_heads, 1, slots]."""
     return (x.values.astype(dtype), x.scales[:, :, None]) if isinstance(x, Int8) else (x.astype(dtype), None)
 
@@ -227,7 +227,7 @@ def _check_free(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes, free: Abst
     """Raise if an enclosing ``shard_map`` has made axes of the heads manual, which keeps queries from their keys."""
     if not {*axes, *kv_axes} <= free:
         raise LayoutError(
-            f"cached_attention: {heads} query heads are split over {listing(axes)} and {kv_heads} key heads over "
-            f"{listing(kv_axes)}, which are manual here, so that a device lacks keys of its queries. Remedy: one rule "
-            f"for heads and kv_heads, or kv_heads: null."
+            f"cached_attention: {heads} query heads are sharded over {listing(axes)} and {kv_heads} key "
+            f"heads over {listing(kv_axes)}. These axes are manual here, so a device lacks keys that its "
+            "queries need. Remedy: use one rule for heads and kv_heads, or kv_heads: null."
         )

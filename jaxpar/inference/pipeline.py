@@ -69,8 +69,9 @@ class PipelinedDecoder:
             return None
         if batch % stages:
             raise ConfigError(
-                f"Generator: batch is {batch}, but {AXIS}={stages} works on {stages} groups of requests at once. "
-                f"Remedy: batch={batch + -batch % stages}, or no {AXIS} axis."
+                f"Generator: batch must be a multiple of {AXIS}={stages}, because the stages run {stages} "
+                f"groups of requests concurrently; got {batch}. Remedy: set batch={batch + -batch % stages}, "
+                f"or remove the {AXIS} axis."
             )
         return cls(cached.stack, stages, batch // stages)
 
@@ -90,16 +91,16 @@ class PipelinedDecoder:
         x_RP = x_B.reshape(self.rows, self.stages, *x_B.shape[1:])
         return jax.lax.dynamic_update_index_in_dim(x_RP, x_R.astype(x_B.dtype), group, 1).reshape(x_B.shape)
 
-    def waiting(self, model: Any) -> Any:
+    def initial_activations(self, model: Any) -> Any:
         """Return the activations between stages after a prefill: zeros, and a tick count ``ticks`` of 0."""
         one = jax.eval_shape(lambda: self.stack.before(model, jnp.zeros((self.rows, 1), jnp.int32)))
-        return {"x": self._laid(jnp.zeros((self.stages, *one.shape), one.dtype)), "ticks": jnp.int32(0)}
+        return {"x": self._shard(jnp.zeros((self.stages, *one.shape), one.dtype)), "ticks": jnp.int32(0)}
 
     def spec(self, layout: Layout) -> PartitionSpec:
         """Return the partition spec of the activations between stages, [stages, rows, ...]."""
         return PartitionSpec(AXIS, layout.resolve(("batch",), (self.rows,)).axes[0] or None)
 
-    def _laid(self, x_PRSE: jax.Array) -> jax.Array:
+    def _shard(self, x_PRSE: jax.Array) -> jax.Array:
         layout = current_layout()
         return with_sharding(layout.mesh, x_PRSE, self.spec(layout))
 
@@ -125,31 +126,31 @@ class PipelinedDecoder:
             stage = jax.lax.axis_index(AXIS)
 
             def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
-                came, cache, ends_B = carry
+                received, cache, ends_B = carry
                 group = jnp.clip(t - stage, 0, last)
-                here = (t >= stage) & (t - stage <= last)
-                x_RSE = jnp.where(stage == 0, self.take(x_BSE, jnp.clip(t, 0, last)), came)
+                active = (t >= stage) & (t - stage <= last)
+                x_RSE = jnp.where(stage == 0, self.take(x_BSE, jnp.clip(t, 0, last)), received)
                 y_RSE, kept = self.stack.prompts((leaves, make), x_RSE, slots)
-                cache = jax.tree.map(lambda old, new: self._put_layers(old, new, group, here), cache, kept)
-                end_R = jnp.where(here, last_of(y_RSE, self.take(lengths_B, group)), self.take(ends_B, group))
+                cache = jax.tree.map(lambda old, new: self._put_layers(old, new, group, active), cache, kept)
+                end_R = jnp.where(active, last_of(y_RSE, self.take(lengths_B, group)), self.take(ends_B, group))
                 return (from_neighbour(y_RSE, "down"), cache, self.put(ends_B, end_R, group)), None
 
-            came = jnp.zeros((self.rows, *x_BSE.shape[1:]), x_BSE.dtype)
+            received = jnp.zeros((self.rows, *x_BSE.shape[1:]), x_BSE.dtype)
             ends_B = jnp.zeros((x_BSE.shape[0], *x_BSE.shape[2:]), x_BSE.dtype)
             ticks = jnp.arange(2 * self.stages - 1, dtype=jnp.int32)
-            (_, cache, ends_B), _ = jax.lax.scan(tick, (came, cache, ends_B), ticks)
+            (_, cache, ends_B), _ = jax.lax.scan(tick, (received, cache, ends_B), ticks)
             return over_stages(jnp.where(stage == last, ends_B, 0)), cache
 
-        own, whole = PartitionSpec(AXIS), PartitionSpec()
-        run = self._inside(all_ticks, (own, whole, whole, own), (whole, own))
+        own, replicated = PartitionSpec(AXIS), PartitionSpec()
+        run = self._inside(all_ticks, (own, replicated, replicated, own), (replicated, own))
         found: tuple[jax.Array, Any] = run(leaves, self.stack.before(model, tokens_BS), lengths_B, cache)
         return found
 
-    def _put_layers(self, old_LBKT: jax.Array, new_LRKT: jax.Array, group: Any, here: Any) -> jax.Array:
+    def _put_layers(self, old_LBKT: jax.Array, new_LRKT: jax.Array, group: Any, active: Any) -> jax.Array:
         """Write the cache of one group's prompts into a stage's cache if the stage holds that group in this tick."""
         x_LRPKT = old_LBKT.reshape(old_LBKT.shape[0], self.rows, self.stages, *old_LBKT.shape[2:])
         old_LRKT = jax.lax.dynamic_index_in_dim(x_LRPKT, group, 2, False)
-        new = jnp.where(here, new_LRKT.astype(old_LBKT.dtype), old_LRKT)
+        new = jnp.where(active, new_LRKT.astype(old_LBKT.dtype), old_LRKT)
         return jax.lax.dynamic_update_index_in_dim(x_LRPKT, new, group, 2).reshape(old_LBKT.shape)
 
     def tick(self, model: Any, tokens_R: jax.Array, t: jax.Array, at_B: jax.Array, x: Any, cache: Any) -> Any:
@@ -177,14 +178,14 @@ class PipelinedDecoder:
             left_RSE = over_stages(jnp.where(stage == last, y_RSE, 0))
             return left_RSE[:, 0], from_neighbour(y_RSE, "down")[None], cache
 
-        own, whole = PartitionSpec(AXIS), PartitionSpec()
-        run = self._inside(one, (own, whole, own, whole, own, whole), (whole, own, own))
+        own, replicated = PartitionSpec(AXIS), PartitionSpec()
+        run = self._inside(one, (own, replicated, own, replicated, own, replicated), (replicated, own, own))
         left, x, cache = run(leaves, self.stack.before(model, tokens_R[:, None]), x, at_B, cache, t)
-        return left, self._laid(x), cache
+        return left, self._shard(x), cache
 
-    def _inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+    def _inside(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         manual = manual_axes(current_layout(), (AXIS,))
-        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=manual, check_vma=False)
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
 def last_of(x_BSE: jax.Array, lengths_B: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
     before = {tensor.path: tensor for tensor in place(layout, state) if tensor.role == "params"}
     found: list[PlacedLeaf] = []
 
-    def laid(path: str, x: Any, names: Names | None) -> Any:
+    def sharded(path: str, x: Any, names: Names | None) -> Any:
         known = (None,) * x.ndim if names is None else names
         resolved = layout.resolve(known, x.shape, role="params", dtype=x.dtype, path=path)
         found.append(PlacedLeaf("params", path, x.shape, x.dtype, names, resolved))
@@ -51,7 +51,7 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
         names = dims.get(("params", *to_path(keys)))
         scales = None if names is None else x.of_scales(names)
         return replace(
-            x, values=laid(f"{path}/values", x.values, names), scales=laid(f"{path}/scales", x.scales, scales)
+            x, values=sharded(f"{path}/values", x.values, names), scales=sharded(f"{path}/scales", x.scales, scales)
         )
 
     shapes = jax.eval_shape(prepare, state.params)
@@ -59,7 +59,7 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
     return params, _fitting(found)
 
 
-def laid_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
+def placed_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
     """Return a model's cache as shapes with shardings, and as leaves for :func:`report`.
 
     Raises:

@@ -57,40 +57,41 @@ def check_requests(
     """
     given = list(prompts)
     if not given:
-        raise ConfigError("generate: there is no prompt. Remedy: one or more.")
+        raise ConfigError("generate: no prompts were given. Remedy: pass at least one.")
     one = _integer(most)
     limits = [one] * len(given) if one is not None else _integers("most", most)
     numbers = list(range(len(given))) if seeds is None else _integers("seeds", seeds)
     for name, values in (("most", limits), ("seeds", numbers)):
         if len(values) != len(given):
             raise ConfigError(
-                f"generate: {len(given)} prompts, but {len(values)} values of {name}. Remedy: one for each."
+                f"generate: got {len(given)} prompts, but {len(values)} values of {name}. Remedy: pass one "
+                "value per prompt."
             )
     found = []
     for number, (prompt, limit, seed) in enumerate(zip(given, limits, numbers, strict=True)):
         tokens = _tokens(number, prompt)
         if not tokens or limit < 1:
             raise ConfigError(
-                f"generate: request {number} has {len(tokens)} tokens and asks for {limit}, but 1 or more of both are "
-                f"wanted."
+                f"generate: request {number} has {len(tokens)} prompt tokens and requests {limit} new "
+                "tokens. Both must be at least 1."
             )
         if not 0 <= seed < SEEDS:
-            raise ConfigError(f"generate: request {number} has seed {seed}, but 0 to {SEEDS - 1} is wanted.")
+            raise ConfigError(f"generate: request {number}: seed must be from 0 to {SEEDS - 1}, got {seed}.")
         wrong = next((at for at, token in enumerate(tokens) if not 0 <= token < vocab), None)
         if wrong is not None:
             raise ConfigError(
-                f"generate: request {number} holds token {tokens[wrong]} at position {wrong}, but the model's "
-                f"vocabulary has {vocab} (0 to {vocab - 1}). "
-                f"Remedy: the tokenizer that the model was trained with."
+                f"generate: request {number} has token {tokens[wrong]} at position {wrong}, but the model's "
+                f"vocabulary has {vocab} tokens (0 to {vocab - 1}). Remedy: use the tokenizer that the model "
+                "was trained with."
             )
-        whole = len(tokens) + limit
-        if whole > slots:
+        total = len(tokens) + limit
+        if total > slots:
             room = slots - len(tokens)
-            shorter = f", or {spell('most', room)}" if room > 0 else ""
+            shorter = f", or set {spell('most', room)}" if room > 0 else ""
             raise ConfigError(
-                f"generate: request {number} has {len(tokens)} tokens and asks for {limit} more, {whole} in all, but "
-                f"the cache has {slots} slots. "
-                f"Remedy: {spell('slots', whole)} or more, a shorter prompt{shorter}."
+                f"generate: request {number} has {len(tokens)} prompt tokens and requests {limit} new "
+                f"tokens, {total} in total, but the cache has {slots} slots. Remedy: set "
+                f"{spell('slots', total)} or more, shorten the prompt{shorter}."
             )
         found.append(Request(tokens, limit, seed))
     return found
@@ -100,8 +101,8 @@ def check_top_k(top_k: int | None, vocab: int) -> None:
     """Raise a ``ConfigError`` if ``top_k`` exceeds the vocabulary."""
     if top_k is not None and top_k > vocab:
         raise ConfigError(
-            f"sampling: top_k is {top_k}, but the model's vocabulary has {vocab}. Remedy: fewer, or leave it out to "
-            f"draw from all."
+            f"sampling: top_k is {top_k}, but the model's vocabulary has {vocab} tokens. Remedy: lower "
+            "top_k, or omit it to sample from all tokens."
         )
 
 
@@ -110,8 +111,8 @@ def _tokens(number: int, prompt: Any) -> tuple[int, ...]:
     known = [token for token in found if token is not None]
     if len(known) < len(found):
         raise ConfigError(
-            f"generate: request {number} is {prompt!r:.60}, but a list of tokens is wanted, which are integers. "
-            f"Remedy: a tokenizer's, as [[1, 2, 3], [4]] for two requests."
+            f"generate: request {number} must be a list of integer tokens, got {prompt!r:.60}. Remedy: pass "
+            "a tokenizer's output, such as [[1, 2, 3], [4]] for two requests."
         )
     return tuple(known)
 
@@ -121,9 +122,9 @@ def _integers(name: str, values: Any) -> list[int]:
     known = [value for value in found if value is not None]
     if len(known) < len(found):
         raise ConfigError(
-            f"generate: {name} is {values!r:.60}, but an integer is wanted, or one for each prompt."
+            f"generate: {name} must be an integer or one integer per prompt, got {values!r:.60}."
             if name == "most"
-            else f"generate: {name} is {values!r:.60}, but an integer for each prompt is wanted."
+            else f"generate: {name} must be one integer per prompt, got {values!r:.60}."
         )
     return known
 

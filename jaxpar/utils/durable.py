@@ -32,7 +32,7 @@ class Lock:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "an unknown process"
             os.close(self._file)
             raise error(
-                f"{folder} is in use by another run ({holder}). Remedy: another folder, or end that run."
+                f"{folder} is in use by another run ({holder}). Remedy: use another folder, or end that run."
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

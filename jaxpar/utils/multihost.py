@@ -33,8 +33,8 @@ def gather_rows(row: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return row[None]
-    spread, everywhere = _gathering()
-    return np.asarray(everywhere(jax.make_array_from_process_local_data(spread, row[None])))
+    sharded, gather_all = _gathering()
+    return np.asarray(gather_all(jax.make_array_from_process_local_data(sharded, row[None])))
 
 
 @functools.cache
@@ -42,8 +42,8 @@ def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Returns the sharding with a row on one device per process, and a function that gathers all rows on each."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[rank] for rank in sorted(first)]), ("process",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec("process")), jax.jit(lambda rows: rows, out_shardings=whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec("process")), jax.jit(lambda rows: rows, out_shardings=replicated)
 
 
 def gather(mine: bytes) -> list[bytes]:
@@ -86,30 +86,30 @@ def settled[T](work: Callable[[], T]) -> T:
         if jax.process_count() == 1:
             raise
         error = caught
-    told = [json.loads(text) for text in gather(json.dumps(_said(error)).encode())]
-    failed = [rank for rank, one in enumerate(told) if one is not None]
+    reports = [json.loads(text) for text in gather(json.dumps(_to_json(error)).encode())]
+    failed = [rank for rank, one in enumerate(reports) if one is not None]
     if not failed:
         return made  # type: ignore[return-value]  # there is no error, so it was made
-    if error is not None and (not isinstance(error, JaxparError) or all(one == told[0] for one in told)):
+    if error is not None and (not isinstance(error, JaxparError) or all(one == reports[0] for one in reports)):
         raise error
-    raise _told(told, failed) from error
+    raise _shared_error(reports, failed) from error
 
 
-def _said(error: Exception | None) -> list[str] | None:
+def _to_json(error: Exception | None) -> list[str] | None:
     if error is None:
         return None
     return [type(error).__name__, str(error)]
 
 
-def _told(told: Sequence[list[str] | None], failed: Sequence[int]) -> JaxparError:
+def _shared_error(reports: Sequence[list[str] | None], failed: Sequence[int]) -> JaxparError:
     """Returns the error that every process raises, whichever processes failed."""
-    kind, text = told[failed[0]] or ("", "")
-    alike = [rank for rank in failed if told[rank] == told[failed[0]]]
+    kind, text = reports[failed[0]] or ("", "")
+    ranks = [rank for rank in failed if reports[rank] == reports[failed[0]]]
     known = getattr(errors, kind, None)
     if not (isinstance(known, type) and issubclass(known, JaxparError)):
         known, text = LaunchError, f"{kind}: {text}"
-    who = f"process {alike[0]}" if len(alike) == 1 else f"processes {', '.join(map(str, alike))}"
-    return known(f"{who} of {len(told)}: {text}")
+    names = f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
+    return known(f"{names} of {len(reports)}: {text}")
 
 
 def check_same(where: str, facts: Mapping[str, Any], remedy: str) -> None:
@@ -131,8 +131,8 @@ def check_same(where: str, facts: Mapping[str, Any], remedy: str) -> None:
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise ConfigError(
-                f"{where}: {name} is not the same in all processes: {values[0]} in process 0, {values[other]} in "
-                f"process {other} of {len(every)}. Remedy: {remedy}"
+                f"{where}: {name} differs between processes: {values[0]} in process 0, {values[other]} in process "
+                f"{other} of {len(every)}. Remedy: {remedy}"
             )
 
 

@@ -42,7 +42,7 @@ class _StrictLoader(yaml.SafeLoader):
                 values, depth = self._anchored[event.anchor]
                 self._add(values, self._depth + depth, event.start_mark)
             elif event.anchor in self.anchors:
-                self._refuse(f"the alias {event.anchor!r} stands inside of what it stands for", event.start_mark)
+                self._refuse(f"the alias {event.anchor!r} refers to a value that contains it", event.start_mark)
             return super().compose_node(parent, index)
         values, deepest = self._values, self._deepest
         self._depth += 1
@@ -58,17 +58,21 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
-            self._refuse(f"a number of {len(node.value):,} characters. Remedy: {_MOST_DIGITS} at most", node.start_mark)
+            self._refuse(
+                f"a number has {len(node.value):,} characters. Remedy: use at most {_MOST_DIGITS}", node.start_mark
+            )
         return node
 
     def _add(self, values: int, depth: int, mark: Any) -> None:
         self._values += values
         self._deepest = max(self._deepest, depth)
         if self._values > _MOST_VALUES:
-            text = f"more than {_MOST_VALUES:,} values, aliases written out. Remedy: fewer aliases, or a shorter file"
+            text = (
+                f"more than {_MOST_VALUES:,} values with aliases expanded. Remedy: use fewer aliases or a shorter file"
+            )
             self._refuse(text, mark)
         if depth > _MOST_DEPTH:
-            self._refuse(f"more than {_MOST_DEPTH} values inside each other. Remedy: a flatter file", mark)
+            self._refuse(f"values are nested more than {_MOST_DEPTH} levels deep. Remedy: use a flatter file", mark)
 
     def _refuse(self, text: str, mark: Any) -> None:
         raise yaml.composer.ComposerError(None, None, text, mark)
@@ -81,7 +85,7 @@ class _StrictLoader(yaml.SafeLoader):
                 if (key.tag, key.value) in lines:
                     first = lines[key.tag, key.value]
                     self._refuse(
-                        f"the key {key.value!r} stands twice, first on line {first}. Remedy: keep one", key.start_mark
+                        f"duplicate key {key.value!r}, first on line {first}. Remedy: keep one", key.start_mark
                     )
                 lines[key.tag, key.value] = key.start_mark.line + 1
         return node
@@ -129,11 +133,13 @@ def load_yaml(
     if parent is None:
         return data
     if not isinstance(parent, str):
-        raise ConfigError(f"{file}: extends is {_name(parent)}, but the name of a YAML file beside it is wanted.")
+        raise ConfigError(
+            f"{file}: extends must be the path of a YAML file relative to this file, got {_name(parent)}."
+        )
     chain = (*_extending, file.resolve())
     source = (file.parent / parent).resolve()
     if source in chain:
-        raise ConfigError(f"{file}: extends {parent}, which extends it in turn. Remedy: break the circle.")
+        raise ConfigError(f"{file}: extends {parent}, which in turn extends this file. Remedy: break the cycle.")
     base = load_yaml(file.parent / parent, paths=paths, _extending=chain)
     for key in paths:
         if isinstance(base.get(key), str):
@@ -171,13 +177,13 @@ def parse_yaml(text: str | bytes, name: str = "yaml") -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{name} is {_name(data)}, but a mapping is wanted.")
+        raise ConfigError(f"{name} must be a mapping, got {_name(data)}.")
     return data
 
 
 def _parse(text: str | bytes, name: str) -> Any:
     if len(text) > _MOST_BYTES:
-        raise ConfigError(f"{name}: more than {_MOST_BYTES:,} bytes, which no configuration has.")
+        raise ConfigError(f"{name}: more than {_MOST_BYTES:,} bytes, the limit for a configuration.")
     try:
         return _StrictLoader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -186,8 +192,8 @@ def _parse(text: str | bytes, name: str) -> Any:
         raise ConfigError(f"{name}: line {line}: {problem}.") from error
     # Bytes that are not text, a date such as 2024-13-45, `!!int ""` or `!!bool x`.
     except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{name}: {said}.") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{name}: {reason}.") from error
 
 
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -204,7 +210,7 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]
         key, eq, value = setting.partition("=")
         *parents, last = path = key.strip().split(".")
         if not eq or not all(path):
-            raise ConfigError(f"--set {setting!r}: key=value is wanted, as --set train.steps=100.")
+            raise ConfigError(f"--set {setting!r}: the setting must be key=value, such as --set train.steps=100.")
         target = result
         for i, part in enumerate(parents):
             child = target.get(part, {})
@@ -260,7 +266,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     elif origin is typing.Literal:
         if any(value == arg and type(value) is type(arg) for arg in args):
             return value
-        raise ConfigError(f"{where} is {value!r}, but {_wanted(hint)} is wanted.{did_you_mean(value, args)}")
+        raise ConfigError(f"{where} must be {_expected(hint)}, got {value!r}.{did_you_mean(value, args)}")
     elif origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is dict and isinstance(value, Mapping):
@@ -271,13 +277,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value if hint is Any else float(value)
     elif isinstance(value, origin or hint) and not (hint is int and isinstance(value, bool)):
         return dict(value) if isinstance(value, dict) else value
-    raise ConfigError(f"{where} is {_name(value)}, but {_wanted(hint)} is wanted.")
+    raise ConfigError(f"{where} must be {_expected(hint)}, got {_name(value)}.")
 
 
-def _wanted(hint: Any) -> str:
+def _expected(hint: Any) -> str:
     kind = typing.get_origin(hint) or hint
     if kind in (types.UnionType, typing.Union):
-        return " or ".join(_wanted(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
+        return " or ".join(_expected(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
     if kind is typing.Literal:
         return " or ".join(map(repr, typing.get_args(hint)))
     if dataclasses.is_dataclass(kind) or issubclass(kind, Mapping):
@@ -285,7 +291,7 @@ def _wanted(hint: Any) -> str:
     return _KINDS.get(kind, kind.__name__)
 
 
-_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list", tuple: "a list"}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", tuple: "a list"}
 
 
 def _name(value: Any) -> str:

@@ -145,13 +145,15 @@ def test_the_text_says_that_it_is_a_model_and_what_takes_how_long() -> None:
 def test_what_the_audit_could_not_count_makes_a_lower_bound() -> None:
     found = roofline(stored("tpu_unknown_loop"), "v5e:4x4", tokens=1e-6)
     loop = "while.7 from until_it_converges.<locals>.body (audit_programs.py:206)"
-    assert found.mfu is None and found.missing == (f"loops of unknown length count as one run ({loop})",)
+    assert found.mfu is None and found.missing == (
+        f"loops with an unknown trip count are counted as one iteration ({loop})",
+    )
     assert found.headline() == (
-        "step ≥ 17.9 ns on v5e:4x4 (16 × TPU v5e), bound by links over data; MFU not known; ≤ 56 tokens/s\n"
-        f"LOWER BOUND of the step: loops of unknown length count as one run ({loop})"
+        "step ≥ 17.9 ns on v5e:4x4 (16 × TPU v5e), bound by links over data; MFU unknown; ≤ 56 tokens/s\nLOWER "
+        f"BOUND of the step: loops with an unknown trip count are counted as one iteration ({loop})"
     )
     silent = roofline(stored("tpu_silent_kernel"), "v5e:4x4", model_flops=16 * 197e12 * 1e-9)
-    assert silent.missing == ("kernels that state no FLOPs count as none (tpu_custom_call)",)
+    assert silent.missing == ("kernels that report no FLOPs are counted as zero (tpu_custom_call)",)
     assert silent.mfu is not None and f"MFU ≤ {silent.mfu:.1%} (the model's FLOPs, bf16)" in silent.headline()
 
 

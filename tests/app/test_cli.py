@@ -99,12 +99,12 @@ def test_check_passes_or_lists_every_problem(capsys: pytest.CaptureFixture[str])
     assert main(["check", str(QUICKSTART), *settings("data.batch=6", "model.mlp=49", "rules.extra=model")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("LayoutError:") and "49" in error and "'batch' has size 6" in error
-    assert "the rule extra is used by no tensor" in error
+    assert "the rule extra is not used by any tensor" in error
 
 
 def test_check_refuses_what_lies_whole_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(QUICKSTART), "--max-replicated", "0.0001", *settings()]) == 1
-    assert "lie whole on each of 8 devices, more than max_replicated=0.01%" in capsys.readouterr().err
+    assert "are replicated on all 8 devices, more than max_replicated=0.01%" in capsys.readouterr().err
 
 
 def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -344,7 +344,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
         (
             {"parallel": {"offload": {"optimizer": "tape"}}},
             ConfigError,
-            "parallel: offload: optimizer is 'tape', but 'host'",
+            "parallel: offload: optimizer must be 'host' or 'disk', got 'tape'",
         ),
         (
             {"parallel": {"offload": {"parameters": "host", "optimizer": "disk", "path": "moments"}}},

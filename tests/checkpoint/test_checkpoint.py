@@ -160,7 +160,7 @@ def test_layers_of_a_pipeline_of_none_stacked_and_single(tmp_path: Path) -> None
     jp.save(tmp_path / "single", {"params": {f"block_{i}": found["params"]["blocks"][str(i)] for i in range(4)}})
     again = jp.restore(tmp_path / "single", {"params": {"block": {"w": like(stack, pipe, "pipeline", "model")}}})
     assert np.array_equal(again["params"]["block"]["w"], stack)
-    with pytest.raises(CheckpointError, match=r"missing in it: params/block/w float32\[5, 6, 8\]"):
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: params/block/w float32\[5, 6, 8\]"):
         jp.restore(tmp_path / "single", {"params": {"block": {"w": like(np.zeros((5, 6, 8), np.float32), alone)}}})
 
 
@@ -179,12 +179,14 @@ def test_parts_and_other_names(saved: Path, state: jp.TrainState, mlp: Any) -> N
         CheckpointError, match=r"rename: .* has no tensor 'params/blok'. Did you mean 'params/block/up'\?"
     ):
         jp.restore(saved, wanted, rename={"params/blok": "x"})
-    with pytest.raises(CheckpointError, match=r"only: 'parms' is in no path of `like`. Did you mean 'params'\?"):
+    with pytest.raises(CheckpointError, match=r"only: no path of `like` begins with 'parms'. Did you mean 'params'\?"):
         jp.restore(saved, state, only=["parms"])
     with pytest.raises(CheckpointError, match=r"would become 'params/square'"):
         jp.restore(saved, state, rename={"params/temperature": "params/square"})
     abstract = jp.abstract_state(mlp.layout(), mlp.make, TX)
-    with pytest.raises(CheckpointError, match=r"^key is not restored, as only= says, but `like` has no value"):
+    with pytest.raises(
+        CheckpointError, match=r"^key is not restored, because only= excludes it, but `like` has no value"
+    ):
         jp.restore(saved, replace(abstract, step=state.step, opt_state=state.opt_state), only=["params"])
 
 
@@ -199,32 +201,33 @@ def test_a_checkpoint_of_another_model_lists_every_difference(saved: Path, mlp: 
     with pytest.raises(CheckpointError) as error:
         jp.restore(saved, jp.abstract_state(mlp.layout(), other, optax.sgd(1e-2)), only=["params"])
     assert str(error.value) == (
-        f"{saved} is a checkpoint of another state:\n"
-        "- missing in it: params/block/extra float32[3]\n"
-        "- only in it: params/temperature float32[]\n"
-        "- of another shape or dtype: params/square is float32[16, 16] there, but float32[8, 16] here\n"
-        "Remedy: the model and optimizer it was made with; rename= for other names, only= for a part, as "
+        f"{saved} does not match the state to restore:\n"
+        "- missing in the checkpoint: params/block/extra float32[3]\n"
+        "- only in the checkpoint: params/temperature float32[]\n"
+        "- of another shape or dtype: params/square is float32[16, 16] in the checkpoint, but float32[8, 16] in the "
+        "state\n"
+        "Remedy: use the model and optimizer of the checkpoint, rename= for other names, or only= for a part, such as "
         "only=['params']."
     )
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: manifest.json is missing.$"):
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint: manifest.json is missing.$"):
         jp.restore(tmp_path, {"x": jnp.ones(1)})
-    with pytest.raises(CheckpointError, match=r"`like` lies on no devices"):
+    with pytest.raises(CheckpointError, match=r"`like` has a sharding without devices"):
         jp.restore(saved, jp.abstract_state(jp.Layout(jp.MeshSpec(data=8).abstract(), mlp.rules), mlp.make, TX))
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path, mlp: Any) -> None:
     one = jnp.ones(2)
     for value, text in (
-        ({"a": {"b": 3}}, "a/b is a int, but a jax array is wanted. Remedy: jnp.asarray(...)."),
-        ({"a": {"b": one}, "a/b": one}, "two tensors have the path 'a/b'. Remedy: keys without a slash."),
-        ({"a": jax.ShapeDtypeStruct((2,), "float32")}, "the state holds shapes, but arrays are wanted."),
+        ({"a": {"b": 3}}, "a/b must be a jax array, got int. Remedy: jnp.asarray(...)."),
+        ({"a": {"b": one}, "a/b": one}, "two tensors have the path 'a/b'. Remedy: use keys without a slash."),
+        ({"a": jax.ShapeDtypeStruct((2,), "float32")}, "the state must hold arrays, got shapes."),
     ):
         with pytest.raises(CheckpointError, match=re.escape(text)):
             jp.save(tmp_path / "x", value)
     with pytest.raises(CheckpointError, match=r"^metadata: Out of range float values are not JSON compliant"):
         jp.save(tmp_path / "x", {"a": one}, metadata={"loss": float("nan")})
     disk = jp.init(mlp.one_device, mlp.make, jp.offload.to_disk(TX, path=tmp_path / "d", min_bytes=0))
-    with pytest.raises(CheckpointError, match=r"^the optimizer's state is on disk, .* Remedy: disk=step"):
+    with pytest.raises(CheckpointError, match=r"^the optimizer state is on disk, .* Remedy: pass disk=step"):
         jp.save(tmp_path / "x", disk)
     assert list(tmp_path.iterdir()) == []
 
@@ -316,17 +319,17 @@ def test_damage_names_tensor_and_file_in_words(saved: Path, state: jp.TrainState
 
     assert re.fullmatch(
         (
-            r"FILE, which holds params/block/up, is not what was written: its checksum is [0-9a-f]{8}, but "
-            r"[0-9a-f]{8} is wanted\."
+            r"FILE, which holds params/block/up, was changed after it was written: its checksum is [0-9a-f]{8}, "
+            r"expected [0-9a-f]{8}\."
         ),
         damaged(flip),
     )
-    cut = "FILE, which holds params/block/up, has 100 bytes, but 192 are wanted."
+    cut = "FILE, which holds params/block/up, has 100 bytes, expected 192."
     assert damaged(lambda file: os.truncate(file, 100)) == cut
     assert damaged(Path.unlink) == "FILE, which holds params/block/up, is missing."
     outside = tmp_path / "outside"
     shutil.copyfile(saved / piece, outside)
-    assert damaged(lambda f: (f.unlink(), f.symlink_to(outside))) == "FILE leads out of the checkpoint's folder."
+    assert damaged(lambda f: (f.unlink(), f.symlink_to(outside))) == "FILE points outside the checkpoint's folder."
 
 
 def test_a_manifest_of_another_state_or_one_made_up_is_refused(
@@ -336,16 +339,16 @@ def test_a_manifest_of_another_state_or_one_made_up_is_refused(
     jp.save(other, replace(state, params=jax.tree.map(lambda x: x * 2, state.params)))
     shutil.copytree(saved, copy)
     shutil.copyfile(other / "manifest.json", copy / "manifest.json")
-    with pytest.raises(DamagedError, match=r"which holds params/block/bias, is not what was written"):
+    with pytest.raises(DamagedError, match=r"which holds params/block/bias, was changed after it was written"):
         jp.restore(copy, state)
     true = read(saved)
     name, tensor = "params/block/up", true.tensors["params/block/up"]
     for entry, files, text in (
-        (replace(tensor, folder="../up"), {}, "the folder '../up' would lie outside of the checkpoint's folder"),
-        (tensor, {"/etc/passwd": (1, 1)}, "the file '/etc/passwd' would lie outside of the checkpoint's folder"),
-        (replace(tensor, sums=tensor.sums[1:]), {}, f"tensor {name} has 8 pieces, but 7 checksums"),
+        (replace(tensor, folder="../up"), {}, "the folder '../up' is outside the checkpoint's folder"),
+        (tensor, {"/etc/passwd": (1, 1)}, "the file '/etc/passwd' is outside the checkpoint's folder"),
+        (replace(tensor, sums=tensor.sums[1:]), {}, f"tensor {name} has 8 pieces but 7 checksums"),
         (replace(tensor, chunk=(0, 24)), {}, "its pieces are empty"),
-        (replace(tensor, chunk=(2, 12), sums=tensor.sums * 2), {}, "has 192 bytes, but 96 are wanted"),
+        (replace(tensor, chunk=(2, 12), sums=tensor.sums * 2), {}, "has 192 bytes, expected 96"),
         (replace(tensor, folder="arrays/gone"), {}, "its file arrays/gone/0.0 is not listed"),
     ):
         made = replace(true, tensors={**true.tensors, name: entry}, files={**true.files, **files})
@@ -354,7 +357,7 @@ def test_a_manifest_of_another_state_or_one_made_up_is_refused(
     # Its checksums agree with each other and with the files, but not with the values.
     values = replace(true, tensors={**true.tensors, name: replace(tensor, sums=tensor.sums[::-1])})
     write_manifest(copy, values)
-    assert "holds other values of params/block/up than there were" in problems_of(copy)[0]
+    assert "holds values of params/block/up that differ from those in memory" in problems_of(copy)[0]
 
 
 JSON = st.recursive(
@@ -411,10 +414,10 @@ def test_a_damaged_newest_step_falls_back_and_says_so(tmp_path: Path) -> None:
         assert manager.latest() == 30 and manager.steps() == [10, 20, 30]
         found = manager.restore_latest(LIKE)
         assert found is not None and found.step == 20 and found.state["w"].tolist() == [20.0] * 4
-        assert len(told) == 1 and told[0].startswith("checkpoint: going back to step 20, the newest good one: ")
+        assert len(told) == 1 and told[0].startswith("checkpoint: falling back to step 20, the newest intact step: ")
         assert (
-            f"{tmp_path}/40 is not finished" in told[0]
-            and "30/arrays/w/0, which holds w, is not what was written" in told[0]
+            f"{tmp_path}/40 is incomplete." in told[0]
+            and "30/arrays/w/0, which holds w, was changed after it was written" in told[0]
         )
         report = {h.step: h.good for h in health(tmp_path)}
         assert report == {10: True, 20: True, 30: False}
@@ -422,13 +425,13 @@ def test_a_damaged_newest_step_falls_back_and_says_so(tmp_path: Path) -> None:
         assert manager.restore_latest(LIKE).state["w"].tolist() == [0.0] * 4  # type: ignore[union-attr]
         shutil.rmtree(tmp_path / "20")
         shutil.copytree(tmp_path / "10", tmp_path / "20")
-        with pytest.raises(DamagedError, match=r"20/manifest.json is of step 10, but lies where step 20 belongs"):
+        with pytest.raises(DamagedError, match=r"20/manifest.json is of step 10, but its folder is that of step 20"):
             manager.restore(20, LIKE)
-        with pytest.raises(CheckpointError, match=r"is a checkpoint of another state"):
+        with pytest.raises(CheckpointError, match=r"does not match the state to restore"):
             manager.restore_latest({"v": LIKE["w"]})
         for step in (10, 30):
             os.truncate(tmp_path / str(step) / "manifest.json", 40)
-        with pytest.raises(CheckpointError, match=r"none of the steps \[10, 20, 30\] is as it was written"):
+        with pytest.raises(CheckpointError, match=r"all steps \[10, 20, 30\] are damaged"):
             manager.restore_latest(LIKE)
 
 
@@ -457,10 +460,10 @@ def test_when_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         clock[0] = 120.0
         assert manager.due(1)
     for options, text in (
-        ({"keep": 0}, "keep is 0"),
-        ({"save_interval_steps": 1, "save_interval_minutes": 1}, "both say when"),
-        ({"keep_best": 0}, "keep_best is 0"),
-        ({"best": "loss"}, "best is 'loss', but 'min' or 'max' is wanted"),
+        ({"keep": 0}, "keep must be a number above 0, got 0"),
+        ({"save_interval_steps": 1, "save_interval_minutes": 1}, "are mutually exclusive"),
+        ({"keep_best": 0}, "keep_best must be a number above 0, got 0"),
+        ({"best": "loss"}, "best must be 'min' or 'max', got 'loss'"),
     ):
         with pytest.raises(ConfigError, match=text):
             jp.CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
@@ -499,8 +502,8 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_ends_no_run(
         full[0] = True
         assert manager.save(3, {"w": jnp.zeros(4)}) and not manager.wait()
         assert re.fullmatch(
-            rf"checkpoint of step 3 not saved: {tmp_path}/file/run/3: writing: No space left on device\. [\d,]+ bytes "
-            r"are free\. Remedy: make room\. step 2 stays; it will be tried again in 30 s\.",
+            rf"checkpoint of step 3 not saved: {tmp_path}/file/run/3: cannot write: No space left on device\. [\d,]+ "
+            r"bytes are free\. Remedy: free some space\. Step 2 is kept; the next attempt is in 30 s\.",
             told[2],
         )
         assert manager.steps() == steps_in(tmp_path / "file" / "run") == [2] and not manager.due(4)

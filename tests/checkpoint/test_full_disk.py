@@ -90,8 +90,8 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
                 assert not manager.save(2, state(2))
                 assert told == [
                     (
-                        f"checkpoint of step 2 not saved: {run}/2: the folder: Permission denied. step 1 stays; it "
-                        "will be tried again in 30 s."
+                        f"checkpoint of step 2 not saved: {run}/2: cannot create the folder: Permission denied. "
+                        "Step 1 is kept; the next attempt is in 30 s."
                     )
                 ]
                 assert manager.steps() == [1] and manager.restore_latest(LIKE).step == 1  # type: ignore[union-attr]
@@ -103,14 +103,13 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
         with as_a_user(), jp.CheckpointManager(run, tell=told.append) as reader:  # a reader needs no lock
             assert told[1:] == [
                 (
-                    f"checkpoint: {run} cannot be written: Permission denied. what was saved before stays; it will be "
-                    "tried again in 30 s."
+                    f"checkpoint: {run} cannot be written: Permission denied. Earlier checkpoints are kept; the "
+                    "next attempt is in 30 s."
                 )
             ]
             assert float(reader.restore_latest(LIKE).state["w"][0]) == 3  # type: ignore[union-attr]
             text = (
-                f"{run} cannot be read: Permission denied. Remedy: the right to read it, and the folders of steps in "
-                "it."
+                f"{run} cannot be read: Permission denied. Remedy: grant read permission on it and on its step folders."
             )
             for path in (run / "3", run):  # an unreadable folder must not look like a new run
                 with _chmod(path, 0), pytest.raises(CheckpointError, match=f"^{re.escape(text)}$"):
@@ -126,8 +125,8 @@ def test_a_disk_that_takes_no_more_in_the_midst_of_a_save(tmp_path: Path, clock:
             assert manager.save(2, state(2)) and not manager.wait()
         assert re.fullmatch(
             (
-                rf"checkpoint of step 2 not saved: {tmp_path}/2: writing: (?s:.*)File too large(?s:.*)step 1 stays; it "
-                r"will be tried again in 30 s\."
+                rf"checkpoint of step 2 not saved: {tmp_path}/2: cannot write: (?s:.*)File too large(?s:.*)"
+                r"Step 1 is kept; the next attempt is in 30 s\."
             ),
             told[0],
         )
@@ -161,12 +160,12 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert re.sub(r"device\. [\d,]+ bytes", "device. 0 bytes", result.stdout).splitlines() == [
         *(
             (
-                f"checkpoint of step {step} not saved: {disk}/{step}: {why} bytes are free. Remedy: make room. step 1 "
-                "stays; it will be tried again in 30 s."
+                f"checkpoint of step {step} not saved: {disk}/{step}: {why} bytes are free. Remedy: free some "
+                "space. Step 1 is kept; the next attempt is in 30 s."
             )
             for step, why in (
-                (2, "writing: No space left on device. 0"),
-                (3, "the folder: No space left on device for 16,384 bytes. 8,192"),
+                (2, "cannot write: No space left on device. 0"),
+                (3, "cannot create the folder: No space left on device for 16,384 bytes. 8,192"),
             )
         ),
         "[1, 4] 4.0",

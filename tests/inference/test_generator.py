@@ -96,12 +96,15 @@ def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, t
     assert found[0] == found[1] and found[0]["across"]
     assert found[0]["made"] == reference.made
     assert found[0]["errors"] == [
-        "process 1 of 2: generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has "
-        "32 slots. Remedy: slots=41 or more, a shorter " + "prompt.",
-        "Generator: request 1 is not the same in all processes: 2 tokens (sha256 46584c88c62d), most=1, seed=5 in "
-        "process 0, 2 tokens (sha256 "
-        + "46584c88c62d), most=1, seed=6 in process 1 of 2. Remedy: the same arguments in every process, prompts "
-        "and seeds too.",
+        (
+            "process 1 of 2: generate: request 0 has 40 prompt tokens and requests 1 new tokens, 41 in total, "
+            "but the cache has 32 slots. Remedy: set slots=41 or more, shorten the prompt."
+        ),
+        (
+            "Generator: request 1 differs between processes: 2 tokens (sha256 46584c88c62d), most=1, seed=5 in "
+            "process 0, 2 tokens (sha256 46584c88c62d), most=1, seed=6 in process 1 of 2. Remedy: pass the same "
+            "arguments in every process, including prompts and seeds."
+        ),
     ]
 
 
@@ -247,8 +250,8 @@ def test_what_is_drawn_from() -> None:
 def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
     broken = {**reference.params, "norm": {"scale": reference.params["norm"]["scale"] * jnp.nan}}
     text = (
-        "Generator: the logits of request 0 are not finite. Remedy: look at the checkpoint's parameters and at the "
-        "dtype of the compute."
+        "Generator: the logits of request 0 are not finite. Remedy: check the checkpoint's parameters and "
+        "the compute dtype."
     )
     with pytest.raises(DivergedError, match=f"^{re.escape(text)}$"):
         reference.model.generate(broken, PROMPTS, most=2)
@@ -262,51 +265,61 @@ def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
         (
             [[1], [2] * 20],
             {"most": 16},
-            "generate: request 1 has 20 tokens and asks for 16 more, 36 in all, but the cache has 32 slots. "
-            "Remedy: slots=36 or more, " + "a shorter prompt, or most=12.",
+            (
+                "generate: request 1 has 20 prompt tokens and requests 16 new tokens, 36 in total, but the cache "
+                "has 32 slots. Remedy: set slots=36 or more, shorten the prompt, or set most=12."
+            ),
         ),
         (
             [[2] * 40],
             {"most": 1},
-            "generate: request 0 has 40 tokens and asks for 1 more, 41 in all, but the cache has 32 slots. "
-            "Remedy: slots=41 or more, " + "a shorter prompt.",
+            (
+                "generate: request 0 has 40 prompt tokens and requests 1 new tokens, 41 in total, but the cache "
+                "has 32 slots. Remedy: set slots=41 or more, shorten the prompt."
+            ),
         ),
         (
             [[1, 2, 64]],
             {"most": 1},
-            "generate: request 0 holds token 64 at position 2, but the model's vocabulary has 64 (0 to 63). "
-            "Remedy: the tokenizer " + "that the model was trained with.",
+            (
+                "generate: request 0 has token 64 at position 2, but the model's vocabulary has 64 tokens (0 to "
+                "63). Remedy: use the tokenizer that the model was trained with."
+            ),
         ),
-        ([[1], []], {"most": 1}, "generate: request 1 has 0 tokens and asks for 1, but 1 or more of both are wanted."),
-        ([], {"most": 1}, "generate: there is no prompt. Remedy: one or more."),
-        ([[1]], {"most": [1, 2]}, "generate: 1 prompts, but 2 values of most. Remedy: one for each."),
+        (
+            [[1], []],
+            {"most": 1},
+            "generate: request 1 has 0 prompt tokens and requests 1 new tokens. Both must be at least 1.",
+        ),
+        ([], {"most": 1}, "generate: no prompts were given. Remedy: pass at least one."),
+        ([[1]], {"most": [1, 2]}, "generate: got 1 prompts, but 2 values of most. Remedy: pass one value per prompt."),
         (
             [[1]] * 5,
             {"most": 1},
             (
-                "Generator: 5 requests at once, but batch is 4. Remedy: generate(), which takes them in turns, or a "
-                "larger batch."
+                "Generator: stream() got 5 requests, but batch is 4. Remedy: call generate(), which runs a "
+                "batch at a time, or increase batch."
             ),
         ),
         (
             [1, 2],
             {"most": 1},
             (
-                "generate: request 0 is 1, but a list of tokens is wanted, which are integers. Remedy: a "
-                "tokenizer's, as [[1, 2, 3], [4]] for two requests."
+                "generate: request 0 must be a list of integer tokens, got 1. Remedy: pass a tokenizer's "
+                "output, such as [[1, 2, 3], [4]] for two requests."
             ),
         ),
         (
             [[1], [1.5]],
             {"most": 1},
             (
-                "generate: request 1 is [1.5], but a list of tokens is wanted, which are integers. Remedy: a "
-                "tokenizer's, as [[1, 2, 3], [4]] for two requests."
+                "generate: request 1 must be a list of integer tokens, got [1.5]. Remedy: pass a "
+                "tokenizer's output, such as [[1, 2, 3], [4]] for two requests."
             ),
         ),
-        ([[1]], {"most": 2.0}, "generate: most is 2.0, but an integer is wanted, or one for each prompt."),
-        ([[1]], {"most": 1, "seeds": 3}, "generate: seeds is 3, but an integer for each prompt is wanted."),
-        ([[1]], {"most": 1, "seeds": [-1]}, "generate: request 0 has seed -1, but 0 to 4294967295 is wanted."),
+        ([[1]], {"most": 2.0}, "generate: most must be an integer or one integer per prompt, got 2.0."),
+        ([[1]], {"most": 1, "seeds": 3}, "generate: seeds must be one integer per prompt, got 3."),
+        ([[1]], {"most": 1, "seeds": [-1]}, "generate: request 0: seed must be from 0 to 4294967295, got -1."),
     ],
 )
 def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: Reference) -> None:
@@ -349,23 +362,23 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             lambda: generator(jp.MeshSpec(pipeline=2, data=4).abstract(8), batch=7),
             ConfigError,
             (
-                "Generator: batch is 7, but pipeline=2 works on 2 groups of requests at once. Remedy: batch=8, or no "
-                "pipeline axis."
+                "Generator: batch must be a multiple of pipeline=2, because the stages run 2 groups of "
+                "requests concurrently; got 7. Remedy: set batch=8, or remove the pipeline axis."
             ),
         ),
-        (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots is 0, but 1 or more is wanted."),
+        (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots must be at least 1, got 0."),
         (
             lambda: jp.inference.Sampling(temperature=-1),
             ConfigError,
-            "sampling: temperature is -1, but a finite number is wanted: 0 (the likeliest) or more.",
+            "sampling: temperature must be 0 (greedy) or a finite positive number, got -1.",
         ),
         *(
             (
                 lambda value=value: jp.inference.Sampling(1.0, top_k=value),
                 ConfigError,
                 (
-                    f"sampling: top_k is {value}, but a whole number of 1 or more is wanted. Remedy: leave it out to "
-                    "draw from all tokens."
+                    f"sampling: top_k must be an integer of at least 1, got {value}. Remedy: omit it to "
+                    "sample from all tokens."
                 ),
             )
             for value in (0, -1, 2.5, float("nan"))
@@ -374,8 +387,8 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             lambda: generator(one_device(), sampling=jp.inference.Sampling(1.0, top_k=65)),
             ConfigError,
             (
-                "sampling: top_k is 65, but the model's vocabulary has 64. Remedy: fewer, or leave it out to draw "
-                "from all."
+                "sampling: top_k is 65, but the model's vocabulary has 64 tokens. Remedy: lower top_k, or "
+                "omit it to sample from all tokens."
             ),
         ),
         *(
@@ -383,8 +396,8 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
                 lambda value=value: jp.inference.Sampling(1.0, top_p=value),
                 ConfigError,
                 (
-                    f"sampling: top_p is {value}, but a share above 0, up to 1, is wanted. Remedy: leave it out to "
-                    "draw from all tokens."
+                    f"sampling: top_p must be above 0 and at most 1, got {value}. Remedy: omit it to sample "
+                    "from all tokens."
                 ),
             )
             for value in (0, -0.5, 1.5, float("nan"))
@@ -393,7 +406,7 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             (
                 lambda value=value: jp.inference.Sampling(value),
                 ConfigError,
-                f"sampling: temperature is {value}, but a finite number is wanted: 0 (the likeliest) or more.",
+                f"sampling: temperature must be 0 (greedy) or a finite positive number, got {value}.",
             )
             for value in (float("inf"), float("nan"))
         ),
@@ -401,8 +414,8 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             lambda: jp.inference.Sampling(top_k=3),
             ConfigError,
             (
-                "sampling: top_k and top_p say what to draw from, but at temperature 0 nothing is drawn. Remedy: a "
-                "temperature, as 1.0."
+                "sampling: top_k and top_p have no effect at temperature 0, which is greedy. Remedy: set a "
+                "positive temperature, such as 1.0."
             ),
         ),
     ],
@@ -440,8 +453,9 @@ def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_m
     rules = jp.Rules(batch=None, heads=None, kv_heads="model", head_dim=None, cache_seq=None)
     cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
     text = (
-        "cached_attention: 4 query heads are split over none and 2 key heads over 'model', which are manual here, so "
-        "that a device lacks keys of its queries. Remedy: one rule for heads and kv_heads, or kv_heads: null."
+        "cached_attention: 4 query heads are sharded over none and 2 key heads over 'model'. These axes are "
+        "manual here, so a device lacks keys that its queries need. Remedy: use one rule for heads and "
+        "kv_heads, or kv_heads: null."
     )
     whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
     with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):

@@ -343,13 +343,14 @@ def test_explain_counts_what_is_on_disk_for_no_device() -> None:
     )
     row = found["opt_state/0/mu/up"]
     assert (row.device_bytes, row.disk_bytes, row.bytes) == (0, 120, 960)
-    assert row.why[-1] == "on disk in /fast, 120 B for each device"
+    assert row.why[-1] == "on disk in /fast, 120 B per device"
     assert row.spec == plain["opt_state/0/mu/up"].spec and found.problems == ()
     assert found.notes == (
         (
-            "on disk in /fast: 4 arrays of the optimizer's state, 2.50 KiB, kept twice. The step is two kinds of "
-            "programs: what is estimated or compiled here makes the gradients; then, beside parameters and gradients, "
-            "up to 3 pieces of at most 80 B a device, old and new, are on their way"
+            "on disk in /fast: 4 arrays of the optimizer state, 2.50 KiB, stored in two generations. The step "
+            "consists of two kinds of programs. The one estimated or compiled here computes the gradients. The "
+            "update then holds, besides parameters and gradients, up to 3 pieces in flight, old and new, of at "
+            "most 80 B per device each"
         ),
     )
     assert found.notes[0] in found.to_text(500) and found.notes[0] in found.remarks()

@@ -62,9 +62,9 @@ def test_what_is_not_the_same_is_named_with_both_values(beside: Callable[..., No
     beside(mine)
     check_same("generate", mine, "it.")
     for other, text in (
-        ({**mine, "stop": []}, 'stop is not the same in all processes: ["a"] in process 0, [] in process 1 of 2'),
-        ({**mine, "slots": 3}, "slots is not the same in all processes: nothing in process 0, 3 in process 1 of 2"),
-        ({"prompt": "p", **mine}, "prompt is not the same in all processes: nothing in process 0, p in process 1 of 2"),
+        ({**mine, "stop": []}, 'stop differs between processes: ["a"] in process 0, [] in process 1 of 2'),
+        ({**mine, "slots": 3}, "slots differs between processes: nothing in process 0, 3 in process 1 of 2"),
+        ({"prompt": "p", **mine}, "prompt differs between processes: nothing in process 0, p in process 1 of 2"),
     ):
         beside(other)
         with pytest.raises(ConfigError, match=f"^{re.escape(f'generate: {text}. Remedy: it.')}$"):

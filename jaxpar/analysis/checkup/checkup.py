@@ -19,7 +19,7 @@ from jaxpar.analysis.hlo.audit import Audit, audit
 from jaxpar.analysis.hlo.liveness import peak
 from jaxpar.analysis.hlo.parser import parse
 from jaxpar.analysis.roofline import Roofline, roofline, time_each
-from jaxpar.analysis.units import show_bytes
+from jaxpar.analysis.units import aligned, show_bytes
 from jaxpar.errors import CompileError
 from jaxpar.sharding.hardware.accelerators import accelerator
 from jaxpar.sharding.hardware.topology import Topology
@@ -90,7 +90,7 @@ class Checkup:
             return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
         m = self.memory
         if m.limit is None:
-            return f"{show_bytes(m.total)} at the peak; the memory of {self.topology} is not known"
+            return f"{show_bytes(m.total)} at the peak; the memory of {self.topology} is unknown"
         if not m.fits:
             return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
         return (
@@ -121,14 +121,14 @@ class Checkup:
 
     def __str__(self) -> str:
         lines = [self.headline(), "", "memory of one device at the peak"]
-        by = (
+        notes = (
             {}
             if self.reshard_after_forward is True
             else {KEPT: f"  (parallel: {{reshard_after_forward: {str(self.reshard_after_forward).lower()}}})"}
         )
-        lines += [f"  {name:<15} {_signed(size):>12}{by.get(name, '')}" for name, size in self.categories()]
+        lines += [f"  {name:<15} {_signed(size):>12}{notes.get(name, '')}" for name, size in self.categories()]
         if self.largest():
-            lines += ["", "largest tensors at the peak", *_aligned(self.largest())]
+            lines += ["", "largest tensors at the peak", *(f"  {line}" for line in aligned(self.largest()))]
         if self.audit is not None:
             lines += ["", str(self.audit).rstrip()]
         if self.roofline is not None:
@@ -142,7 +142,7 @@ class Checkup:
     def _found(self) -> str:
         count = len(self.findings)
         if not count:
-            return "nothing found that is worth changing"
+            return "no findings"
         return f"{count} finding{'s' * (count > 1)}" + (f", the worst {WORST}:" if count > WORST else ":")
 
     def to_json(self) -> str:
@@ -268,7 +268,7 @@ def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Fi
     >>> too_large(
     ...     "Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G."
     ... ).text
-    '20.00 GiB wanted of the 15.75 GiB that a program may take, 4.25 GiB too much'
+    '20.00 GiB needed, but a program may use 15.75 GiB: 4.25 GiB too much'
     """
     figure = r"([\d.]+)([KMGT]?)"
     forms = (rf"Used {figure} of {figure} hbm", rf"\({figure}\) exceeds available HBM \({figure}\)")
@@ -277,18 +277,18 @@ def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Fi
         return None
     used, limit = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
     part = " of temporaries" if "HLO temporaries" in text else ""
-    said = (
-        f"{show_bytes(used)}{part} wanted of the {show_bytes(limit)} "
-        f"that a program may take, {show_bytes(used - limit)} too much"
+    description = (
+        f"{show_bytes(used)}{part} needed, but a program may use {show_bytes(limit)}: {show_bytes(used - limit)} "
+        "too much"
     )
     state = sum(h.bytes for h in held)
     category = "temporaries"
     if held:
-        said += f"; {show_bytes(state)} of it is what the step is given"
+        description += f"; {show_bytes(state)} of it are the step's arguments"
     if state > used / 2:
         sums = {name: sum(h.bytes for h in held if h.category == name) for name in ("parameters", "optimizer")}
         category = max(sums, key=lambda name: sums[name])
-    return Finding("does not fit", category, said, knob(category, remat), 0.0, used - limit, used / limit)
+    return Finding("does not fit", category, description, knob(category, remat), 0.0, used - limit, used / limit)
 
 
 def _named(report: Audit, held: Sequence[HeldTensor]) -> Audit:
@@ -311,10 +311,3 @@ def _named(report: Audit, held: Sequence[HeldTensor]) -> Audit:
 
 def _signed(size: int) -> str:
     return f"-{show_bytes(-size)}" if size < 0 else show_bytes(size)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

@@ -19,14 +19,14 @@ from jaxpar.analysis.hlo.collectives import Collective, wire_bytes
 from jaxpar.analysis.roofline import Roofline, Transfers, show_time
 from jaxpar.analysis.units import show_bytes
 
-LEAST = 0.005
+MIN_SHARE = 0.005
 """Findings below this share of the step or of the memory are dropped, except for the compiler's own warnings."""
 
 _SPLIT_LOGITS = (
-    "split the vocabulary over a larger axis (vocab: model), take a smaller data.batch, or, if the loss takes all "
-    "logits at once, make it in pieces (jaxpar.models.losses.linear_cross_entropy)."
+    "shard the vocabulary over a larger axis (vocab: model), reduce data.batch, or, if the loss needs all logits "
+    "at the same time, compute it in pieces (jaxpar.models.losses.linear_cross_entropy)."
 )
-_BLOCKWISE = "attend blockwise, with a kernel that never holds the scores (splash)."
+_BLOCKWISE = "use blockwise attention, a kernel that never stores the scores (splash)."
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,10 @@ def find(evidence: Evidence) -> tuple[Finding, ...]:
       '20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 20.00 GiB of it is parameters')]
     """
     found = [finding for finder in _FINDERS for finding in finder(evidence)]
-    told = "involuntary rematerialisation"
-    return tuple(sorted((f for f in found if f.share >= LEAST or f.kind == told), key=lambda f: -f.share))
+    always_reported = "involuntary rematerialisation"
+    return tuple(
+        sorted((f for f in found if f.share >= MIN_SHARE or f.kind == always_reported), key=lambda f: -f.share)
+    )
 
 
 def _does_not_fit(e: Evidence) -> Iterator[Finding]:
@@ -133,48 +135,48 @@ def knob(category: str, remat: str = "") -> str:
       remat: the model's remat policy; empty if unknown.
 
     >>> knob("optimizer")  # doctest: +NORMALIZE_WHITESPACE
-    'shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it on the host,
-    as parallel: {offload: {optimizer: host}}.'
+    'shard it with parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it in host memory
+    with parallel: {offload: {optimizer: host}}.'
     """
-    again = "" if remat in ("", "full") else f"compute activations again (model.remat=full, now {remat}); "
+    recompute = "" if remat in ("", "full") else f"recompute activations (model.remat=full, now {remat}); "
     texts = {
         "parameters": (
             "shard them over another axis (rules: params: {embed: data}), or over more devices, or keep those of "
-            "the layers on the host, as parallel: {offload: {parameters: host, optimizer: host}}."
+            "the layers in host memory with parallel: {offload: {parameters: host, optimizer: host}}."
         ),
         "optimizer": (
-            "shard it, as parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep "
-            "it on the host, as parallel: {offload: {optimizer: host}}."
+            "shard it with parallel: {optimizer: {stage: 1}} (or rules: {optimizer: {over: data}}), or keep it in "
+            "host memory with parallel: {offload: {optimizer: host}}."
         ),
-        "gradients": "shard the parameters over another axis, and their gradients follow.",
+        "gradients": "shard the parameters over another axis, which also shards their gradients.",
         KEPT: (
-            "gather the layers' weights again for the backward pass, as parallel: {reshard_after_forward: true}, "
-            "or keep a part of them within groups, as parallel: {reshard_after_forward: 4}."
+            "gather the layers' weights again for the backward pass with parallel: {reshard_after_forward: true}, "
+            "or keep them sharded within groups with parallel: {reshard_after_forward: 4}."
         ),
-        "activations": f"{again}split the sequence over an axis (residual_seq: model), or take a smaller data.batch.",
-        "temporaries": f"{again}take a smaller data.batch, or split the largest tensors at the peak over another axis.",
+        "activations": f"{recompute}shard the sequence over an axis (residual_seq: model), or reduce data.batch.",
+        "temporaries": f"{recompute}reduce data.batch, or shard the largest tensors at the peak over another axis.",
     }
-    return texts.get(category, "take a smaller data.batch, or more devices.")
+    return texts.get(category, "reduce data.batch, or use more devices.")
 
 
 def _exposed(e: Evidence) -> Iterator[Finding]:
     """Group the collectives with time that is not hidden, by axes and remedy."""
-    together: dict[tuple[tuple[str, ...], str], list[tuple[Collective, Transfers]]] = {}
+    groups: dict[tuple[tuple[str, ...], str], list[tuple[Collective, Transfers]]] = {}
     for c, t in zip(e.audit.collectives, e.times, strict=True):
         if t.exposed + t.stalled > 0:
-            together.setdefault((c.axes, _for_exposed(c, e)), []).append((c, t))
-    for (axes, remedy), same in together.items():
+            groups.setdefault((c.axes, _for_exposed(c, e)), []).append((c, t))
+    for (axes, remedy), same in groups.items():
         same.sort(key=lambda pair: -(pair[1].exposed + pair[1].stalled))
         seconds = sum(t.exposed + t.stalled for _, t in same)
         sent = sum(c.total_wire_bytes for c, _ in same)
-        alone = sum(t.exposed for _, t in same) >= seconds / 2
+        unoverlapped = sum(t.exposed for _, t in same) >= seconds / 2
         counts: dict[str, int] = {}
         for c, _ in same:
             counts[c.kind] = counts.get(c.kind, 0) + c.count
         kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
         text = (
-            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) wait for transfers over {'+'.join(axes)}, "
-            f"mostly {'with nothing scheduled beside them' if alone else 'longer than the compute beside them'}: "
+            f"{show_time(seconds)} of the step ({e.of_step(seconds):.1%}) are exposed transfers over {'+'.join(axes)}, "
+            f"mostly {'with no overlapping compute' if unoverlapped else 'longer than the compute they overlap with'}: "
             f"{kinds}, {show_bytes(round(sent))} on the wire"
         )
         yield Finding("exposed", _places(c for c, _ in same), text, remedy, seconds, sent, e.of_step(seconds))
@@ -190,38 +192,40 @@ def _places(collectives: Iterable[Collective]) -> str:
 def _for_exposed(c: Collective, e: Evidence) -> str:
     """Return the remedy that makes a collective shorter or hides it."""
     axes, backward = "+".join(c.axes), "transpose(" in c.op_name
-    over_batch = _axes_of(e.held, "batch")
-    tensor_parallel = bool(over_batch) and set(c.axes) <= _axes_of(e.held, "parameters") - over_batch
+    batch_axes = _axes_of(e.held, "batch")
+    tensor_parallel = bool(batch_axes) and set(c.axes) <= _axes_of(e.held, "parameters") - batch_axes
     if tensor_parallel and c.kind != "all-reduce":
         return (
-            f"{axes} splits matmuls and not the batch, so activations cross it in "
-            f"every layer, the more the more tokens a device has: make {axes} smaller "
-            f"(mesh.{axes}) and give its devices to {'+'.join(sorted(over_batch))}."
+            f"{axes} shards matmuls and not the batch, so activations cross it in every layer, in proportion to "
+            f"the tokens per device: make {axes} smaller (mesh.{axes}) and give its devices to "
+            f"{'+'.join(sorted(batch_axes))}."
         )
-    if c.kind == "all-gather" and set(c.axes) <= over_batch & _axes_of(e.held, "parameters"):
+    if c.kind == "all-gather" and set(c.axes) <= batch_axes & _axes_of(e.held, "parameters"):
         return (
-            f"{axes} shards parameters that are gathered to be used: give each device more tokens to compute beside "
-            f"them (data.batch), make {axes} smaller, or take it from the rules of params where the memory allows."
+            f"{axes} shards parameters that are gathered for use: increase the tokens per device to overlap the "
+            f"gathers with more compute (data.batch), make {axes} smaller, or, if memory allows, remove it from "
+            "the rules of params."
         )
     if c.kind == "all-gather":
         return (
-            f"the value is wanted whole over {axes} at this line: "
-            f"annotate it there as it is made, or make {axes} smaller."
+            f"the value is needed replicated over {axes} at this line: annotate it there with the sharding that it "
+            f"is produced with, or make {axes} smaller."
         )
-    if c.kind == "all-reduce" and backward and set(c.axes) <= over_batch:
+    if c.kind == "all-reduce" and backward and set(c.axes) <= batch_axes:
         return (
-            f"a gradient is summed whole on every device: shard its parameter over {axes} (rules: params), so that a "
-            f"reduce-scatter sends half the bytes."
+            f"a full gradient is summed on every device: shard its parameter over {axes} (rules: params), so that "
+            "a reduce-scatter sends half the bytes."
         )
     if c.kind == "all-reduce":
         return (
-            f"a matmul contracts a dim that lies over {axes}: split its result over {axes} too (as residual_seq: "
-            f"{axes} does), so that a reduce-scatter takes its place, or make {axes} smaller."
+            f"a matmul contracts a dim that is sharded over {axes}: shard its result over {axes} too (as "
+            f"residual_seq: {axes} does), so that a reduce-scatter replaces it, or make {axes} smaller."
         )
     if c.kind == "reduce-scatter":
-        return f"give each device more tokens to compute beside it (data.batch), or make {axes} smaller."
+        return f"increase the tokens per device to overlap it with more compute (data.batch), or make {axes} smaller."
     return (
-        f"the layouts before and after this line differ over {axes}: annotate both sides alike, or make {axes} smaller."
+        f"the shardings before and after this line differ over {axes}: annotate both sides identically, or make "
+        f"{axes} smaller."
     )
 
 
@@ -235,12 +239,12 @@ def _all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
         if c.form == "all-reduce + slice":
             waste, seconds = c.total_wire_bytes / 2, (t.exposed + t.stalled) / 2
             text = (
-                f"{c.count} × all-reduce over {'+'.join(c.axes)} of which each device keeps a slice: twice the bytes "
-                f"of a reduce-scatter, {show_bytes(round(waste))} for nothing ({show_time(seconds)} of the step)"
+                f"{c.count} × all-reduce over {'+'.join(c.axes)} of which each device keeps a slice: twice the "
+                f"bytes of a reduce-scatter, {show_bytes(round(waste))} wasted ({show_time(seconds)} of the step)"
             )
             remedy = (
-                f"annotate the value over {'+'.join(c.axes)} right where it is "
-                "summed; if it is, this compiler makes no reduce-scatter of it."
+                f"annotate the value over {'+'.join(c.axes)} directly after it is summed; if it is annotated "
+                "there, this compiler does not generate a reduce-scatter."
             )
             yield Finding(
                 "all-reduce for a scatter", c.place, text, remedy, seconds, waste, e.of_step(seconds or t.seconds / 2)
@@ -249,27 +253,27 @@ def _all_reduce_for_scatter(e: Evidence) -> Iterator[Finding]:
 
 def _long_rings(e: Evidence) -> Iterator[Finding]:
     """Find rings in which a device sends more than the other devices' shards, by kind and axes."""
-    together: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, float, float]]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, float, float]]] = {}
     for c, t in zip(e.audit.collectives, e.times, strict=True):
         if not c.form.startswith("ring of"):
             continue
-        least = wire_bytes(c.kind, c.result_bytes * (1 if c.kind == "all-gather" else c.group), c.group)
-        waste = c.wire_bytes - least
-        if waste > 0.01 * least:
-            place = together.setdefault((c.kind, c.axes), [])
+        minimum = wire_bytes(c.kind, c.result_bytes * (1 if c.kind == "all-gather" else c.group), c.group)
+        waste = c.wire_bytes - minimum
+        if waste > 0.01 * minimum:
+            place = groups.setdefault((c.kind, c.axes), [])
             place.append((c, waste * c.count, t.seconds * waste / c.wire_bytes))
-    for (kind, axes), same in together.items():
+    for (kind, axes), same in groups.items():
         waste, seconds = sum(w for _, w, _ in same), sum(s for _, _, s in same)
         longest = max((c for c, _, _ in same), key=lambda c: c.wire_bytes / c.result_bytes)
         text = (
-            f"{sum(c.count for c, _, _ in same)} × {kind} over {'+'.join(axes)} as rings that send more than they need "
-            f"(a {longest.form} among {longest.group} devices): "
-            f"{show_bytes(round(waste))} too much, {show_time(seconds)} on the links"
+            f"{sum(c.count for c, _, _ in same)} × {kind} over {'+'.join(axes)} as rings that send more than they "
+            f"need (a {longest.form} among {longest.group} devices): {show_bytes(round(waste))} too much, "
+            f"{show_time(seconds)} on the links"
         )
         option = f"xla_tpu_enable_windowed_einsum_for_{kind.replace('-', '_')}: false"
         remedy = (
-            f"compare with the collective in one piece, on a TPU by the compiler's option {option} (compiler: "
-            "{tpu: …} in the run's file): it sends less, but hides less."
+            f"compare with the unsplit collective, on a TPU with the compiler option {option} (compiler: {{tpu: …}} in "
+            f"the run's file): it sends less, but overlaps less."
         )
         yield Finding("long ring", _places(c for c, _, _ in same), text, remedy, seconds, waste, e.of_step(seconds))
 
@@ -282,12 +286,12 @@ def _rematerialised(e: Evidence) -> Iterator[Finding]:
         seconds = sum(t.exposed + t.stalled for _, t in moved)
         cost = f", {show_time(seconds)} of the step" if seconds else ""
         text = (
-            f"the compiler makes {w.tensor} whole on every device ({show_bytes(w.bytes)}{cost}) to bring it from "
+            f"the compiler replicates {w.tensor} on every device ({show_bytes(w.bytes)}{cost}) to reshard it from "
             f"[{w.before}] to [{w.after}]"
         )
         remedy = (
-            "the two annotations order or split the axes of a dim differently: write both alike, or put a third "
-            "between them that shares a dim with each."
+            "the two annotations order or split the axes of a dim differently: make them equal, or add a third "
+            "annotation between them that shares a dim with each."
         )
         share = max(e.of_step(seconds), e.of_memory(w.bytes))
         where = w.source or w.op_name or "the compiler"
@@ -321,11 +325,11 @@ def _replicated(e: Evidence) -> Iterator[Finding]:
         fitting = [dim for dim, n in zip(h.dims, h.shape, strict=False) if dim and n % e.sizes[axis] == 0]
         role = "params" if h.category == "parameters" else "optimizer"
         remedy = (
-            f"a rule for one of its dims, as rules: {{{role}: {{{fitting[0]}: {axis}}}}}, saves {show_bytes(saved)}."
+            f"add a rule for one of its dims: rules: {{{role}: {{{fitting[0]}: {axis}}}}}. Saves {show_bytes(saved)}."
             if fitting
-            else f"none of its dims divides over {axis}={e.sizes[axis]}: another axis, or another size."
+            else f"none of its dims is divisible by {axis}={e.sizes[axis]}: use another axis or another size."
         )
-        text = f"{h.path} {list(h.shape)} lies whole on each of {h.copies} devices, {show_bytes(h.bytes)}"
+        text = f"{h.path} {list(h.shape)} is replicated on all {h.copies} devices, {show_bytes(h.bytes)}"
         yield Finding("replicated", h.path, text, remedy, 0.0, saved, e.of_memory(saved))
 
 

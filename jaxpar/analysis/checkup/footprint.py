@@ -124,13 +124,13 @@ def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[HeldTensor, 
 def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layout: Layout) -> HeldTensor:
     entries = (*leaf.sharding.spec, *(None,) * (len(leaf.shape) - len(leaf.sharding.spec)))
     spec = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-    ways = [math.prod(layout.sizes[axis] for axis in axes) for axes in spec]
-    local = math.prod(-(-size // way) for size, way in zip(leaf.shape, ways, strict=True))
+    num_shards = [math.prod(layout.sizes[axis] for axis in axes) for axes in spec]
+    local = math.prod(-(-size // shards) for size, shards in zip(leaf.shape, num_shards, strict=True))
     if leaf.sharding.memory_kind == KIND:
         local = 0
     # The itemsize of a PRNG key dtype is that of the two 32-bit words of a key.
     size = leaf.dtype.itemsize
-    copies = layout.mesh.size // math.prod(ways)
+    copies = layout.mesh.size // math.prod(num_shards)
     return HeldTensor(path, category, tuple(dims), tuple(leaf.shape), spec, local * size, copies)
 
 
@@ -155,11 +155,11 @@ def footprint(
     >>> found.categories["activations"], found.unattributed, found.fits
     (96, 32, True)
     """
-    given = tuple(held)
-    gradients = frozenset().union(*(_shapes(h, sizes) for h in given if h.category == "parameters"))
-    named = tuple((_category(buffer, gradients, given), buffer) for buffer in peak.buffers)
+    arguments = tuple(held)
+    gradients = frozenset().union(*(_shapes(h, sizes) for h in arguments if h.category == "parameters"))
+    named = tuple((_category(buffer, gradients, arguments), buffer) for buffer in peak.buffers)
     found = dict.fromkeys(CATEGORIES, 0)
-    for h in given:
+    for h in arguments:
         found[h.category] += h.bytes
     for category, buffer in named:
         if not buffer.argument:
@@ -191,7 +191,7 @@ def _shapes(parameter: HeldTensor, sizes: Mapping[str, int]) -> set[tuple[int, .
     found: set[tuple[int, ...]] = set()
     for n in range(len(axes) + 1):
         for kept in itertools.combinations(axes, n):
-            ways = (math.prod(sizes[axis] for axis in entry if axis in kept) for entry in parameter.spec)
-            local = tuple(-(-size // way) for size, way in zip(parameter.shape, ways, strict=True))
+            num_shards = (math.prod(sizes[axis] for axis in entry if axis in kept) for entry in parameter.spec)
+            local = tuple(-(-size // shards) for size, shards in zip(parameter.shape, num_shards, strict=True))
             found |= {local, local[1:], (1, *local[1:])}
     return {shape for shape in found if len(shape) > 1}

@@ -36,11 +36,11 @@ def facts_of(report: Audit, topology: str, versions: Mapping[str, str]) -> dict[
     >>> facts_of(Audit({"data": 4}, 8, 0, 0, (), (), (), (), {"peak": 64}), "v5e:2x2", {"jax": "0.12"})["memory"]
     {'peak': 64}
     """
-    together: dict[tuple[str, str, str], dict[str, Any]] = {}
+    groups: dict[tuple[str, str, str], dict[str, Any]] = {}
     for c in report.collectives:
         source = re.sub(r":\d+\)", ")", c.source) or "the compiler"
         key = (c.kind, "+".join(c.axes), source)
-        row = together.setdefault(key, {"kind": key[0], "axes": key[1], "from": source, "count": 0, "wire_bytes": 0.0})
+        row = groups.setdefault(key, {"kind": key[0], "axes": key[1], "from": source, "count": 0, "wire_bytes": 0.0})
         row["count"] += c.count
         row["wire_bytes"] += c.total_wire_bytes
     return {
@@ -52,7 +52,7 @@ def facts_of(report: Audit, topology: str, versions: Mapping[str, str]) -> dict[
         "kernel_flops": report.kernel_flops,
         "certain": report.certain,
         "memory": dict(report.memory),
-        "collectives": [together[key] for key in sorted(together)],
+        "collectives": [groups[key] for key in sorted(groups)],
     }
 
 
@@ -72,18 +72,18 @@ def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
     Raises:
       ConfigError: the file is not a golden file, or has another topology, mesh, or version of jax or of the compiler.
     """
-    kept = _load(file)
-    remedy = f"Remedy: remove {file} and run again to write it anew, or name another file."
+    golden = _load(file)
+    remedy = f"Remedy: remove {file} and run again to write a new one, or name another file."
     for what, word in (("topology", "another topology"), ("mesh", "another mesh"), ("versions", "other versions")):
-        if kept[what] != facts[what]:
+        if golden[what] != facts[what]:
             raise ConfigError(
-                f"golden file {file}: it is of {word} ({_show(kept[what])}) than this program ({_show(facts[what])}), "
-                f"so their figures cannot be compared. {remedy}"
+                f"golden file {file}: it has {word} ({_show(golden[what])}) than this program "
+                f"({_show(facts[what])}), so their figures cannot be compared. {remedy}"
             )
-    return differences(kept, facts)
+    return differences(golden, facts)
 
 
-def differences(kept: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+def differences(golden: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Return the lines of :func:`against`.
 
     >>> row = {"kind": "all-gather", "axes": "model", "from": "Attention.__call__ (layers.py)"}
@@ -93,40 +93,42 @@ def differences(kept: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     ['+2 all-gathers over model, +1.00 GiB, from Attention.__call__ (layers.py)']
     """
     lines = [
-        f"{name.replace('_flops', ' FLOPs')}: {_change(facts[name] - kept[name])}{abs(facts[name] - kept[name]):,} "
-        f"({kept[name]:,} → {facts[name]:,})"
+        f"{name.replace('_flops', ' FLOPs')}: {_change(facts[name] - golden[name])}{abs(facts[name] - golden[name]):,} "
+        f"({golden[name]:,} → {facts[name]:,})"
         for name in _EXACT
-        if facts[name] != kept[name]
+        if facts[name] != golden[name]
     ]
-    if kept["certain"] != facts["certain"]:
-        lines.append(f"every loop's length is known: {kept['certain']} → {facts['certain']}")
-    lines += _memory(kept["memory"], facts["memory"])
-    rows = [{(r["kind"], r["axes"], r["from"]): r for r in side["collectives"]} for side in (kept, facts)]
+    if golden["certain"] != facts["certain"]:
+        lines.append(f"all trip counts are known: {golden['certain']} → {facts['certain']}")
+    lines += _memory(golden["memory"], facts["memory"])
+    rows = [{(r["kind"], r["axes"], r["from"]): r for r in side["collectives"]} for side in (golden, facts)]
     nothing = {"count": 0, "wire_bytes": 0.0}
     found = []
     for key in sorted({*rows[0], *rows[1]}):
         before, after = (side.get(key, nothing) for side in rows)
         count, sent = after["count"] - before["count"], after["wire_bytes"] - before["wire_bytes"]
-        if count or _apart(before["wire_bytes"], after["wire_bytes"]):
+        if count or _differs(before["wire_bytes"], after["wire_bytes"]):
             kind, axes, source = key
-            many = f"{_change(count)}{abs(count)} {kind}{'s' * (abs(count) != 1)}" if count else f"as many {kind}s"
+            counts = (
+                f"{_change(count)}{abs(count)} {kind}{'s' * (abs(count) != 1)}" if count else f"same number of {kind}s"
+            )
             found.append(
-                (abs(sent), f"{many} over {axes}, {_change(sent)}{show_bytes(round(abs(sent)))}, from {source}")
+                (abs(sent), f"{counts} over {axes}, {_change(sent)}{show_bytes(round(abs(sent)))}, from {source}")
             )
     return lines + [text for _, text in sorted(found, key=lambda pair: -pair[0])]
 
 
-def _memory(kept: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+def _memory(golden: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     lines = []
-    for name in sorted({*kept, *now}):
-        before, after = kept.get(name, 0), now.get(name, 0)
-        if _apart(before, after):
+    for name in sorted({*golden, *now}):
+        before, after = golden.get(name, 0), now.get(name, 0)
+        if _differs(before, after):
             change = f"{_change(after - before)}{show_bytes(abs(after - before))}"
             lines.append(f"memory, {name}: {change} ({show_bytes(before)} → {show_bytes(after)})")
     return lines
 
 
-def _apart(before: float, after: float) -> bool:
+def _differs(before: float, after: float) -> bool:
     return abs(after - before) > TOLERANCE * max(abs(before), abs(after))
 
 
@@ -135,19 +137,19 @@ def _change(difference: float) -> str:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    remedy = f"Remedy: remove {file} and run again to write it anew, or name another file."
+    remedy = f"Remedy: remove {file} and run again to write a new one, or name another file."
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        golden = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"golden file {file}: it is not JSON ({error}). {remedy}") from error
-    form = kept.get("form") if isinstance(kept, dict) else None
+    form = golden.get("form") if isinstance(golden, dict) else None
     if form != FORM:
-        raise ConfigError(f"golden file {file}: its form is {form!r}, but {FORM} is wanted. {remedy}")
-    wanted = ("topology", "mesh", "versions", "certain", "memory", "collectives", *_EXACT)
-    missing = [name for name in wanted if name not in kept]
+        raise ConfigError(f"golden file {file}: its form must be {FORM}, got {form!r}. {remedy}")
+    required = ("topology", "mesh", "versions", "certain", "memory", "collectives", *_EXACT)
+    missing = [name for name in required if name not in golden]
     if missing:
-        raise ConfigError(f"golden file {file}: it lacks {', '.join(missing)}. {remedy}")
-    return dict(kept)
+        raise ConfigError(f"golden file {file}: missing fields: {', '.join(missing)}. {remedy}")
+    return dict(golden)
 
 
 def _show(value: Any) -> str:

@@ -145,8 +145,8 @@ def step_for(
     state = abstract_state(layout, make_model, tx, options.get("precision"))
     inputs = placed(layout, batch)
     if isinstance(options.get("pipeline"), Asynchronous):
-        going = pipedream_train_step(layout, loss_fn, **options)
-        return going, going.abstract(state, inputs), inputs
+        pipelined = pipedream_train_step(layout, loss_fn, **options)
+        return pipelined, pipelined.abstract(state, inputs), inputs
     return (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options), state, inputs
 
 
@@ -180,7 +180,8 @@ def aim(layout: Layout, topology: Topology) -> Layout:
     if (own.platform, own.device_kind) != (target.platform, target.device_kind):
         raise MeshError(
             f"the mesh is for {own.device_kind!r}, but {topology} has {target.device_kind!r}. Remedy: "
-            f"MeshSpec(...).on('{topology}'), or MeshSpec(...).abstract({topology.devices}), which is for any."
+            f"MeshSpec(...).on('{topology}'), or MeshSpec(...).abstract({topology.devices}), which is not bound to "
+            "a device kind."
         )
     return layout
 
@@ -256,10 +257,7 @@ def compile_program(
     if KIND in kinds:
         request["kinds"] = kinds  # only if present, so that the cache keys of other programs do not change
         if topology.platform == "gpu":
-            text = (
-                "offload: ahead of time the compiler for GPUs takes the "
-                "host's memory for the device's, and counts it so."
-            )
+            text = "offload: ahead of time, the compiler for GPUs counts host memory as device memory."
             warnings.warn(text, stacklevel=2)
     return _run(compiler, program, request)
 
@@ -272,17 +270,17 @@ def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
 
 def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
     # The key includes source locations, because audits report them: a program with moved lines is compiled again.
-    asked = json.dumps([program.mlir_module(), request], sort_keys=True)
-    key = hashlib.sha256(asked.encode()).hexdigest()[:24]
-    kept = cache_folder() / key
+    request_text = json.dumps([program.mlir_module(), request], sort_keys=True)
+    key = hashlib.sha256(request_text.encode()).hexdigest()[:24]
+    cache_entry = cache_folder() / key
     with _one_at_a_time(cache_folder()):
-        cached = (kept / "result.json").is_file()
+        cached = (cache_entry / "result.json").is_file()
         if not cached:
-            _compile(compiler, bytes(program.serialize()), request, kept)
-    result = json.loads((kept / "result.json").read_text())
+            _compile(compiler, bytes(program.serialize()), request, cache_entry)
+    result = json.loads((cache_entry / "result.json").read_text())
     return AheadOfTime(
         topology=request["name"],
-        text=(kept / "program.hlo").read_text(),
+        text=(cache_entry / "program.hlo").read_text(),
         memory=_memory(result["memory"]),
         compile_cpu_seconds=result["compile_cpu_seconds"],
         device_kind=result["device_kind"],
@@ -304,25 +302,25 @@ def _memory(given: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], kept: Path) -> None:
-    """Compile in a temporary folder, and copy it to ``kept`` only when it is complete."""
-    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-        here = Path(folder)
-        (here / "program.export").write_bytes(program)
-        (here / "request.json").write_text(json.dumps(request))
+def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], cache_entry: Path) -> None:
+    """Compile in a temporary folder, and copy it to ``cache_entry`` only when it is complete."""
+    with tempfile.TemporaryDirectory(dir=cache_entry.parent) as folder:
+        build = Path(folder)
+        (build / "program.export").write_bytes(program)
+        (build / "request.json").write_text(json.dumps(request))
         command = [compiler.python, "-m", "jaxpar.analysis.compile.worker", folder]
         run = subprocess.run(command, env=environment_of(compiler), capture_output=True, text=True, check=False)
-        if not (here / "result.json").is_file():
-            raise CompileError(f"the compiler died with status {run.returncode}: {run.stderr[-2000:]}")
-        result = json.loads((here / "result.json").read_text())
+        if not (build / "result.json").is_file():
+            raise CompileError(f"the compiler failed with status {run.returncode}: {run.stderr[-2000:]}")
+        result = json.loads((build / "result.json").read_text())
         if result.get("kind") == MeshError.__name__:  # the devices cannot form this mesh
             raise MeshError(result["error"])
         if "error" in result:  # not cached: the compiler also fails while another process holds the library
-            raise CompileError(f"the compiler refused the program for {request['name']}: {result['error']}")
+            raise CompileError(f"the compiler rejected the program for {request['name']}: {result['error']}")
         result["warnings"] = warnings_in(run.stderr)
-        (here / "result.json").write_text(json.dumps(result))
-        (here / "program.export").unlink()
-        shutil.copytree(here, kept, dirs_exist_ok=True)
+        (build / "result.json").write_text(json.dumps(result))
+        (build / "program.export").unlink()
+        shutil.copytree(build, cache_entry, dirs_exist_ok=True)
 
 
 def warnings_in(log: str) -> list[str]:

@@ -108,30 +108,30 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
         found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         remedy = f"correct {compiler.variable}"
-        raise CompileError(f"the interpreter {python!r} does not run ({error}). Remedy: {remedy}.") from error
+        raise CompileError(f"the interpreter {python!r} failed to run ({error}). Remedy: {remedy}.") from error
     versions: dict[str, str | None] = json.loads(found)
     plugin = versions[compiler.plugin]
     if plugin is None:
         raise MissingExtraError(
-            f"compiling for {compiler.device} needs {compiler.plugin}, which {python} "
-            f"does not have. Remedy: pip install 'jaxpar[{compiler.extra}]', or point "
-            f"{compiler.variable} to an interpreter with {compiler.install}."
+            f"compiling for {compiler.device} requires {compiler.plugin}, which is not installed in {python}. "
+            f"Remedy: pip install 'jaxpar[{compiler.extra}]', or set {compiler.variable} to an interpreter with "
+            f"{compiler.install}."
         )
     if versions["jax"] != jax.__version__:
         raise CompileError(
-            f"{python} has jax {versions['jax']}, but this is jax {jax.__version__}: a program is compiled by the "
-            f"version that lowered it. Remedy: pip install {compiler.install} there."
+            f"{python} has jax {versions['jax']}, but this process has jax {jax.__version__}. The same version "
+            f"must lower and compile a program. Remedy: pip install {compiler.install} in that environment."
         )
-    wanted = _wanted(compiler, requires("jax") or [])
-    if not SpecifierSet(wanted).contains(plugin, prereleases=True):
+    required = _required_versions(compiler, requires("jax") or [])
+    if not SpecifierSet(required).contains(plugin, prereleases=True):
         raise CompileError(
-            f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} wants {compiler.plugin}{wanted}. "
-            f"Remedy: pip install {compiler.install} there."
+            f"{python} has {compiler.plugin} {plugin}, but jax {jax.__version__} requires "
+            f"{compiler.plugin}{required}. Remedy: pip install {compiler.install} in that environment."
         )
     return {name: version for name, version in versions.items() if version is not None}
 
 
-def _wanted(compiler: Compiler, requirements: list[str]) -> str:
+def _required_versions(compiler: Compiler, requirements: list[str]) -> str:
     """Return the compiler versions that jax's metadata requires, as ``==0.0.50.*``; empty if it requires none."""
     pattern = rf"{re.escape(compiler.plugin)}(?:\[[^]]*\])?\s*([^;\s]*)\s*;\s*extra == ['\"]{compiler.jax_extra}['\"]"
     return next((found[1] for found in map(re.compile(pattern).fullmatch, requirements) if found), "")

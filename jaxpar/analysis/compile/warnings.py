@@ -69,11 +69,11 @@ def rematerialised(warning: str, module: Module | None = None) -> Rematerialised
     tensor, size = "a tensor", 0
     if len(arrays) == 1:
         (array,) = arrays
-        ways = _ways(found["before"])
-        known = ways is not None and len(ways) == len(array.shape)
-        shape = tuple(n * way for n, way in zip(array.shape, ways or (), strict=True)) if known else array.shape
+        counts = _shard_counts(found["before"])
+        known = counts is not None and len(counts) == len(array.shape)
+        shape = tuple(n * count for n, count in zip(array.shape, counts or (), strict=True)) if known else array.shape
         tensor = f"{array.dtype}[{','.join(map(str, shape))}]"
-        size = array.bytes * (math.prod(ways) if known and ways else 1)
+        size = array.bytes * (math.prod(counts) if known and counts else 1)
     source = own_line(module.frames(made)) if module is not None and metadata else ""
     return Rematerialised(tensor, size, _show(found["before"]), _show(found["after"]), made.op_name, source)
 
@@ -93,7 +93,7 @@ def _dims(sharding: str) -> list[list[tuple[str, int]]] | None:
     ]
 
 
-def _ways(sharding: str) -> list[int] | None:
+def _shard_counts(sharding: str) -> list[int] | None:
     """Return the number of shards of each dim."""
     dims = _dims(sharding)
     if dims is not None:

@@ -33,27 +33,27 @@ MEMORY = (
 
 def main(folder: str) -> None:
     """Compile the program in ``folder``. A failure is written as a result, not raised."""
-    here = Path(folder)
-    request = json.loads((here / "request.json").read_text())
+    root = Path(folder)
+    request = json.loads((root / "request.json").read_text())
     result: dict[str, Any]
     try:
-        result = _compile(here, request)
+        result = _compile(root, request)
     except Exception as error:  # noqa: BLE001 (the caller gets every error of the compiler, verbatim)
         result = {"error": str(error), "kind": type(error).__name__}
-    (here / "result.json").write_text(json.dumps(result))
+    (root / "result.json").write_text(json.dumps(result))
 
 
-def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _compile(root: Path, request: dict[str, Any]) -> dict[str, Any]:
     import jax
     from jax import export
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    wanted = dict(request["topology"])
-    description = topologies.get_topology_desc(wanted.pop("topology_name"), **wanted)
+    options = dict(request["topology"])
+    description = topologies.get_topology_desc(options.pop("topology_name"), **options)
     devices = _arranged(description.devices, request["mesh"])
     mesh = Mesh(devices, tuple(request["mesh"]), axis_types=(AxisType.Auto,) * len(request["mesh"]))
-    program = export.deserialize(bytearray((here / "program.export").read_bytes()))
+    program = export.deserialize(bytearray((root / "program.export").read_bytes()))
     specs = [PartitionSpec(*(tuple(axes) or None for axes in spec)) for spec in request["specs"]]
     kinds = request.get("kinds") or [None] * len(specs)
     inputs = [
@@ -65,7 +65,7 @@ def _compile(here: Path, request: dict[str, Any]) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF)
     compiled = lowered.compile(compiler_options=request["compiler_options"])
     after = resource.getrusage(resource.RUSAGE_SELF)
-    (here / "program.hlo").write_text(compiled.as_text() or "")
+    (root / "program.hlo").write_text(compiled.as_text() or "")
     stats = compiled.memory_analysis()
     given = {name: getattr(stats, f"{name}_in_bytes", None) for name in MEMORY}
     return {
@@ -85,11 +85,11 @@ def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
 
     if devices[0].platform != "gpu":
         return arrange(list(devices), sizes)
-    said = [
+    hosts_as_slices = [
         SimpleNamespace(slice_index=d.process_index, id=d.id, platform=d.platform, device_kind=d.device_kind)
         for d in devices
     ]
-    places: Any = arrange(said, sizes)
+    places: Any = arrange(hosts_as_slices, sizes)
     by_id = {device.id: device for device in devices}
     for place in np.ndindex(places.shape):
         places[place] = by_id[places[place].id]

@@ -19,7 +19,7 @@ from jaxpar.analysis.hlo.collectives import KINDS, Collective
 from jaxpar.analysis.hlo.parser import Module, parse
 from jaxpar.analysis.hlo.slices import Slices, slices_named
 from jaxpar.analysis.hlo.walk import HloWalk
-from jaxpar.analysis.units import show_bytes
+from jaxpar.analysis.units import aligned, show_bytes
 from jaxpar.errors import AuditError, did_you_mean, listing
 
 _COLUMNS = ("collective", "axes", "count", "dtype", "results", "on the wire", "notes", "from")
@@ -64,9 +64,7 @@ class Audit:
           AuditError: unknown ``kind``, or the mesh has no such ``axis``.
         """
         if kind is not None and kind not in KINDS:
-            raise AuditError(
-                f"no collective has the kind {kind!r}.{did_you_mean(kind, KINDS)} Kinds: {listing(KINDS)}."
-            )
+            raise AuditError(f"unknown collective kind {kind!r}.{did_you_mean(kind, KINDS)} Kinds: {listing(KINDS)}.")
         if axis is not None and axis not in self.mesh:
             raise AuditError(
                 f"the mesh has no axis {axis!r}.{did_you_mean(axis, self.mesh)} Axes: {listing(self.mesh)}."
@@ -92,8 +90,8 @@ class Audit:
         conditionals with two arms.
         """
         always = tuple(c for c in self.collectives if not c.conditional)
-        instead = tuple(c for c in self.collectives if c.conditional)
-        return dataclasses.replace(self, collectives=(*always, *self.other_arms), other_arms=instead)
+        replaced_arms = tuple(c for c in self.collectives if c.conditional)
+        return dataclasses.replace(self, collectives=(*always, *self.other_arms), other_arms=replaced_arms)
 
     @property
     def certain(self) -> bool:
@@ -102,11 +100,11 @@ class Audit:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the collectives as table cells, largest first; equal ones from one source share a row."""
-        together: dict[tuple[Any, ...], list[Collective]] = {}
+        groups: dict[tuple[Any, ...], list[Collective]] = {}
         for c in self.collectives:
             key = (c.kind, c.form, c.axes, c.dtype, c.place, _notes(c))
-            together.setdefault(key, []).append(c)
-        largest_first = sorted(together.items(), key=lambda item: -sum(c.total_wire_bytes for c in item[1]))
+            groups.setdefault(key, []).append(c)
+        largest_first = sorted(groups.items(), key=lambda item: -sum(c.total_wire_bytes for c in item[1]))
         rows: list[tuple[str, ...]] = []
         for (kind, form, axes, dtype, place, notes), same in largest_first:
             count = str(sum(c.count for c in same))
@@ -118,10 +116,7 @@ class Audit:
 
     def table(self) -> str:
         """Return :meth:`rows` as a text table with a header."""
-        rows = [_COLUMNS, *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines) + "\n"
+        return "\n".join(aligned([_COLUMNS, *self.rows()])) + "\n"
 
     def __str__(self) -> str:
         return f"{self.headline()}\n{self.table()}"
@@ -137,13 +132,13 @@ class Audit:
             sent: dict[str, float] = {}
             for c in self.other_arms:
                 sent[c.dtype] = sent.get(c.dtype, 0) + c.total_wire_bytes
-            each = ", ".join(f"{dtype} {show_bytes(round(size))}" for dtype, size in sorted(sent.items()))
-            text += f"; other arms of branches, not counted, send {show_bytes(round(sum(sent.values())))} ({each})"
+            by_dtype = ", ".join(f"{dtype} {show_bytes(round(size))}" for dtype, size in sorted(sent.items()))
+            text += f"; other arms of branches, not counted, send {show_bytes(round(sum(sent.values())))} ({by_dtype})"
         if not self.certain:
             loops = ", ".join(self.unknown_loops)
-            text += f"; LOWER BOUNDS, each loop counted as one run: the trip count is unknown of {loops}"
+            text += f"; LOWER BOUNDS, counting one iteration of the loops with an unknown trip count: {loops}"
         if self.silent_kernels:
-            text += f"; without the FLOPs of {', '.join(self.silent_kernels)}, which state none"
+            text += f"; excluding the FLOPs of {', '.join(self.silent_kernels)}, which report none"
         return text
 
     def _repr_html_(self) -> str:
@@ -189,7 +184,7 @@ def _notes(c: Collective) -> str:
         (c.overlapped, "overlapped"),
         (0 < c.exposed_bytes < c.wire_bytes, "partly overlapped"),
         (c.conditional, "in a branch"),
-        (not c.certain, "in a loop of unknown length"),
+        (not c.certain, "in a loop with an unknown trip count"),
     )
     return ", ".join(text for holds, text in marks if holds)
 
@@ -235,15 +230,15 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
 
 def _mesh(module: Module, mesh: Any) -> tuple[dict[str, int], Slices | None]:
     """Return the mesh as axis → size, and its split over slices if the program is for several slices."""
-    named = slices_named(module)
-    given = {"devices": module.partitions * max(named, 1)} if mesh is None else getattr(mesh, "shape", mesh)
+    num_slices = slices_named(module)
+    given = {"devices": module.partitions * max(num_slices, 1)} if mesh is None else getattr(mesh, "shape", mesh)
     sizes = {str(axis): int(size) for axis, size in given.items()}
     devices = math.prod(sizes.values())
-    slices = Slices.of(sizes, module.partitions) if named else None
-    fits = devices == module.partitions if slices is None else slices.count == named
+    slices = Slices.of(sizes, module.partitions) if num_slices else None
+    fits = devices == module.partitions if slices is None else slices.count == num_slices
     if not fits or devices % module.partitions:
         shape = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-        several = f" of each of {named} slices" if named else ""
+        several = f" of each of {num_slices} slices" if num_slices else ""
         raise AuditError(
             f"the program runs on {module.partitions} devices{several}, but the mesh has {devices} ({shape}). "
             f"Remedy: pass the mesh that the program was compiled for."

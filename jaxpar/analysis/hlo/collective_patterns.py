@@ -67,38 +67,38 @@ def part_between(kind: str, send: Instruction, where: Computation, group: int) -
     """Return the arrays that a transfer between slices moves, among groups of ``group`` devices."""
     arrays = where[send.operands[0]].types
     if kind == "collective-permute":
-        given = sum(array.bytes for array in arrays)
-        return Part(kind, "", arrays, given, given)
+        operand_bytes = sum(array.bytes for array in arrays)
+        return Part(kind, "", arrays, operand_bytes, operand_bytes)
     return _plain(kind, arrays, group)
 
 
 def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
     """Return a collective of the kind that the program states, for these operands on each device."""
-    given = sum(array.bytes for array in arrays)
-    whole = given * group if kind == "all-gather" else given
-    result = whole // group if kind == "reduce-scatter" else whole
-    return Part(kind, "", arrays, result, wire_bytes(kind, whole, group))
+    operand_bytes = sum(array.bytes for array in arrays)
+    full_bytes = operand_bytes * group if kind == "all-gather" else operand_bytes
+    result = full_bytes // group if kind == "reduce-scatter" else full_bytes
+    return Part(kind, "", arrays, result, wire_bytes(kind, full_bytes, group))
 
 
 def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool) -> Part:
     """Return an all-reduce whose result is sliced; in one fusion, both send only the bytes of a reduce-scatter."""
     arrays = tuple(array for array, _ in sliced)
-    given = sum(array.bytes for array in arrays)
+    operand_bytes = sum(array.bytes for array in arrays)
     result = sum(array.bytes * kept // array.size for array, kept in sliced)
     form = "all-reduce in a scatter fusion" if fused else "all-reduce + slice"
-    sent = wire_bytes("reduce-scatter" if fused else "all-reduce", given, group)
+    sent = wire_bytes("reduce-scatter" if fused else "all-reduce", operand_bytes, group)
     return Part("reduce-scatter", form, arrays, result, sent)
 
 
 def _kept(k: int, instruction: Instruction, where: Computation, flow: Flow) -> int | None:
     """Return the elements that each device keeps of result ``k`` of an all-reduce, if it keeps only its own slice."""
     done = [user for user in flow.users(instruction.name, where) if user.opcode == "all-reduce-done"]
-    whole = done[0] if done else instruction
-    if len(whole.types) == 1:
-        return flow.kept(whole.name, where)
-    if whole.root:
+    finished = done[0] if done else instruction
+    if len(finished.types) == 1:
+        return flow.kept(finished.name, where)
+    if finished.root:
         return None
-    users = flow.users(whole.name, where)
+    users = flow.users(finished.name, where)
     if not all(user.opcode == "get-tuple-element" for user in users):
         return None
     sizes = [flow.kept(user.name, where) for user in users if user.index == k]

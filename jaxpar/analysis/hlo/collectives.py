@@ -120,7 +120,7 @@ def groups_of(instruction: Instruction, devices: int) -> np.ndarray:
         return _mesh_groups(text, instruction.attribute("device_ids"))
     groups = _iota(text)
     if groups is None:
-        raise AuditError(f"{instruction.name}: replica_groups={text[:80]} is a spelling the auditor does not know.")
+        raise AuditError(f"{instruction.name}: unsupported notation replica_groups={text[:80]}.")
     return groups
 
 

@@ -46,7 +46,7 @@ def matmul_flops(instruction: Instruction, where: Computation) -> int:
         found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', config)
         if found is None:
             raise AuditError(
-                f"{instruction.name}: the call of {target(instruction)} does not say which dims it contracts."
+                f"{instruction.name}: the call of {target(instruction)} does not specify its contracting dims."
             )
         return _dot(out, where.inputs(instruction)[0].types[0], found[1])
     return 0
@@ -94,7 +94,7 @@ def _dot(out: ArrayType, lhs: ArrayType, contracting: str | None) -> int:
 def _convolution(instruction: Instruction, out: ArrayType, lhs: ArrayType, rhs: ArrayType) -> int:
     found = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
     if found is None:
-        raise AuditError(f"{instruction.name}: the convolution does not say which dims it multiplies (dim_labels).")
+        raise AuditError(f"{instruction.name}: the convolution does not specify its dims (dim_labels).")
     lhs_at, rhs_at, out_at = ({label: i for i, label in enumerate(text)} for text in found.groups())
     window = _window(instruction.attribute("window") or "")
     taps = 1

@@ -137,18 +137,18 @@ class _Scan:
         for instruction in where:
             given = [group for name in instruction.operands for group in held.get(name, ())]
             if instruction.opcode == "get-tuple-element":
-                here: _Held = _element(given, where[instruction.operands[0]], instruction)
+                arrays: _Held = _element(given, where[instruction.operands[0]], instruction)
             elif instruction.opcode.endswith("-done"):
-                here = _finished(given, where[instruction.operands[0]], instruction)
+                arrays = _finished(given, where[instruction.operands[0]], instruction)
             elif instruction.opcode in _VIEWS:
-                here = tuple(given)
+                arrays = tuple(given)
                 if instruction.opcode == "while" and len(given) == len(instruction.types):
                     self._gathered |= {made for i in gathered_stacks(instruction, self._flow) for made in given[i]}
             elif instruction.opcode in _FREE or (instruction.opcode == "parameter" and not entry):
-                here = ((),) * len(instruction.types)
+                arrays = ((),) * len(instruction.types)
             else:
-                here = self._new(instruction, where, held)
-            held[instruction.name] = here
+                arrays = self._new(instruction, where, held)
+            held[instruction.name] = arrays
         return held
 
     def _new(self, instruction: Instruction, where: Computation, held: dict[str, _Held]) -> _Held:
@@ -161,8 +161,8 @@ class _Scan:
         made: list[tuple[_Made, ...]] = []
         for leaf, array in enumerate(instruction.types):
             # The tuple of a start repeats its operands, which stay where they are.
-            again = starts and array in given and (instruction.opcode != "copy-start" or leaf > 0)
-            made.append(() if array.space or again else (_Made(instruction.name, leaf, array.bytes),))
+            repeated = starts and array in given and (instruction.opcode != "copy-start" or leaf > 0)
+            made.append(() if array.space or repeated else (_Made(instruction.name, leaf, array.bytes),))
         return tuple(made)
 
     def _describe(self, made: _Made, where: Computation, scope: str) -> Buffer:
@@ -170,18 +170,18 @@ class _Scan:
         shape, argument = str(maker.types[made.leaf]), maker.opcode == "parameter"
         if argument:
             return Buffer(made.bytes, shape, "", maker.op_name, scope, True, int(maker.arguments), maker.opcode)
-        near = list(self._near(maker, where))
-        lines = (own_line(self.module.frames(i)) for i in near)
+        nearby = list(self._nearby(maker, where))
+        lines = (own_line(self.module.frames(i)) for i in nearby)
         source = next((line for line in lines if line), "")
         # A name without a path is the compiler's own and explains nothing. Neither does the name of memory that a loop
         # fills later.
-        telling = sorted((i for i in near if "/" in i.op_name), key=lambda i: target(i) == "AllocateBuffer")
-        op_name = next((i.op_name for i in telling), "")
+        with_path = sorted((i for i in nearby if "/" in i.op_name), key=lambda i: target(i) == "AllocateBuffer")
+        op_name = next((i.op_name for i in with_path), "")
         return Buffer(
             made.bytes, shape, source, op_name, scope, False, opcode=maker.opcode, gathered=made in self._gathered
         )
 
-    def _near(self, maker: Instruction, where: Computation) -> Iterator[Instruction]:
+    def _nearby(self, maker: Instruction, where: Computation) -> Iterator[Instruction]:
         """Yield instructions that may have the source of a value: its maker, its operands and its readers."""
         yield maker
         for name in maker.called("calls", "to_apply") if maker.opcode in FUSIONS else ():
@@ -243,11 +243,11 @@ def _element(given: Sequence[tuple[_Made, ...]], source: Instruction, instructio
 
 def _finished(given: Sequence[tuple[_Made, ...]], start: Instruction, instruction: Instruction) -> _Held:
     """Return the arrays of a finished asynchronous operation: those of its start that have the types of its result."""
-    wanted = list(instruction.types)
+    result_types = list(instruction.types)
     if len(given) != len(start.types):
         return tuple(given)
     found: list[tuple[_Made, ...]] = []
-    for array in wanted:
+    for array in result_types:
         fits = [group for group, t in zip(given, start.types, strict=True) if t == array]
         found.append(next((group for group in fits if group), ()))
     return tuple(found)

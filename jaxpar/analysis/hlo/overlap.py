@@ -43,7 +43,7 @@ class HloOrder:
         fused = any(caller.opcode == "fusion" for caller, _ in self._costs.flow.callers.get(where.name, []))
         return fused and not any(target(i) == "AsyncCollectiveStart" and instruction.name in i.operands for i in where)
 
-    def beside(self, start: Instruction, where: Computation) -> Work:
+    def overlapping_work(self, start: Instruction, where: Computation) -> Work:
         """Return the compute between the start of a collective and its end; none for a synchronous collective.
 
         A collective that ends in the loop's next iteration is in flight until the end of this one.
@@ -61,8 +61,8 @@ class HloOrder:
 
     def span(self, start: Instruction, where: Computation) -> tuple[int, int]:
         """Return the places in a computation's schedule between which an asynchronous collective is in flight."""
-        rest = list(self._after(start, where))
-        steps = next((n for n, i in enumerate(rest, 1) if self._ends_it(i, start, None, where)), len(rest))
+        later = list(self._after(start, where))
+        steps = next((n for n, i in enumerate(later, 1) if self._ends_it(i, start, None, where)), len(later))
         begin = self._places[where.name][start.name]
         return begin, begin + (steps if start.opcode.endswith("-start") else 0)
 

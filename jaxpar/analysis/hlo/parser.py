@@ -131,7 +131,7 @@ class Computation:
         """The instruction whose value the computation returns."""
         found = next((i for i in self.instructions.values() if i.root), None)
         if found is None:
-            raise AuditError(f"the HLO text is broken: the computation {self.name!r} has no ROOT.")
+            raise AuditError(f"the HLO text is malformed: the computation {self.name!r} has no ROOT.")
         return found
 
     @cached_property
@@ -145,7 +145,7 @@ class Computation:
     def __getitem__(self, name: str) -> Instruction:
         if name not in self.instructions:
             raise AuditError(
-                f"the HLO text is broken: the computation {self.name!r} uses {name!r}, but does not have it."
+                f"the HLO text is malformed: the computation {self.name!r} uses {name!r}, but does not define it."
             )
         return self.instructions[name]
 
@@ -188,7 +188,7 @@ class Module:
 
     def __getitem__(self, name: str) -> Computation:
         if name not in self.computations:
-            raise AuditError(f"the HLO text is broken: it calls the computation {name!r}, but does not have it.")
+            raise AuditError(f"the HLO text is malformed: it calls the computation {name!r}, but does not define it.")
         return self.computations[name]
 
     def frames(self, instruction: Instruction) -> list[Location]:
@@ -231,7 +231,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     current: dict[str, Instruction] = {}
-    for line in _whole_lines(body):
+    for line in _joined_lines(body):
         if not name:
             opening = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
             if opening and "->" in line:
@@ -245,7 +245,7 @@ def parse(text: str) -> Module:
             current[instruction.name] = instruction
     if name or not entry:
         cause = f"the computation {name!r} has no end" if name else "it has no ENTRY computation"
-        raise AuditError(f"the HLO text is cut short: {cause}. Remedy: pass the whole of compiled.as_text().")
+        raise AuditError(f"the HLO text is truncated: {cause}. Remedy: pass the full compiled.as_text().")
     counts = [re.search(rf"{count}=(\d+)", header) for count in ("num_partitions", "replica_count")]
     partitions = math.prod(int(count[1]) for count in counts if count)
     tables = {name: _table(body, name) for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
@@ -253,7 +253,7 @@ def parse(text: str) -> Module:
     return Module(re.split(r"[\s,]", header)[1], computations, entry, partitions, aliased, tables)
 
 
-def _whole_lines(body: str) -> Iterator[str]:
+def _joined_lines(body: str) -> Iterator[str]:
     """Yield the lines of a module; an attribute that a kernel's metadata spreads over several lines is one line."""
     lines = iter(body.splitlines())
     for line in lines:
@@ -286,13 +286,13 @@ def _instruction(line: str, where: str) -> Instruction:
     root = line.startswith("ROOT ")
     name, equals, rest = line.removeprefix("ROOT ").partition(" = ")
     if not equals:
-        raise AuditError(f"the HLO text is broken in computation {where!r}: {line[:80]!r} is no instruction.")
+        raise AuditError(f"the HLO text is malformed in computation {where!r}: {line[:80]!r} is not an instruction.")
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     kind, rest = rest[: max(end, 0)], rest[max(end, 0) :].lstrip()
     opcode, bracket, _ = rest.partition("(")
     stop = _closing(rest, len(opcode)) if bracket else -1
     if stop < 0 or end <= 0:
-        raise AuditError(f"the HLO text is cut short in computation {where!r}: {line[:80]!r} has no end.")
+        raise AuditError(f"the HLO text is truncated in computation {where!r}: {line[:80]!r} has no end.")
     arguments = rest[len(opcode) + 1 : stop]
     operands = () if opcode == "constant" else tuple(re.findall(r"%([\w.\-]+)", arguments))
     attributes = rest[stop + 1 :].lstrip(", ")

@@ -109,7 +109,7 @@ def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
     kind = _KINDS.get(named[1]) if named else None
     if kind is None or target is None:
         what = f"a transfer between slices of type {named[1] if named else 'unknown'}"
-        raise AuditError(f"{send.name}: {what} is nothing the auditor knows. Remedy: audit the program for one slice.")
+        raise AuditError(f"{send.name}: {what} is not supported. Remedy: audit the program for one slice.")
     if target[1].startswith('"'):  # {1,2}x{0:3}: the devices 0 to 3 of the slices 1 and 2
         rows = [[int(n) - 1 for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}x", target[1])]
     else:
@@ -117,7 +117,7 @@ def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
         rows = [[int(n) // _NUMBERING - 1 for n in re.findall(r"\d+", row)] for row in lists]
     if not rows or len({len(row) for row in rows}) > 1 or min(map(min, rows)) < 0:
         raise AuditError(
-            f"{send.name}: _xla_megascale_target={target[1][:80]} is a spelling the auditor does not know. "
-            f"Remedy: audit the program for one slice."
+            f"{send.name}: unsupported notation _xla_megascale_target={target[1][:80]}. Remedy: audit the program "
+            "for one slice."
         )
     return kind, np.array(rows)

@@ -77,17 +77,17 @@ def _runs(direction: str, start: int, bound: int, step: int) -> int | None:
 def _comparison(condition: Computation, flow: Flow) -> tuple[str, _Scalar, _Scalar] | None:
     """Return the direction and the two sides of the comparison in a loop's condition."""
     root, where = condition.root, condition
-    given: Mapping[str, _Scalar | None] = {}
+    known: Mapping[str, _Scalar | None] = {}
     while root.opcode in _SAME or flow.inner(root) is not None:
         inner = flow.inner(root)
         if inner is None:
             root = where[root.operands[0]]
         else:
-            given = _arguments(root, inner, where, flow, given)
+            known = _arguments(root, inner, where, flow, known)
             root, where = inner.root, inner
     if root.opcode != "compare":
         return None
-    left, right = (_scalar(operand, where, flow, given) for operand in root.operands)
+    left, right = (_scalar(operand, where, flow, known) for operand in root.operands)
     direction = root.attribute("direction") or ""
     return (direction, left, right) if left and right and direction in _MIRROR else None
 
@@ -127,33 +127,33 @@ def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) ->
     return None if base is None else base + added
 
 
-def _scalar(name: str, where: Computation, flow: Flow, given: Mapping[str, _Scalar | None]) -> _Scalar | None:
+def _scalar(name: str, where: Computation, flow: Flow, known: Mapping[str, _Scalar | None]) -> _Scalar | None:
     """Return a scalar as a constant, or as an element of the enclosing loop's carry plus a constant.
 
-    ``given`` has the values of a fusion's parameters.
+    ``known`` has the values of a fusion's parameters.
     """
-    if name in given:
-        return given[name]
+    if name in known:
+        return known[name]
     instruction = where[name]
     if sum(array.size for array in instruction.types) != 1:
         return None
     if instruction.opcode == "constant":
         return (None, int(instruction.arguments)) if re.fullmatch(r"-?\d+", instruction.arguments) else None
     if instruction.opcode in _SAME:
-        return _scalar(instruction.operands[0], where, flow, given)
+        return _scalar(instruction.operands[0], where, flow, known)
     if instruction.opcode in ("add", "subtract"):
-        left, right = (_scalar(operand, where, flow, given) for operand in instruction.operands)
+        left, right = (_scalar(operand, where, flow, known) for operand in instruction.operands)
         return _sum(left, right, 1 if instruction.opcode == "add" else -1)
     if instruction.opcode == "get-tuple-element":
-        return _element(instruction.index, where[instruction.operands[0]], where, flow, given)
+        return _element(instruction.index, where[instruction.operands[0]], where, flow, known)
     inner = flow.inner(instruction)
     if inner is None:
         return None
-    return _scalar(inner.root.name, inner, flow, _arguments(instruction, inner, where, flow, given))
+    return _scalar(inner.root.name, inner, flow, _arguments(instruction, inner, where, flow, known))
 
 
 def _element(
-    index: int, source: Instruction, where: Computation, flow: Flow, given: Mapping[str, _Scalar | None]
+    index: int, source: Instruction, where: Computation, flow: Flow, known: Mapping[str, _Scalar | None]
 ) -> _Scalar | None:
     """Return element ``index`` of a tuple-valued instruction."""
     if source.opcode == "opt-barrier":
@@ -161,20 +161,20 @@ def _element(
     if source.opcode == "parameter":
         return index, 0
     if source.opcode == "tuple":
-        return _scalar(source.operands[index], where, flow, given)
+        return _scalar(source.operands[index], where, flow, known)
     if source.opcode == "while" and flow.invariant(index, flow.module[source.called("body")[0]]):
-        return _element(index, where[source.operands[0]], where, flow, given)
+        return _element(index, where[source.operands[0]], where, flow, known)
     inner = flow.inner(source)
     if inner is None or inner.root.opcode != "tuple":
         return None
-    return _scalar(inner.root.operands[index], inner, flow, _arguments(source, inner, where, flow, given))
+    return _scalar(inner.root.operands[index], inner, flow, _arguments(source, inner, where, flow, known))
 
 
 def _arguments(
-    fusion: Instruction, inner: Computation, where: Computation, flow: Flow, given: Mapping[str, _Scalar | None]
+    fusion: Instruction, inner: Computation, where: Computation, flow: Flow, known: Mapping[str, _Scalar | None]
 ) -> dict[str, _Scalar | None]:
     """Return the values of a fusion's parameters."""
-    outer = [_scalar(operand, where, flow, given) for operand in fusion.operands]
+    outer = [_scalar(operand, where, flow, known) for operand in fusion.operands]
     return {parameter.name: outer[i] for i, parameter in enumerate(inner.parameters)}
 
 

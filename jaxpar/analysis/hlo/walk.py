@@ -38,7 +38,7 @@ class Scope:
     Attributes:
       times: how often this place runs.
       conditional, certain: as for a collective.
-      beside: the compute that overlaps with the asynchronous instruction around this place.
+      overlapping_work: the compute that overlaps with the asynchronous instruction around this place.
       callers: the instructions that lead here, innermost first. They give the source of an instruction without one.
       window: inside the loop of a windowed einsum: the collective that it implements, the computation around the loop,
         and how often that runs.
@@ -47,7 +47,7 @@ class Scope:
     times: int = 1
     conditional: bool = False
     certain: bool = True
-    beside: Work | None = None
+    overlapping_work: Work | None = None
     callers: tuple[Instruction, ...] = ()
     window: tuple[str, str, int] | None = None
 
@@ -82,7 +82,7 @@ class HloWalk:
         self._rings: dict[tuple[Any, ...], tuple[int, int]] = {}
         # Computation → the last place in its schedule at which exposed permutes are in flight, and their number.
         self._flights: dict[str, tuple[int, int]] = {}
-        self._flown = 0
+        self._num_flights = 0
 
     def run(self) -> Work:
         """Walk the program; return its work."""
@@ -105,7 +105,9 @@ class HloWalk:
                 self._arms(instruction, inside)
             elif instruction.opcode in CALLS:
                 if instruction.opcode != "call":
-                    inside = dataclasses.replace(inside, beside=self._schedule.beside(instruction, where))
+                    inside = dataclasses.replace(
+                        inside, overlapping_work=self._schedule.overlapping_work(instruction, where)
+                    )
                 for name in instruction.called("calls", "to_apply"):
                     self._computation(self.module[name], inside)
 
@@ -166,7 +168,7 @@ class HloWalk:
         if role is None:
             part = Part("collective-permute", "", arrays, given, given)
             found = self._describe(part, axes, 2, instruction, where, scope)
-            flight = None if found.overlapped or scope.beside else self._flight(instruction, where)
+            flight = None if found.overlapped or scope.overlapping_work else self._flight(instruction, where)
             pairs_along = along(pairs, axes, self.sizes)
             self.collectives.append(dataclasses.replace(found, pairs=pairs_along, flight=flight))
             return
@@ -182,8 +184,8 @@ class HloWalk:
         begin, end = self._schedule.span(start, where)
         until, number = self._flights.get(where.name, (-1, 0))
         if begin > until:
-            self._flown += 1
-            until, number = -1, self._flown
+            self._num_flights += 1
+            until, number = -1, self._num_flights
         self._flights[where.name] = max(until, end), number
         return number
 
@@ -216,10 +218,10 @@ class HloWalk:
     def _describe(
         self, part: Part, axes: tuple[str, ...], group: int, instruction: Instruction, where: Computation, scope: Scope
     ) -> Collective:
-        beside = scope.beside or self._schedule.beside(instruction, where)
-        flops = beside.matmul_flops + beside.kernel_flops
+        overlapping_work = scope.overlapping_work or self._schedule.overlapping_work(instruction, where)
+        flops = overlapping_work.matmul_flops + overlapping_work.kernel_flops
         # A matmul hides a transfer, and so does elementwise work on as many bytes; an operation on scalars does not.
-        hidden = flops > 0 or beside.hbm_bytes >= part.wire_bytes > 0
+        hidden = flops > 0 or overlapping_work.hbm_bytes >= part.wire_bytes > 0
         # Without a source of its own, an instruction takes that of its caller, its operands or its readers.
         sources = (instruction, *scope.callers[:1], *where.inputs(instruction), *scope.callers[1:])
         frames = next((f for i in sources if (f := self.module.frames(i))), [])

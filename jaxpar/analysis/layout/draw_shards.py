@@ -140,17 +140,17 @@ class _Side:
     name: str
     size: int
     axes: tuple[str, ...]
-    ways: int
+    num_shards: int
 
     def title(self, sizes: dict[str, int]) -> str:
-        there = " × ".join(f"{axis} {sizes[axis]}" for axis in self.axes) or "whole"
-        return f"{self.name} {self.size} → {there}"
+        axes = " × ".join(f"{axis} {sizes[axis]}" for axis in self.axes) or "replicated"
+        return f"{self.name} {self.size} → {axes}"
 
     def blocks(self) -> list[int | None]:
         """Return the blocks to draw; ``None`` is the gap."""
-        if self.ways <= _HEAD + _TAIL + 2:
-            return list(range(self.ways))
-        return [*range(_HEAD), None, *range(self.ways - _TAIL, self.ways)]
+        if self.num_shards <= _HEAD + _TAIL + 2:
+            return list(range(self.num_shards))
+        return [*range(_HEAD), None, *range(self.num_shards - _TAIL, self.num_shards)]
 
 
 _NONE = _Side("", 1, (), 1)
@@ -185,13 +185,13 @@ class _Picture:
 
     def subtitle(self) -> str:
         copies, devices = len(self.owners[(0,) * len(self.sides)]), self.layout.mesh.size
-        shard = " × ".join(str(side.size // side.ways) for side in self.sides) or "one number"
+        shard = " × ".join(str(side.size // side.num_shards) for side in self.sides) or "one number"
         many = f"{len(self.owners)} shards of {shard}, each" if len(self.owners) > 1 else "One block,"
         where = "one device" if copies == 1 else f"each of the {copies} devices" if copies == devices else ""
         text = f"{many} on {where or f'{copies} of {devices} devices'}."
         for i, side in enumerate(self.sides):
             if side.axes and i not in self.kept:
-                text += f" Drawn: the first of {side.ways} blocks along {side.title(self.layout.sizes)}."
+                text += f" Shown: the first of {side.num_shards} blocks along {side.title(self.layout.sizes)}."
         kind = "positions in the mesh" if isinstance(self.layout.mesh, AbstractMesh) else "device ids"
         return f"{text} Numbers: {kind}."
 
@@ -262,9 +262,9 @@ def _fit(cells: Sequence[Sequence[int]], width: float, height: float) -> tuple[l
     short = [", ".join(map(str, cell[:2])) for cell in cells]
     styles = [[f"{text}, … ({most} devices)" for text in short], [f"{text}, …\n({most} devices)" for text in short]]
     if most <= _LISTED:
-        every = [", ".join(map(str, cell)) for cell in cells]
-        folded = [textwrap.fill(text, max(len(text) // 2 + 1, 3)) for text in every]
-        styles = [every, folded, *(styles if most > 2 else [])]
+        all_devices = [", ".join(map(str, cell)) for cell in cells]
+        folded = [textwrap.fill(text, max(len(text) // 2 + 1, 3)) for text in all_devices]
+        styles = [all_devices, folded, *(styles if most > 2 else [])]
     sizes = [min(_font(text, width, height) for text in texts) for texts in styles]
     best = next((i for i, size in enumerate(sizes) if size >= 7), int(np.argmax(sizes)))
     return styles[best], round(max(sizes[best], 4.0), 1)
@@ -283,8 +283,8 @@ def _label(ax: Any, picture: _Picture) -> None:
         if side is _NONE:
             axis.set_ticks([])
             continue
-        ticks, every = _ticks(side), math.ceil(1 / room)
-        labels = [text if i % every == 0 else "" for i, text in enumerate(ticks)]
+        ticks, stride = _ticks(side), math.ceil(1 / room)
+        labels = [text if i % stride == 0 else "" for i, text in enumerate(ticks)]
         axis.set_ticks(_edges(side.blocks()), labels, fontsize=8)
         axis.set_label_text(side.title(picture.layout.sizes))
     ax.spines[:].set_visible(False)
@@ -303,6 +303,6 @@ def _ticks(side: _Side) -> list[str]:
     >>> _ticks(_Side("embed", 64, ("data",), 4))
     ['0', '16', '32', '48', '64']
     """
-    blocks, step = side.blocks(), side.size // side.ways
+    blocks, step = side.blocks(), side.size // side.num_shards
     begins = [_HEAD if block is None else block for block in blocks]
-    return [str(begin * step) for begin in (*begins, side.ways)]
+    return [str(begin * step) for begin in (*begins, side.num_shards)]

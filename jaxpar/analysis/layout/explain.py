@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.analysis.layout import notes as say
+from jaxpar.analysis.layout.notes import assumed_replicated, narrow_sums, unequal_initial_values, with_reason
 from jaxpar.analysis.layout.report import Report, Row
 from jaxpar.analysis.memory.estimate import Memory, estimate
 from jaxpar.analysis.units import device_bytes, show_bytes
@@ -72,18 +72,18 @@ def explain(
     """
     state, causes = shape_state_and_causes(layout, make_model, tx, (step or {}).get("precision"))
     unordered = {path: sorted(names - FIXED) for path, names in causes.items() if names - FIXED}
-    tensors, away = place(layout, state), stored_tensors(layout, state)
+    tensors, stored = place(layout, state), stored_tensors(layout, state)
     used: set[tuple[str, str]] = set()
     rows = [
         _row(layout, t, {"step": "other", "key": "other", "loss_scale": "other"}.get(t.role, t.role)) for t in tensors
     ]
-    on_disk, refused = disk_of(state), refusal(state)
-    rows += [_row(layout, t, t.role, disk=on_disk.path) for t in away if on_disk is not None]
-    rows = [say.with_reason(row, unordered.get(row.path, ())) for row in rows]
-    problems = problems_of(layout, [*tensors, *away]) + ([refused] if refused else [])
-    missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
-    problems += [missing] if missing else []
-    for tensor in [*tensors, *away]:
+    on_disk, unsupported = disk_of(state), refusal(state)
+    rows += [_row(layout, t, t.role, disk=on_disk.path) for t in stored if on_disk is not None]
+    rows = [with_reason(row, unordered.get(row.path, ())) for row in rows]
+    problems = problems_of(layout, [*tensors, *stored]) + ([unsupported] if unsupported else [])
+    no_layers_problem = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    problems += [no_layers_problem] if no_layers_problem else []
+    for tensor in [*tensors, *stored]:
         used |= tensor.resolved.used
         if tensor.role == "params" and tensor.names is not None:
             gradient = layout.resolve(
@@ -93,14 +93,14 @@ def explain(
             problems += [] if tensor.problems else gradient.problems
     inputs, plain_batch = _batch(layout, batch)
     traced = loss_fn is not None and batch is not None
-    extra, attentions = inputs, ()  # type: list[PlacedLeaf], tuple[str, ...]
+    inputs_and_activations, attentions = inputs, ()  # type: list[PlacedLeaf], tuple[str, ...]
     if loss_fn is not None and batch is not None:
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
-        extra = [*inputs, *activations]
+        inputs_and_activations = [*inputs, *activations]
     if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
         # A pipelined step shards the activations between layers by these dims. Tracing the loss does not use them.
         used |= layout.resolve(loss_fn.dims).used
-    for tensor in extra:
+    for tensor in inputs_and_activations:
         used |= tensor.resolved.used
         problems += tensor.problems
         rows.append(_row(layout, tensor, tensor.role))
@@ -110,10 +110,10 @@ def explain(
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
-    packed = Precision.of((step or {}).get("precision")).reduce == INT8
-    notes += say.narrow(rows, memory.narrow, packed) if memory is not None else ()
-    notes += say.assumed(memory.assumed) if memory is not None else ()
-    notes += say.unequal(unordered)
+    int8_reduced = Precision.of((step or {}).get("precision")).reduce == INT8
+    notes += narrow_sums(rows, memory.narrow, int8_reduced) if memory is not None else ()
+    notes += assumed_replicated(memory.assumed) if memory is not None else ()
+    notes += unequal_initial_values(unordered)
     return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
 
 
@@ -146,18 +146,18 @@ def check(
     problems = list(report.problems)
     if strict and report.traced:
         problems += [
-            f"the rule {rule} is used by no tensor. Remedy: remove it, or correct the annotation it was meant for."
+            f"the rule {rule} is not used by any tensor. Remedy: remove it, or correct its intended annotation."
             for rule in report.unused
         ]
     total = report.total("params", "opt_state")
     if max_replicated is not None and total.replicated > max_replicated:
-        whole = [row for row in report.rows if row.part in ("params", "opt_state") and row.replicated]
-        worst = sorted(whole, key=lambda row: -row.bytes)[:3]
+        replicated = [row for row in report.rows if row.part in ("params", "opt_state") and row.replicated]
+        worst = sorted(replicated, key=lambda row: -row.bytes)[:3]
         problems.append(
-            f"{total.replicated:.2%} of the {show_bytes(total.bytes)} of parameters and optimizer state lie "
-            f"whole on each of {report.devices} devices, more than max_replicated={max_replicated:.2%}. The "
-            f"largest: {', '.join(f'{row.path} ({show_bytes(row.bytes)})' for row in worst)}. Remedy: give "
-            "their dims an axis, or raise max_replicated."
+            f"{total.replicated:.2%} of the {show_bytes(total.bytes)} of parameters and optimizer state are "
+            f"replicated on all {report.devices} devices, more than max_replicated={max_replicated:.2%}. The "
+            f"largest: {', '.join(f'{row.path} ({show_bytes(row.bytes)})' for row in worst)}. Remedy: shard their "
+            "dims over an axis, or raise max_replicated."
         )
     if problems:
         raise LayoutError(problems)
@@ -182,15 +182,15 @@ def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Ro
     itemsize = tensor.dtype.itemsize  # a PRNG key dtype has an itemsize, though it is no numpy dtype
     resolved = tensor.resolved
     dims = resolved.dims
-    ways = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
+    num_shards = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
     # Without logical dims the reasons of all dims are the same; the tensor's own note gives them once.
     why = [f"{dim.name or f'dim {i}'}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is not None]
     if tensor.names is not None:
         why += [f"dim {i}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is None]
     why += [note for note in (tensor.note, resolved.note) if note]
-    size = device_bytes(tensor.shape, itemsize, ways)
-    where = f"on disk in {disk}" if disk else "in the host's memory"
-    why += [f"{where}, {show_bytes(size)} for each device"] if tensor.host or disk else []
+    size = device_bytes(tensor.shape, itemsize, num_shards)
+    where = f"on disk in {disk}" if disk else "in host memory"
+    why += [f"{where}, {show_bytes(size)} per device"] if tensor.host or disk else []
     return Row(
         part=part,
         path=tensor.path,
@@ -208,18 +208,19 @@ def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Ro
 
 
 def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) -> str:
-    away = [row for row in rows if row.disk_bytes]
-    if not away:
-        return f"on disk in {path}: nothing, as no array of the optimizer's state has min_bytes"
+    stored = [row for row in rows if row.disk_bytes]
+    if not stored:
+        return f"on disk in {path}: no arrays, because every array of the optimizer state is smaller than min_bytes"
     pieces = [
         sum(math.prod(m.sharding.shard_shape(m.shape)) * m.dtype.itemsize for m in group.stored)
         for group in groups_of(layout, state)
     ]
     return (
-        f"on disk in {path}: {len(away)} arrays of the optimizer's state, "
-        f"{show_bytes(sum(row.bytes for row in away))}, kept twice. The step is two kinds of programs: what is "
-        f"estimated or compiled here makes the gradients; then, beside parameters and gradients, up to {AHEAD + 1} "
-        f"pieces of at most {show_bytes(max(pieces))} a device, old and new, are on their way"
+        f"on disk in {path}: {len(stored)} arrays of the optimizer state, "
+        f"{show_bytes(sum(row.bytes for row in stored))}, stored in two generations. The step consists of two kinds "
+        "of programs. The one estimated or compiled here computes the gradients. The update then holds, besides "
+        f"parameters and gradients, up to {AHEAD + 1} pieces in flight, old and new, of at most "
+        f"{show_bytes(max(pieces))} per device each"
     )
 
 
@@ -231,8 +232,8 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
         path = show(("batch", *to_path(keys)))
         if not isinstance(leaf, Tagged):
             raise LayoutError(
-                f"{path} carries no logical dims. Remedy: wrap it, as "
-                "jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', 'seq')."
+                f"{path} has no logical dims. Remedy: wrap it: jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', "
+                "'seq')."
             )
         x = leaf.value
         resolved = layout.resolve(leaf.dims, x.shape, dtype=x.dtype, path=path)
@@ -256,7 +257,7 @@ def _activations(
 
     def take(place: str, q: Any, k: Any, choice: Choice) -> None:
         sizes = f"{' × '.join(map(str, q.shape))} queries, {k.shape[1]} keys of {k.shape[2]} heads, {q.dtype.name}"
-        attentions[f"attention in {place}, {sizes}: auto takes {choice.impl}; {choice.why}"] = None
+        attentions[f"attention in {place}, {sizes}: auto selects {choice.impl}; {choice.why}"] = None
 
     def forward(state: Any, batch: Any) -> Any:
         return loss_of(loss_fn, state, batch)(state.params)[0]
@@ -268,7 +269,7 @@ def _activations(
 
 def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:
     rules = layout.rules
-    every = [("", dim) for dim, _ in rules.base]
+    all_rules = [("", dim) for dim, _ in rules.base]
     for role, overlay in rules.overlays:
-        every += [(role, "over")] if isinstance(overlay, Over) else [(role, dim) for dim, _ in overlay]
-    return tuple(f"{role}: {dim}" if role else dim for role, dim in every if (role, dim) not in used)
+        all_rules += [(role, "over")] if isinstance(overlay, Over) else [(role, dim) for dim, _ in overlay]
+    return tuple(f"{role}: {dim}" if role else dim for role, dim in all_rules if (role, dim) not in used)

@@ -10,40 +10,42 @@ from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import listing
 
 
-def narrow(rows: Sequence[Row], paths: Sequence[str], packed: bool) -> tuple[str, ...]:
+def narrow_sums(rows: Sequence[Row], paths: Sequence[str], int8_reduced: bool) -> tuple[str, ...]:
     """Return a note on gradients that are summed in 16 bits, or that are not reduced in int8.
 
     Args:
       rows: the rows of the report.
       paths: the parameters whose gradients the note is about. Without any, there is no note.
-      packed: whether ``precision.reduce`` is int8. The note is then about the gradients that are not reduced in int8.
+      int8_reduced: whether ``precision.reduce`` is int8. The note is then about the gradients that are not reduced in
+        int8.
     """
     if not paths:
         return ()
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     size = show_bytes(sum(row.bytes for row in rows if row.path in set(paths)))
-    some = f"{len(paths)} parameters" if len(paths) > 1 else "one parameter"
+    count = f"{len(paths)} parameters" if len(paths) > 1 else "one parameter"
     text = (
-        f"16-bit sums: the gradients of {some} ({size}) are summed over devices in the 16 bits that the model "
-        f"computes in: {named}. Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 "
-        "(parallel: {optimizer: {stage: 1}}), which sums all gradients in fp32."
+        f"16-bit sums: the gradients of {count} ({size}) are summed over devices in the 16-bit compute dtype: "
+        f"{named}. Remedy: use jp.sharded_dot(x, (w, dims)) instead of x @ w, or ZeRO stage 1 (parallel: "
+        "{optimizer: {stage: 1}}), which sums all gradients in fp32."
     )
-    if packed:
+    if int8_reduced:
         text = (
-            f"not in int8: {some} ({size}) and what is summed of their gradients cross in the dtype of the compute, "
-            f"as they do not go through jp.sharded_dot: {named}. Remedy: ZeRO stage 1 (parallel: "
-            "{optimizer: {stage: 1}}), in which all tensors cross in int8."
+            f"not in int8: {count} ({size}) and their reduced gradients are sent in the compute dtype, because they "
+            f"do not go through jp.sharded_dot: {named}. Remedy: use ZeRO stage 1 (parallel: "
+            "{optimizer: {stage: 1}}), which sends all tensors in int8."
         )
     return (text,)
 
 
-def assumed(operations: Sequence[str]) -> tuple[str, ...]:
+def assumed_replicated(operations: Sequence[str]) -> tuple[str, ...]:
     """Return a note on the operations whose sharding the memory estimate cannot follow."""
     if not operations:
         return ()
     text = (
-        f"memory estimate: an upper bound. It takes large results of {listing(operations)} as replicated, because it "
-        "has no rule for how they are sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
+        f"memory estimate: an upper bound. It counts large results of {listing(operations)} as replicated, because "
+        "it has no sharding rule for them. Remedy: name the dims of the result, for example with jp.hint(x, "
+        "'batch', 'embed')."
     )
     return (text,)
 
@@ -53,11 +55,12 @@ def with_reason(row: Row, operations: Sequence[str]) -> Row:
     if not operations:
         return row
     return replace(
-        row, why=(*row.why, f"its initial value depends on the layout in the last bits, through {listing(operations)}")
+        row,
+        why=(*row.why, f"the last bits of its initial value depend on the layout, because of {listing(operations)}"),
     )
 
 
-def unequal(parameters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def unequal_initial_values(parameters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return a note on the parameters whose initial values depend on the layout.
 
     Args:
@@ -69,9 +72,9 @@ def unequal(parameters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     named = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     operations = listing(sorted({name for names in parameters.values() for name in names}))
     text = (
-        f"initial values: {named} may differ between layouts in the last bits, because the "
-        f"initializer uses {operations}, whose float sums have no fixed order. Remedy: "
-        "write the initializer with sums (jnp.sum, jnp.mean), which init evaluates in a "
-        "fixed order; or initialise once, save a checkpoint and restore it in each layout."
+        f"initial values: {named} may differ between layouts in the last bits, because the initializer uses "
+        f"{operations}, whose floating-point sums have no fixed order. Remedy: write the initializer with sums "
+        "(jnp.sum, jnp.mean), which init evaluates in a fixed order; or initialise once, save a checkpoint and "
+        "restore it in each layout."
     )
     return (text,)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PARTS = ("params", "opt_state", "variables", "batch", "activations", "other", "cache")
 """The groups of rows, in the order in which they are printed."""
 
-_COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "why not more")
+_COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "notes")
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class Report:
         parts = parts or ("params", "opt_state", "variables")
         rows = [row for row in self.rows if row.part in parts]
         size, local = sum(row.bytes for row in rows), sum(row.device_bytes for row in rows)
-        whole = sum(row.bytes for row in rows if row.replicated) if self.devices > 1 else 0
+        replicated = sum(row.bytes for row in rows if row.replicated) if self.devices > 1 else 0
         return Total(
-            " + ".join(parts), len(rows), size, local, whole / max(size, 1), local * self.devices / max(size, 1)
+            " + ".join(parts), len(rows), size, local, replicated / max(size, 1), local * self.devices / max(size, 1)
         )
 
     def totals(self) -> list[Total]:

@@ -13,8 +13,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxpar.analysis.memory.propagate import Spec, UnknownSpread, full, ways, without
-from jaxpar.analysis.memory.propagate import spread as spread_of
+from jaxpar.analysis.memory.propagate import Spec, UnknownSharding, full, propagate, shard_count, without
 from jaxpar.analysis.units import device_bytes
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 
@@ -66,7 +65,7 @@ class Value:
     def bytes(self) -> int:
         """Bytes on one device."""
         spec = self.spec or ((),) * len(self.shape)
-        return device_bytes(self.shape, self.itemsize, [ways(axes, self.sizes) for axes in spec])
+        return device_bytes(self.shape, self.itemsize, [shard_count(axes, self.sizes) for axes in spec])
 
 
 @dataclass(eq=False, slots=True)
@@ -161,23 +160,23 @@ class Reader:
         if inner is not None:
             return self._open(inner, reads, ops)
         makes = [self._value(var.aval, None) for var in eqn.outvars]
-        followed = self._spread(eqn, reads, makes)
+        followed = self._propagate(eqn, reads, makes)
         if name in _NAMED:
             for value in (*reads, *makes):
                 value.gathered |= params.get("name") == GATHERED or reads[0].gathered
         ops.append(JaxprOp(name, reads, makes, followed=followed))
         return makes
 
-    def _spread(self, eqn: Any, reads: list[Value], makes: list[Value]) -> bool:
+    def _propagate(self, eqn: Any, reads: list[Value], makes: list[Value]) -> bool:
         """Set the specs of an operation's results; return whether a rule determines them."""
         name, followed = eqn.primitive.name, True
         try:
-            specs = spread_of(name, eqn.params, reads, makes, self.sizes)
+            specs = propagate(name, eqn.params, reads, makes, self.sizes)
             for value, spec in zip(makes, specs, strict=True):
                 if spec is not None and len(spec) != len(value.shape):
-                    raise UnknownSpread(name)
+                    raise UnknownSharding(name)
         except (
-            UnknownSpread,
+            UnknownSharding,
             LookupError,
             TypeError,
             ValueError,
@@ -200,10 +199,10 @@ class Reader:
         inner, manual = eqn.params["jaxpr"], frozenset(eqn.params["newly_manual_axes"])
         inputs = []
         for value, spec, var in zip(reads, eqn.params["in_specs"], inner.invars, strict=True):
-            wanted = full(spec, len(value.shape))
+            inside_spec = full(spec, len(value.shape))
             rest = None if value.open else without(value.spec, manual)
             local = self._value(var.aval, rest)
-            moved = value.spec is not None and wanted != tuple(
+            moved = value.spec is not None and inside_spec != tuple(
                 tuple(axis for axis in axes if axis in manual) for axes in value.spec
             )
             ops.append(JaxprOp("reshard" if moved else "local", [value], [local]))
@@ -248,11 +247,11 @@ class Reader:
             makes.append(self._value(var.aval, spec))
         ops.append(JaxprOp("scan", reads, makes, [body], consts, carries))
         return [
-            *(self._relaid(v, body, r, ops) for v, r in zip(makes[:carries], body.results, strict=False)),
+            *(self._resharded_copy(v, body, r, ops) for v, r in zip(makes[:carries], body.results, strict=False)),
             *makes[carries:],
         ]
 
-    def _relaid(self, value: Value, body: TracedProgram, result: Value, ops: list[JaxprOp]) -> Value:
+    def _resharded_copy(self, value: Value, body: TracedProgram, result: Value, ops: list[JaxprOp]) -> Value:
         """Return a loop's result, or a copy of it if the loop fills it along an inner dim.
 
         Such a result has the loop's own layout in memory, so a later reader needs a copy.
@@ -263,13 +262,13 @@ class Reader:
             op = made_by.get(op.reads[0])
         if op is None or op.name != "dynamic_update_slice":
             return value
-        whole, piece = op.reads[0], op.reads[1]
-        dim = next((d for d, (a, b) in enumerate(zip(whole.shape, piece.shape, strict=True)) if a != b), 0)
-        outer = device_bytes(whole.shape[:dim], 1, [ways(axes, self.sizes) for axes in (whole.spec or ())[:dim]])
-        if outer == 1 or whole.spec is None:
+        base, piece = op.reads[0], op.reads[1]
+        dim = next((d for d, (a, b) in enumerate(zip(base.shape, piece.shape, strict=True)) if a != b), 0)
+        outer = device_bytes(base.shape[:dim], 1, [shard_count(axes, self.sizes) for axes in (base.spec or ())[:dim]])
+        if outer == 1 or base.spec is None:
             return value
         copy = Value(value.shape, value.itemsize, value.spec, self.sizes)
-        ops.append(JaxprOp("relaid", [value], [copy]))
+        ops.append(JaxprOp("relayout", [value], [copy]))
         return copy
 
     def _branches(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:

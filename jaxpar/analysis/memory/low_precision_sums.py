@@ -32,7 +32,7 @@ _ONE = frozenset(
         "copy",
         "unstack",
         "neg",
-        "relaid",
+        "relayout",
         "expand_dims",
     )
 )

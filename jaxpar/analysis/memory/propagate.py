@@ -13,7 +13,7 @@ from typing import Any, Protocol
 Spec = tuple[tuple[str, ...], ...]
 
 
-class UnknownSpread(Exception):
+class UnknownSharding(Exception):
     """No rule determines the sharding of this operation's results."""
 
 
@@ -32,7 +32,7 @@ def full(spec: Iterable[Any], rank: int) -> Spec:
     return (*axes, *[()] * (rank - len(axes)))
 
 
-def ways(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+def shard_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the number of shards that these axes make."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
@@ -63,7 +63,7 @@ def merge(specs: Sequence[Spec | None], rank: int) -> Spec | None:
     return tuple(dims)
 
 
-def spread(
+def propagate(
     name: str, params: Mapping[str, Any], reads: Sequence[_Array], makes: Sequence[_Array], sizes: Mapping[str, int]
 ) -> list[Spec | None]:
     """Return the specs of an operation's results.
@@ -75,7 +75,7 @@ def spread(
       sizes: mesh axis → size.
 
     Raises:
-      UnknownSpread: no rule applies.
+      UnknownSharding: no rule applies.
     """
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         sharding = params.get("sharding", params.get("dst_sharding"))
@@ -91,30 +91,30 @@ def spread(
     if rule is not None:
         return [rule(params, reads, out, sizes) for out in makes]
     if name.startswith(_ALONG):
-        _whole(name, params, reads[0])
+        _check_unsharded(name, params, reads[0])
     shape = makes[0].shape if makes else ()
-    if all(out.shape == shape for out in makes) and all(_stretches(x.shape, shape) for x in reads):
+    if all(out.shape == shape for out in makes) and all(_broadcasts(x.shape, shape) for x in reads):
         found = merge([x.spec for x in reads if x.shape], len(shape))
         return [found] * len(makes)
-    raise UnknownSpread(name)
+    raise UnknownSharding(name)
 
 
 _ALONG = ("cum", "sort", "fft", "cholesky", "triangular_solve", "lu", "qr", "householder", "eig", "svd", "top_k", "rev")
 """Operations whose results have the shape of an elementwise result, although they mix the elements of a dim."""
 
 
-def _whole(name: str, params: Mapping[str, Any], read: _Array) -> None:
-    """Raise ``UnknownSpread`` if an axis shards a dim whose elements the operation mixes."""
+def _check_unsharded(name: str, params: Mapping[str, Any], read: _Array) -> None:
+    """Raise ``UnknownSharding`` if an axis shards a dim whose elements the operation mixes."""
     rank = len(read.shape)
     mixed = params.get("axis", params.get("dimension", params.get("dimensions", (rank - 2, rank - 1))))
     if name == "fft":
         mixed = range(rank - len(params["fft_lengths"]), rank)
     dims = (mixed,) if isinstance(mixed, int) else mixed
     if any((read.spec or ((),) * rank)[dim] for dim in dims):
-        raise UnknownSpread(name)
+        raise UnknownSharding(name)
 
 
-def _stretches(shape: Sequence[int], to: Sequence[int]) -> bool:
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether an elementwise operation broadcasts ``shape`` to ``to``: scalars and dims of 1 do."""
     return not shape or (len(shape) == len(to) and all(a in (b, 1) for a, b in zip(shape, to, strict=True)))
 
@@ -192,7 +192,7 @@ def _reshape(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, si
         target = next((i for i in after if out.shape[i] > 1), None)
         if major is None or target is None:
             continue
-        if out.shape[target] % ways(spec[major], sizes) == 0:
+        if out.shape[target] % shard_count(spec[major], sizes) == 0:
             dims[target] = spec[major]
     return tuple(dims)
 
@@ -254,7 +254,7 @@ def _collective(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array,
 def _kernel(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
     """Return a replicated spec: outside of a ``shard_map``, the compiler cannot partition a kernel."""
     if any(any(x.spec or ()) for x in reads):
-        raise UnknownSpread("pallas_call")
+        raise UnknownSharding("pallas_call")
     return ((),) * len(out.shape)
 
 

@@ -17,11 +17,11 @@ from functools import partial
 
 from jaxpar.analysis.memory.jaxpr import JaxprOp, TracedProgram, Value
 
-_SOLID = frozenset(
+_MAKES_ARRAY = frozenset(
     ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "top_k", "pallas_call")
     + ("all_gather", "all_to_all", "psum_scatter", "reduce_scatter", "ppermute", "scan", "while", "cond", "cumsum")
     + ("custom_call", "ffi_call", "random_bits", "psum", "psum_invariant", "all_gather_invariant", "cholesky", "fft")
-    + ("reshard", "relaid")
+    + ("reshard", "relayout")
 )
 _KERNELS = frozenset(("pallas_call", "custom_call", "ffi_call", "scan", "while", "sort"))
 _IN_PLACE = frozenset(("dynamic_update_slice", "optimization_barrier", "scatter", "scatter-add", "local"))
@@ -90,7 +90,7 @@ class MemoryWalk:
 
     def peak(self) -> Moment:
         """Return the moment at which most bytes are in memory."""
-        first, last = self._lives()
+        first, last = self._lifetimes()
         starts: dict[int, set[Value]] = {}
         ends: dict[int, set[Value]] = {}
         for value, i in first.items():
@@ -103,7 +103,7 @@ class MemoryWalk:
         for i, op in enumerate(self.ops):
             dying = ends.get(i, set())
             # A fused operation can overwrite its last-read operands; an operation that creates arrays cannot.
-            before, after = (set(), dying) if _solid(op) else (dying, set())
+            before, after = (set(), dying) if _makes_array(op) else (dying, set())
             new = starts.get(i, set())
             total += sum(v.bytes for v in new - alive) - sum(v.bytes for v in before & alive)
             alive = (alive - before) | new
@@ -136,17 +136,17 @@ class MemoryWalk:
             for n, value in enumerate(op.makes):
                 self.parts[value] = self._parts_of(op, n, value in kernel_reads)
 
-    def _parts_of(self, op: JaxprOp, n: int, wanted: bool) -> frozenset[Value]:
+    def _parts_of(self, op: JaxprOp, n: int, read_by_kernel: bool) -> frozenset[Value]:
         value = op.makes[n]
         if op.name in _IN_PLACE:
             source = self._parts(op.reads[n if op.name == "optimization_barrier" else 0])
             if source:
                 return source
-        if op.name == "reshape" and _bare(op.reads[0].shape) == _bare(value.shape):
+        if op.name == "reshape" and _without_ones(op.reads[0].shape) == _without_ones(value.shape):
             # Only leading dims of 1 change, such as the stage dim that a mesh axis leaves: no new array.
             return self._parts(op.reads[0])
         # The compiler creates a constant where it is read.
-        if _solid(op) or (wanted and value.spec is not None):
+        if _makes_array(op) or (read_by_kernel and value.spec is not None):
             return frozenset((value,))
         made = frozenset(part for v in op.reads for part in self._parts(v))
         # A scalar operand, such as the norm for gradient clipping, is no reason to create a new array.
@@ -155,7 +155,7 @@ class MemoryWalk:
     def _parts(self, value: Value) -> frozenset[Value]:
         return self.parts.get(value, frozenset())
 
-    def _lives(self) -> tuple[dict[Value, int], dict[Value, int]]:
+    def _lifetimes(self) -> tuple[dict[Value, int], dict[Value, int]]:
         """Return the first and the last operation of each array in memory."""
         first: dict[Value, int] = {v: -1 for v in self.program.inputs if v not in self.free}
         last: dict[Value, int] = dict.fromkeys(first, -1)
@@ -214,7 +214,7 @@ class MemoryWalk:
             v
             for op in self.ops
             for v in op.makes
-            if not _solid(op) and op.reads and self._parts(v) == {v} and not any(self._parts(r) for r in op.reads)
+            if not _makes_array(op) and op.reads and self._parts(v) == {v} and not any(self._parts(r) for r in op.reads)
         )
 
 
@@ -224,7 +224,7 @@ def _slice(op: JaxprOp, made: Value) -> Value | None:
     return op.bodies[0].results[op.makes.index(made)] if made in stacks else None
 
 
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape without leading dims of 1."""
     first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
     return shape[first:]
@@ -234,38 +234,38 @@ def _carried(op: JaxprOp) -> slice | None:
     return slice(op.consts, op.consts + op.carries) if op.name in _LOOPS else None
 
 
-def _solid(op: JaxprOp) -> bool:
+def _makes_array(op: JaxprOp) -> bool:
     if not op.followed:
         return True
     if op.name == "sharding_constraint":
         return op.reads[0].spec is not None and op.reads[0].spec != op.makes[0].spec
-    return op.name in _SOLID
+    return op.name in _MAKES_ARRAY
 
 
 def _needed(program: TracedProgram) -> list[JaxprOp]:
     """Return the operations that the results depend on, and loops without their unread stacked results."""
-    wanted = set(program.results)
+    needed = set(program.results)
     kept = []
     for op in reversed(program.ops):
-        if not wanted & set(op.makes):
+        if not needed & set(op.makes):
             continue
         if op.name == "scan":
-            op = _trimmed(op, wanted)
-        wanted |= set(op.reads)
+            op = _trimmed(op, needed)
+        needed |= set(op.reads)
         kept.append(op)
     return kept[::-1]
 
 
-def _trimmed(op: JaxprOp, wanted: set[Value]) -> JaxprOp:
+def _trimmed(op: JaxprOp, needed: set[Value]) -> JaxprOp:
     """Return a loop without its unread stacked results and the operands that only those need."""
     body = op.bodies[0]
     pairs = list(zip(op.makes, body.results, strict=True))
-    pairs = pairs[: op.carries] + [pair for pair in pairs[op.carries :] if pair[0] in wanted]
+    pairs = pairs[: op.carries] + [pair for pair in pairs[op.carries :] if pair[0] in needed]
     results = [result for _, result in pairs]
-    slim = TracedProgram(body.inputs, body.ops, results)
-    read = {v for inner in _needed(slim) for v in inner.reads} | set(results)
+    trimmed = TracedProgram(body.inputs, body.ops, results)
+    read = {v for inner in _needed(trimmed) for v in inner.reads} | set(results)
     carried = range(op.consts, op.consts + op.carries)
     keep = [i for i, v in enumerate(body.inputs) if v in read or i in carried]
     consts = sum(i < op.consts for i in keep)
-    slim = TracedProgram([body.inputs[i] for i in keep], body.ops, results)
-    return JaxprOp(op.name, [op.reads[i] for i in keep], [make for make, _ in pairs], [slim], consts, op.carries)
+    trimmed = TracedProgram([body.inputs[i] for i in keep], body.ops, results)
+    return JaxprOp(op.name, [op.reads[i] for i in keep], [make for make, _ in pairs], [trimmed], consts, op.carries)

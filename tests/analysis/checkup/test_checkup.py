@@ -89,18 +89,18 @@ def test_arguments_of_an_exported_program_have_their_paths() -> None:
 
 
 OOM = (
-    "the compiler refused the program for v5e:2x4: RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory "
-    "on HBM, the total memory required for HLO temporaries (17.80G) exceeds available HBM (15.75G). HLO module: "
-    "jit_call."
+    "the compiler rejected the program for v5e:2x4: RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of "
+    "memory on HBM, the total memory required for HLO temporaries (17.80G) exceeds available HBM (15.75G). HLO "
+    "module: jit_call."
 )
 
 
 def test_both_forms_of_a_refusal_for_size_are_read() -> None:
     now = too_large(OOM, "none")
     assert now is not None and now.text == (
-        "17.80 GiB of temporaries wanted of the 15.75 GiB that a program may take, 2.05 GiB too much"
+        "17.80 GiB of temporaries needed, but a program may use 15.75 GiB: 2.05 GiB too much"
     )
-    assert now.remedy.startswith("compute activations again (model.remat=full, now none)")
+    assert now.remedy.startswith("recompute activations (model.remat=full, now none)")
     state = (
         held("params/w", (8,), ((),), 9 * 2**30),
         held("opt_state/m", (8,), ((),), 12 * 2**30, category="optimizer"),
@@ -109,7 +109,7 @@ def test_both_forms_of_a_refusal_for_size_are_read() -> None:
     assert (
         earlier is not None
         and earlier.where == "optimizer"
-        and "21.00 GiB of it is what the step is given" in earlier.text
+        and "21.00 GiB of it are the step's arguments" in earlier.text
     )
     assert too_large("INVALID_ARGUMENT: no such option") is None
 
@@ -181,7 +181,7 @@ def test_check_writes_its_files_and_keeps_a_golden_one(
     compiled.append(dataclasses.replace(step("tpu_fsdp_tp"), versions={"jax": "1.0"}))
     assert run(*words) == 1
     assert (
-        "it is of other versions (jax 0.12.0.1, libtpu 0.0.50.1) than this program (jax 1.0)" in capsys.readouterr().err
+        "it has other versions (jax 0.12.0.1, libtpu 0.0.50.1) than this program (jax 1.0)" in capsys.readouterr().err
     )
 
 
@@ -192,7 +192,7 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_a_report(
     files = {name: tmp_path / f"r.{name}" for name in ("json", "html", "golden")}
     assert run(*(word for name, file in files.items() for word in (f"--{name}", str(file)))) == 1
     screen = capsys.readouterr().out
-    assert "DOES NOT FIT v5e:4x4: 17.80 GiB of temporaries wanted" in screen and f"the compiler: {OOM}" in screen
+    assert "DOES NOT FIT v5e:4x4: 17.80 GiB of temporaries needed" in screen and f"the compiler: {OOM}" in screen
     told = json.loads(files["json"].read_text())
     assert (
         told["fits"] is False and told["certain"] is False and told["matmul_flops"] is None and told["refused"] == OOM
@@ -202,9 +202,9 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_a_report(
 
 
 def test_another_refusal_stays_an_error(compiled: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    compiled.append(CompileError("the compiler refused the program for v5e:4x4: no such option"))
+    compiled.append(CompileError("the compiler rejected the program for v5e:4x4: no such option"))
     assert run() == 1
-    assert capsys.readouterr().err == "CompileError: the compiler refused the program for v5e:4x4: no such option\n"
+    assert capsys.readouterr().err == "CompileError: the compiler rejected the program for v5e:4x4: no such option\n"
 
 
 KINDS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"

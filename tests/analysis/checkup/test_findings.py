@@ -47,39 +47,43 @@ def test_a_gather_of_weights_with_nothing_beside_it() -> None:
     # On v5e:4x4 an axis of 4 is a line with one link, 50 GB/s.
     assert found.kind == "exposed" and found.seconds == pytest.approx(2e-3) and found.bytes == 100e6
     assert found.text == (
-        "2 ms of the step (66.7%) wait for transfers over data, mostly with nothing scheduled beside them: 2 × "
+        "2 ms of the step (66.7%) are exposed transfers over data, mostly with no overlapping compute: 2 × "
         "all-gather, 95.37 MiB on the wire"
     )
     assert found.where == "f (m.py:3): params/up" and found.share == pytest.approx(2 / 3)
     assert found.remedy == (
-        "data shards parameters that are gathered to be used: give each device more tokens to compute beside them "
-        "(data.batch), make data smaller, or take it from the rules of params where the memory allows."
+        "data shards parameters that are gathered for use: increase the tokens per device to overlap the gathers "
+        "with more compute (data.batch), make data smaller, or, if memory allows, remove it from the rules of "
+        "params."
     )
 
 
 def test_transfers_that_outlast_what_is_beside_them() -> None:
     short = collective("reduce-scatter", ("data",), 50e6, exposed_bytes=0.0, beside_flops=197 * 10**8)
     found = only(evidence(short))
-    assert "mostly longer than the compute beside them: 1 × reduce-scatter" in found.text
+    assert "mostly longer than the compute they overlap with: 1 × reduce-scatter" in found.text
     assert found.seconds == pytest.approx(0.9e-3)
-    assert found.remedy == "give each device more tokens to compute beside it (data.batch), or make data smaller."
+    assert (
+        found.remedy
+        == "increase the tokens per device to overlap it with more compute (data.batch), or make data smaller."
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "axes", "op_name", "advice"),
     [
-        ("all-gather", ("model",), "", "model splits matmuls and not the batch"),
+        ("all-gather", ("model",), "", "model shards matmuls and not the batch"),
         ("reduce-scatter", ("model",), "", "make model smaller (mesh.model) and give its devices to data."),
         (
             "all-reduce",
             ("model",),
             "jit(step)/jvp()/dot",
-            "split its result over model too (as residual_seq: model does)",
+            "shard its result over model too (as residual_seq: model does)",
         ),
         ("all-reduce", ("data",), "jit(step)/transpose(jvp())/dot", "shard its parameter over data (rules: params)"),
-        ("all-gather", ("data", "model"), "", "the value is wanted whole over data+model at this line"),
-        ("all-to-all", ("data",), "", "the layouts before and after this line differ over data"),
-        ("collective-permute", ("data",), "", "the layouts before and after this line differ over data"),
+        ("all-gather", ("data", "model"), "", "the value is needed replicated over data+model at this line"),
+        ("all-to-all", ("data",), "", "the shardings before and after this line differ over data"),
+        ("collective-permute", ("data",), "", "the shardings before and after this line differ over data"),
     ],
 )
 def test_the_advice_fits_the_kind_and_the_axes(kind: str, axes: tuple[str, ...], op_name: str, advice: str) -> None:
@@ -95,11 +99,11 @@ def test_an_all_reduce_where_a_scatter_would_do() -> None:
     c = collective("reduce-scatter", ("data",), 100e6, form="all-reduce + slice", source="g (m.py:4)")
     found = next(f for f in find(evidence(c)) if f.kind == "all-reduce for a scatter")
     assert found.text == (
-        "1 × all-reduce over data of which each device keeps a slice: twice the bytes of a reduce-scatter, 47.68 MiB "
-        "for nothing (1 ms of the step)"
+        "1 × all-reduce over data of which each device keeps a slice: twice the bytes of a reduce-scatter, 47.68 "
+        "MiB wasted (1 ms of the step)"
     )
     assert found.where == "g (m.py:4)" and found.remedy.startswith(
-        "annotate the value over data right where it is summed"
+        "annotate the value over data directly after it is summed"
     )
     fused = collective("reduce-scatter", ("data",), 100e6, form="all-reduce in a scatter fusion")
     assert {f.kind for f in find(evidence(fused))} == {"exposed"}
@@ -124,9 +128,9 @@ def test_a_tensor_that_the_compiler_makes_whole() -> None:
     found = only(evidence(warnings=[warning]))  # reported whatever its size
     assert (found.kind, found.where) == ("involuntary rematerialisation", "h (m.py:5)")
     assert found.text == (
-        "the compiler makes f32[64,64] whole on every device (16.00 KiB) to bring it from [data, ·] to [·, model+data]"
+        "the compiler replicates f32[64,64] on every device (16.00 KiB) to reshard it from [data, ·] to [·, model+data]"
     )
-    assert found.remedy.startswith("the two annotations order or split the axes of a dim differently: write both alike")
+    assert found.remedy.startswith("the two annotations order or split the axes of a dim differently: make them equal")
     gather = collective("all-gather", ("data",), 50e6, op_name="jit(step)/constraint")
     timed = next(f for f in find(evidence(gather, warnings=[warning])) if f.kind != "exposed")
     assert "(16.00 KiB, 1 ms of the step)" in timed.text and timed.share == pytest.approx(0.5)
@@ -147,7 +151,7 @@ def test_logits_among_the_largest(shape: str) -> None:
         found.text == f"1.00 GiB of the peak (6.2% of the memory) are logits: {shape}"
         and found.where == "loss (m.py:6)"
     )
-    assert found.remedy.startswith("split the vocabulary over a larger axis (vocab: model)")
+    assert found.remedy.startswith("shard the vocabulary over a larger axis (vocab: model)")
 
 
 @pytest.mark.parametrize("shape", ["f32[512,8000]", "bf16[128,32000]", "f32[8,128,512]", "f32[32000]"])
@@ -158,7 +162,7 @@ def test_a_table_is_no_logits(shape: str) -> None:
 def test_attention_scores_among_the_largest() -> None:
     e = evidence(given=(HEAD,), memory=buffers(buffer("f32[8,4,2048,2048]", GIB)), vocab=32_000, seq=2048)
     found = only(e)
-    assert found.kind == "attention scores" and found.remedy.startswith("attend blockwise")
+    assert found.kind == "attention scores" and found.remedy.startswith("use blockwise attention")
     # Where the sequence is as long as the model is wide, the shape alone does not identify scores.
     wide = held("params/up", (2048, 512), ((), ()), 1)
     square = buffer("f32[4,2048,2048]", GIB)
@@ -170,10 +174,13 @@ def test_attention_scores_among_the_largest() -> None:
 def test_a_tensor_that_lies_whole_on_every_device() -> None:
     whole = held("params/up", (4096, 65_536), ((), ()), GIB, copies=16)
     found = only(evidence(given=(BATCH, whole)))
-    assert found.text == "params/up [4096, 65536] lies whole on each of 16 devices, 1.00 GiB"
-    assert found.remedy == "a rule for one of its dims, as rules: {params: {embed: data}}, saves 768.00 MiB."
+    assert found.text == "params/up [4096, 65536] is replicated on all 16 devices, 1.00 GiB"
+    assert found.remedy == "add a rule for one of its dims: rules: {params: {embed: data}}. Saves 768.00 MiB."
     odd = held("opt_state/mu/up", (4095, 65_537), ((), ()), GIB, copies=16, category="optimizer")
-    assert only(evidence(given=(odd,))).remedy == "none of its dims divides over data=4: another axis, or another size."
+    assert (
+        only(evidence(given=(odd,))).remedy
+        == "none of its dims is divisible by data=4: use another axis or another size."
+    )
     assert find(evidence(given=(held("params/scale", (512,), ((),), 2048, copies=16),))) == ()
 
 
@@ -186,6 +193,6 @@ def test_what_does_not_fit_comes_first_and_names_the_knob() -> None:
         "20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 18.00 GiB of it is activations"
     )
     assert first.remedy == (
-        "compute activations again (model.remat=full, now none); split the sequence over an axis (residual_seq: "
-        "model), or take a smaller data.batch."
+        "recompute activations (model.remat=full, now none); shard the sequence over an axis (residual_seq: "
+        "model), or reduce data.batch."
     )

@@ -79,7 +79,7 @@ def test_a_difference_is_readable() -> None:
     now = changed(collectives=rows, matmul_flops=1500, memory={"peak": 2**31, "temp": 2**20}, certain=False)
     assert differences(BASE, now) == [
         "matmul FLOPs: +500 (1,000 → 1,500)",
-        "every loop's length is known: True → False",
+        "all trip counts are known: True → False",
         "memory, peak: +1.00 GiB (1.00 GiB → 2.00 GiB)",
         "+2 all-gathers over data, +1.25 GiB, from Block.__call__ (layers.py)",
         "−1 all-reduce over data, −1.00 MiB, from the compiler",
@@ -88,7 +88,7 @@ def test_a_difference_is_readable() -> None:
     larger = copy.deepcopy(BASE["collectives"])
     larger[0]["wire_bytes"] *= 1.5
     assert differences(BASE, changed(collectives=larger)) == [
-        "as many all-gathers over data, +1.00 GiB, from Block.__call__ (layers.py)"
+        "same number of all-gathers over data, +1.00 GiB, from Block.__call__ (layers.py)"
     ]
 
 
@@ -109,8 +109,8 @@ def test_what_cannot_be_compared_says_so(now: dict[str, Any], said: str, tmp_pat
     with pytest.raises(ConfigError) as caught:
         against(file, changed(**now))
     assert str(caught.value) == (
-        f"golden file {file}: it is of {said}, so their figures cannot be compared. Remedy: remove {file} and run "
-        "again to write it anew, or name another file."
+        f"golden file {file}: it has {said}, so their figures cannot be compared. Remedy: remove {file} and run "
+        "again to write a new one, or name another file."
     )
 
 
@@ -118,9 +118,9 @@ def test_what_cannot_be_compared_says_so(now: dict[str, Any], said: str, tmp_pat
     ("content", "said"),
     [
         ("{", "it is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
-        ("[]", "its form is None, but 1 is wanted"),
-        (json.dumps({**BASE, "form": 2}), "its form is 2, but 1 is wanted"),
-        (json.dumps({k: v for k, v in BASE.items() if k != "memory"}), "it lacks memory"),
+        ("[]", "its form must be 1, got None"),
+        (json.dumps({**BASE, "form": 2}), "its form must be 1, got 2"),
+        (json.dumps({k: v for k, v in BASE.items() if k != "memory"}), "missing fields: memory"),
     ],
 )
 def test_a_file_that_is_no_golden_file(content: str, said: str, tmp_path: Path) -> None:
@@ -128,5 +128,5 @@ def test_a_file_that_is_no_golden_file(content: str, said: str, tmp_path: Path) 
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
         against(file, BASE)
-    remedy = f"Remedy: remove {file} and run again to write it anew, or name another file."
+    remedy = f"Remedy: remove {file} and run again to write a new one, or name another file."
     assert str(caught.value) == f"golden file {file}: {said}. {remedy}"

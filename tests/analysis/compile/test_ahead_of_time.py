@@ -108,7 +108,7 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
 def _too_large(layout: jp.Layout) -> None:
     huge = LlamaConfig(vocab=512, embed=16_384, layers=48, heads=128, kv_heads=128, head_dim=128, mlp=65_536)
     with pytest.raises(
-        jp.errors.CompileError, match=r"the compiler refused the program for v5e:2x4: (?s:.*)(hbm|memory)"
+        jp.errors.CompileError, match=r"the compiler rejected the program for v5e:2x4: (?s:.*)(hbm|memory)"
     ):
         compiled("v5e:2x4", layout, huge)
 
@@ -179,15 +179,15 @@ def test_without_libtpu_the_extra_is_named(cache: Path, monkeypatch: pytest.Monk
     with pytest.raises(jp.errors.MissingExtraError) as caught:
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
     assert str(caught.value) == (
-        f"compiling for a TPU needs libtpu, which {sys.executable} does not have. Remedy: pip install 'jaxpar[tpu]', "
-        f"or point {PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
+        f"compiling for a TPU requires libtpu, which is not installed in {sys.executable}. Remedy: pip install "
+        f"'jaxpar[tpu]', or set {PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
     )
 
 
 def test_an_interpreter_that_does_not_run_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYTHON, "/no/such/python")
     with pytest.raises(
-        jp.errors.CompileError, match="the interpreter '/no/such/python' does not run .* Remedy: correct"
+        jp.errors.CompileError, match="the interpreter '/no/such/python' failed to run .* Remedy: correct"
     ):
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
 
@@ -238,7 +238,7 @@ def test_sizes_of_collectives_and_the_hosts_memory_reach_the_compiler(
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
     found = asked[1]["kinds"]
     assert isinstance(found, list) and found[: len(kinds)] == kinds and kinds.count("pinned_host") == 2 * 9
-    with pytest.warns(UserWarning, match="takes the host's memory for the device's, and counts it so"):
+    with pytest.warns(UserWarning, match="the compiler for GPUs counts host memory as device memory"):
         compile_for("h100:8", layout, make_llama(MODEL), tx, next_token_loss, batch())
 
 
@@ -279,7 +279,7 @@ def test_a_mesh_for_another_accelerator_is_refused() -> None:
         compiled("v5e:2x4", layout)
     assert str(caught.value) == (
         "the mesh is for 'TPU v5', but v5e:2x4 has 'TPU v5 lite'. Remedy: MeshSpec(...).on('v5e:2x4'), or "
-        "MeshSpec(...).abstract(8), which is for any."
+        "MeshSpec(...).abstract(8), which is not bound to a device kind."
     )
 
 

@@ -59,8 +59,8 @@ def test_without_a_compiler_the_extra_is_named(  # type: ignore[no-untyped-def]
     with pytest.raises(MissingExtraError) as caught:
         versions_of(COMPILERS[platform])
     assert str(caught.value) == (
-        f"compiling for {device} needs {plugin}, which {python} does not have. Remedy: pip install "
-        f"'jaxpar[{platform}]', or point JAXPAR_{platform.upper()}_PYTHON to an interpreter with "
+        f"compiling for {device} requires {plugin}, which is not installed in {python}. Remedy: pip install "
+        f"'jaxpar[{platform}]', or set JAXPAR_{platform.upper()}_PYTHON to an interpreter with "
         f"'jax[{extra}]=={JAX}'."
     )
 
@@ -70,8 +70,8 @@ def test_another_jax_is_refused(fake) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(CompileError) as caught:
         versions_of(COMPILERS["gpu"])
     assert str(caught.value) == (
-        f"{python} has jax 0.11.0, but this is jax {JAX}: a program is compiled by the version that lowered it. "
-        f"Remedy: pip install 'jax[cuda13]=={JAX}' there."
+        f"{python} has jax 0.11.0, but this process has jax {JAX}. The same version must lower and compile a "
+        f"program. Remedy: pip install 'jax[cuda13]=={JAX}' in that environment."
     )
 
 
@@ -89,14 +89,14 @@ def test_a_compiler_for_another_jax_is_refused(  # type: ignore[no-untyped-def]
     with pytest.raises(CompileError) as caught:
         versions_of(COMPILERS[platform])
     assert str(caught.value) == (
-        f"{python} has {plugin} {version}, but jax {JAX} wants {plugin}{wanted}. Remedy: pip install "
-        f"'jax[{extra}]=={JAX}' there."
+        f"{python} has {plugin} {version}, but jax {JAX} requires {plugin}{wanted}. Remedy: pip install "
+        f"'jax[{extra}]=={JAX}' in that environment."
     )
 
 
 def test_this_jax_says_which_compilers_it_wants() -> None:
     requirements = compilers.requires("jax") or []
-    assert all(compilers._wanted(compiler, requirements) for compiler in COMPILERS.values())
+    assert all(compilers._required_versions(compiler, requirements) for compiler in COMPILERS.values())
 
 
 def test_a_topology_is_asked_for_as_the_compiler_names_it() -> None:

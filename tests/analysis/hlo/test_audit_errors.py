@@ -67,14 +67,13 @@ def test_an_executable_without_text():
 def test_text_that_is_cut_short_in_a_computation(text):
     entry = re.search(r"^ENTRY %(\S+) ", text, re.MULTILINE)
     assert message(text[: text.rindex("\n", 0, text.rindex("}"))]) == (
-        f"the HLO text is cut short: the computation {entry[1]!r} has no end. Remedy: pass the whole of "
-        "compiled.as_text()."
+        f"the HLO text is truncated: the computation {entry[1]!r} has no end. Remedy: pass the full compiled.as_text()."
     )
 
 
 def test_text_that_is_cut_short_between_computations(text):
     assert message(text[: text.index("ENTRY ")]) == (
-        "the HLO text is cut short: it has no ENTRY computation. Remedy: pass the whole of compiled.as_text()."
+        "the HLO text is truncated: it has no ENTRY computation. Remedy: pass the full compiled.as_text()."
     )
 
 
@@ -83,7 +82,7 @@ def test_text_that_is_cut_short_in_an_instruction(text):
     where = re.findall(r"^%?(\S+) .*\{$", text[:start], re.MULTILINE)[-1]
     line = text[text.rindex("\n", 0, start) : start + len("all-reduce(")].strip()
     assert message(text[: start + len("all-reduce(")]) == (
-        f"the HLO text is cut short in computation {where!r}: {line[:80]!r} has no end."
+        f"the HLO text is truncated in computation {where!r}: {line[:80]!r} has no end."
     )
 
 
@@ -91,7 +90,7 @@ def test_text_that_lost_a_computation(text):
     body = re.search(r"body=%(\S+),", text)[1]
     start = text.index(f"\n%{body} (") + 1
     assert message(text[:start] + text[text.index("\n}\n", start) + 3 :], {"data": 8}) == (
-        f"the HLO text is broken: it calls the computation {body!r}, but does not have it."
+        f"the HLO text is malformed: it calls the computation {body!r}, but does not define it."
     )
 
 
@@ -99,7 +98,9 @@ def test_text_that_lost_an_instruction(text):
     """The auditor reports that text is missing instead of a number."""
     line = re.search(r"\n  (%\S+) = [^\n]* all-reduce\([^\n]*", text)
     broken = message(text.replace(line[0], ""), {"data": 8})
-    assert re.fullmatch(r"the HLO text is broken: the computation '\S+' uses '\S+', but does not have it\.", broken)
+    assert re.fullmatch(
+        r"the HLO text is malformed: the computation '\S+' uses '\S+', but does not define it\.", broken
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,7 +116,7 @@ def test_an_attribute_is_cut_where_it_opens():
     whole = _program()
     opens = [found.end() for found in re.finditer(r"metadata=\{", whole)]
     for end in (opens[0], opens[-1]):
-        with pytest.raises(AuditError, match=r"^the HLO text is cut short"):
+        with pytest.raises(AuditError, match=r"^the HLO text is truncated"):
             jp.audit(whole[:end], mesh={"data": 8})
 
 
@@ -132,12 +133,12 @@ _KEPT: list[str] = []
 def test_matmuls_that_do_not_say_what_they_multiply(stored_text, facts):
     text, mesh = stored_text("tpu_nested"), facts("tpu_nested")["mesh"]
     assert re.fullmatch(
-        r"\S+: the convolution does not say which dims it multiplies \(dim_labels\)\.",
+        r"\S+: the convolution does not specify its dims \(dim_labels\)\.",
         message(re.sub(r", dim_labels=[^,]*", "", text), mesh),
     )
     text, mesh = stored_text("gpu_library_matmuls"), facts("gpu_library_matmuls")["mesh"]
     assert re.fullmatch(
-        r"custom-call\S*: the call of __cublas\$lt\$matmul does not say which dims it contracts\.",
+        r"custom-call\S*: the call of __cublas\$lt\$matmul does not specify its contracting dims\.",
         message(text.replace("lhs_contracting_dimensions", "contracting"), mesh),
     )
 
@@ -164,21 +165,21 @@ def test_a_program_of_several_slices(stored_text):
         assert message(text, wrong).startswith("the program runs on 4 devices of each of 4 slices, but the mesh has ")
     assert re.fullmatch(
         (
-            r"send\S*: a transfer between slices of type SHOUT is nothing the auditor knows\. Remedy: audit the "
+            r"send\S*: a transfer between slices of type SHOUT is not supported\. Remedy: audit the "
             r"program for one slice\."
         ),
         message(text.replace("ALL_TO_ALL", "SHOUT"), mesh),
     )
     assert re.fullmatch(
         (
-            r"send\S*: a transfer between slices of type unknown is nothing the auditor knows\. Remedy: audit the "
+            r"send\S*: a transfer between slices of type unknown is not supported\. Remedy: audit the "
             r"program for one slice\."
         ),
         message(text.replace("_xla_megascale_transfer_type", "_type"), mesh),
     )
     assert re.fullmatch(
         (
-            r"send\S*: _xla_megascale_target=\{\{1,2\S* is a spelling the auditor does not know\. Remedy: audit the "
+            r"send\S*: unsupported notation _xla_megascale_target=\{\{1,2\S*\. Remedy: audit the "
             r"program for one slice\."
         ),
         message(text.replace("{{100000,", "{{1,2},{100000,"), mesh),
@@ -190,7 +191,7 @@ def test_an_unknown_kind_or_axis(text):
     with pytest.raises(AuditError) as error:
         report.wire_bytes(kind="allreduce")
     assert str(error.value) == (
-        "no collective has the kind 'allreduce'. Did you mean 'all-reduce'? Kinds: 'all-reduce', 'all-gather', "
+        "unknown collective kind 'allreduce'. Did you mean 'all-reduce'? Kinds: 'all-reduce', 'all-gather', "
         "'reduce-scatter', 'all-to-all', 'collective-permute', 'collective-broadcast'."
     )
     with pytest.raises(AuditError) as error:

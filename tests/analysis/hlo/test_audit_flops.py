@@ -92,7 +92,7 @@ def test_a_kernel_that_states_nothing_is_named(stored):
     report = stored("tpu_silent_kernel")
     assert report.kernel_flops == 0
     assert report.silent_kernels == ("tpu_custom_call",)
-    assert "without the FLOPs of tpu_custom_call, which state none" in report.headline()
+    assert "excluding the FLOPs of tpu_custom_call, which report none" in report.headline()
 
 
 def test_one_device_without_a_mesh():

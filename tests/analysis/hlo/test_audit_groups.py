@@ -94,7 +94,7 @@ def test_groups_of_unequal_size_are_as_wide_as_the_widest():
 def test_an_unknown_spelling_is_an_error():
     with pytest.raises(AuditError) as error:
         spelt("rings(4)", 4)
-    assert str(error.value) == "c: replica_groups=rings(4) is a spelling the auditor does not know."
+    assert str(error.value) == "c: unsupported notation replica_groups=rings(4)."
 
 
 def spellings(text: str) -> set[str]:

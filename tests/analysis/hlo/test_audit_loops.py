@@ -93,7 +93,7 @@ def test_a_loop_of_unknown_length_is_named_and_marks_the_totals(line_mesh):
     assert len(report.unknown_loops) == 1
     assert re.fullmatch(r"while\.\d+ from until_it_converges\S* \(audit_programs.py:\d+\)", report.unknown_loops[0])
     assert [(c.count, c.certain) for c in report.collectives] == [(1, False)]
-    assert "LOWER BOUNDS" in report.headline() and "in a loop of unknown length" in str(report)
+    assert "LOWER BOUNDS" in report.headline() and "in a loop with an unknown trip count" in str(report)
 
 
 def test_an_unknown_loop_compiled_for_tpu(stored):

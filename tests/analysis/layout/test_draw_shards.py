@@ -158,7 +158,7 @@ def test_blocks_list_their_devices() -> None:
 def test_an_unsharded_tensor_is_one_block() -> None:
     figure = draw_shards(build("data"), "embed", "mlp", shape=(64, 256))
     assert texts(figure)[0] == "0, 1, 2, 3, 4, 5, 6, 7"
-    assert figure.axes[0].get_ylabel() == "embed 64 → whole"
+    assert figure.axes[0].get_ylabel() == "embed 64 → replicated"
 
 
 def test_many_replicas_and_many_blocks_are_abbreviated() -> None:
@@ -174,7 +174,7 @@ def test_a_third_sharded_dim_is_named_in_the_subtitle() -> None:
     figure = draw_shards(HUGE, "layers", "embed", "mlp", shape=(80, 8192, 28672), role="params")
     assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("embed 8192 → data 64", "mlp 28672 → model 8")
     subtitle = texts(figure)[-1].replace("\n", " ")
-    assert "Drawn: the first of 8 blocks along layers 80 → pipeline 8." in subtitle
+    assert "Shown: the first of 8 blocks along layers 80 → pipeline 8." in subtitle
 
 
 def test_draw_on_given_axes() -> None:

@@ -158,8 +158,7 @@ def test_an_untagged_batch_is_refused(mlp: Any) -> None:
     with pytest.raises(LayoutError) as error:
         explained(mlp, mlp.rules, batch={"x": jax.ShapeDtypeStruct((8, 16), np.float32)})
     assert str(error.value) == (
-        "batch/x carries no logical dims. Remedy: wrap it, as jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', "
-        "'seq')."
+        "batch/x has no logical dims. Remedy: wrap it: jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', 'seq')."
     )
 
 
@@ -179,7 +178,7 @@ def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
         r"batch \[12, 16\] \(batch, None\): the dim 'batch' has size 12",
         r"hint\(\) in Mlp.loss \(conftest.py:\d+\) \[12, 24\] \(batch, mlp\)",
         r"hint\(\) in Mlp.loss \(conftest.py:\d+\) \[12, 16\] \(batch, embed\)",
-        r"the rule heads is used by no tensor",
+        r"the rule heads is not used by any tensor",
         r"\d+\.\d\d% of the \d+\.\d\d KiB of parameters",
     ]
     problems = error.value.problems
@@ -194,7 +193,7 @@ def test_strict_minds_unused_rules_and_only_when_certain(mlp: Any) -> None:
     with pytest.raises(LayoutError) as error:
         jp.check(*args, **options)
     assert str(error.value) == (
-        "the rule heads is used by no tensor. Remedy: remove it, or correct the annotation it was meant for."
+        "the rule heads is not used by any tensor. Remedy: remove it, or correct its intended annotation."
     )
     assert jp.check(*args, **options, strict=False) == jp.explain(*args, **options)
     assert jp.check(*args) == jp.explain(*args)
@@ -207,9 +206,9 @@ def test_max_replicated_bounds_what_lies_whole_on_every_device(mlp: Any) -> None
     with pytest.raises(LayoutError) as error:
         jp.check(*args, max_replicated=whole - 1e-4)
     assert str(error.value) == (
-        "2.38% of the 8.20 KiB of parameters and optimizer state lie whole on each of 8 devices, more than "
+        "2.38% of the 8.20 KiB of parameters and optimizer state are replicated on all 8 devices, more than "
         "max_replicated=2.37%. The largest: params/block/bias (96 B), opt_state/0/trace/block/bias (96 B), "
-        "params/temperature (4 B). Remedy: give their dims an axis, or raise max_replicated."
+        "params/temperature (4 B). Remedy: shard their dims over an axis, or raise max_replicated."
     )
     one = (mlp.one_device, *args[1:])
     assert jp.check(*one, max_replicated=0.0).total().replicated == 0

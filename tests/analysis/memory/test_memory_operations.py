@@ -60,8 +60,9 @@ def test_an_unknown_operation_does_not_stop_the_estimate_and_its_remedy_helps() 
     report = jp.explain(LAYOUT, square, optax.sgd(0.1), batch=batch, loss_fn=mysterious(False))
     assert report.memory is not None and report.memory.assumed == ("mystery",) and report.memory.total is not None
     text = (
-        "memory estimate: an upper bound. It takes large results of 'mystery' as replicated, because it has no rule "
-        "for how they are sharded. Remedy: name the dims of the result, as jp.hint(x, 'batch', 'embed')."
+        "memory estimate: an upper bound. It counts large results of 'mystery' as replicated, because it has no "
+        "sharding rule for them. Remedy: name the dims of the result, for example with jp.hint(x, 'batch', "
+        "'embed')."
     )
     assert report.notes == (text,)
     named = explained(square, mysterious(True), batch)

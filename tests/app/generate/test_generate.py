@@ -89,7 +89,8 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
     wide = job_of(config, "model.mlp=32")
     model = jp.abstract_state(wide.layout(), wide.make_model, optax.identity())
     with pytest.raises(
-        CheckpointError, match=r"blocks/mlp/up is float32\[1, 64, 24\] there, but float32\[1, 64, 32\] here"
+        CheckpointError,
+        match=r"blocks/mlp/up is float32\[1, 64, 24\] in the checkpoint, but float32\[1, 64, 32\] in the state",
     ):
         restored(folder / "1", model.params, print)
 
@@ -131,7 +132,7 @@ def test_two_processes_restore_their_own_bytes_and_one_streams(
     lines = told.splitlines()
     assert re.fullmatch(r"launch  process 0 of 2, coordinator 127\.0\.0\.1:\d+", lines[0]), told
     assert lines[1].startswith(
-        f"skipped: process 1 of 2: {piece}, which holds params/embedding, is not what was written"
+        f"skipped: process 1 of 2: {piece}, which holds params/embedding, was changed after it was written"
     )
     assert lines[2] == f"parameters of {folder / '1'} on data 2"
     assert re.fullmatch(r"15 tokens of 3 prompt\(s\); after the first tokens, [\d.]+ tokens/s", lines[3])
@@ -325,19 +326,19 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "runs/one/checkpoints, or of one of its steps.\n"
     )
     assert said("--prompt", "abcd", "--cache", "16", "--max-new-tokens", "20") == (
-        "ConfigError: generate: request 0 has 4 tokens and asks for 20 more, 24 in all, but the cache has 16 slots. "
-        "Remedy: --cache 24 or more, a shorter prompt, or --max-new-tokens 12.\n"
+        "ConfigError: generate: request 0 has 4 prompt tokens and requests 20 new tokens, 24 in total, but the "
+        "cache has 16 slots. Remedy: set --cache 24 or more, shorten the prompt, or set --max-new-tokens 12.\n"
     )
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
         "ConfigError: model: vocab must be at least 256, the number of byte values, got 208. Remedy: the model.vocab "
         "of the training run, at least 256.\n"
     )
     assert said("--prompt", "abc", "--temperature", "-1") == (
-        "ConfigError: sampling: temperature is -1.0, but a finite number is wanted: 0 (the likeliest) or more.\n"
+        "ConfigError: sampling: temperature must be 0 (greedy) or a finite positive number, got -1.0.\n"
     )
     assert said("--prompt", "abc", "--temperature", "1", "--top-p", "1.5") == (
-        "ConfigError: sampling: top_p is 1.5, but a share above 0, up to 1, is wanted. Remedy: leave it out to "
-        "draw from all tokens.\n"
+        "ConfigError: sampling: top_p must be above 0 and at most 1, got 1.5. Remedy: omit it to sample "
+        "from all tokens.\n"
     )
     assert said("--prompt", "abc", "--stop", "") == (
         "ConfigError: generate: a stop string is empty, so no text could be generated. Remedy: leave it out.\n"
@@ -354,7 +355,7 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "ConfigError: generate: seed must be between 0 and 4294967294, got -1, because each of the 2 prompt(s) has its "
         "own seed, counting up from it.\n"
     )
-    assert said() == "ConfigError: generate: there is no prompt. Remedy: one or more.\n"
+    assert said() == "ConfigError: generate: no prompts were given. Remedy: pass at least one.\n"
     assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
         "--prompt", "abc", "--cache", "18", "--max-new-tokens", "8", "--set", f"layout={LAYOUTS / 'ring.yaml'}"
     )

@@ -142,11 +142,11 @@ def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_pat
         "checkpoint: best ranks by heldout_loss, which is evaluated every 4 steps, but checkpoints saved every 5 steps "
         "before step 6 may have none. Remedy: save_interval_steps: 4, or metric: loss."
     )
-    none = "checkpoint: best.keep is 0, but a number above 0 is wanted."
+    none = "checkpoint: best.keep must be a number above 0, got 0."
     for change, text in (("checkpoint.save_interval_steps=5", never), ("checkpoint.best.keep=0", none)):
         with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
             saver(config, change)
-    with pytest.raises(ConfigError, match=r"best: metric is 'accuracy', but 'heldout_loss' or 'loss' is wanted"):
+    with pytest.raises(ConfigError, match=r"best: metric must be 'heldout_loss' or 'loss', got 'accuracy'"):
         saver(config, "checkpoint.best.metric=accuracy")
     with saver(
         config,
@@ -193,11 +193,11 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     )
     assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
     assert refused(ConfigError, "checkpoint.save_interval_minutes=1").startswith(
-        "checkpoint: save_interval_steps and save_interval_minutes both say when to save."
+        "checkpoint: save_interval_steps and save_interval_minutes are mutually exclusive."
     )
-    assert refused(ConfigError, "checkpoint.keep=0") == "checkpoint: keep is 0, but a number above 0 is wanted."
+    assert refused(ConfigError, "checkpoint.keep=0") == "checkpoint: keep must be a number above 0, got 0."
     other = refused(CheckpointError, at, "model.mlp=40")
-    assert "is a checkpoint of another state:" in other and "blocks/mlp/gate" in other
+    assert "does not match the state to restore:" in other and "blocks/mlp/gate" in other
     with jp.CheckpointManager(copy):
         assert f"{copy} is in use by another run (process {os.getpid()}" in refused(CheckpointError, at)
     with saver(file, at, "train.steps=9") as one:
@@ -229,11 +229,11 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     file = copy / "4/arrays/key/0"
     file.write_bytes(file.read_bytes()[::-1])
     assert main(["doctor", "--checkpoint", str(copy)]) == 1
-    assert f"{file}, which holds key, is not what was written" in capsys.readouterr().out
+    assert f"{file}, which holds key, was changed after it was written" in capsys.readouterr().out
     assert main(["verify-checkpoint", str(copy / "4")]) == 1
-    assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, is not")
+    assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, was changed")
     assert main(["verify-checkpoint", str(tmp_path)]) == 1
-    assert "holds no whole checkpoint: manifest.json is missing." in capsys.readouterr().err
+    assert "holds no complete checkpoint: manifest.json is missing." in capsys.readouterr().err
 
 
 def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:

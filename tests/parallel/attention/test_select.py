@@ -209,10 +209,10 @@ def test_explain_says_what_attention_takes_once_for_each_call() -> None:
     (note,) = report.notes
     assert re.sub(r"py:\d+", "py", note) == (
         "attention in Attention.__call__ (layers.py), 4 × 64 × 4 × 32 queries, 64 keys of 2 heads, float32: auto "
-        "takes ulysses; MiB that a device sends, forward and backward: ulysses 0.09375, ring 0.1875; in plain jax, as "
-        "kernels run on TPU and GPU, but the mesh is of cpu devices"
+        "selects ulysses; MiB that a device sends, forward and backward: ulysses 0.09375, ring 0.1875; in plain "
+        "jax, as kernels run on TPU and GPU, but the mesh is of cpu devices"
     )
-    assert note in report.remarks() and "auto takes ulysses" in report._repr_html_()
+    assert note in report.remarks() and "auto selects ulysses" in report._repr_html_()
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:

@@ -106,9 +106,9 @@ def noted(zero: jp.Zero, **step: Any) -> tuple[str, ...]:
 
 def test_explain_names_what_is_summed_in_16_bits_all_the_same() -> None:
     said = (
-        "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16 bits that the model "
-        "computes in: params/one. Remedy: jp.sharded_dot(x, (w, dims)) in the place of x @ w, or ZeRO stage 1 "
-        "(parallel: {optimizer: {stage: 1}}), which sums all gradients in fp32."
+        "16-bit sums: the gradients of one parameter (2.25 KiB) are summed over devices in the 16-bit compute "
+        "dtype: params/one. Remedy: use jp.sharded_dot(x, (w, dims)) instead of x @ w, or ZeRO stage 1 (parallel: "
+        "{optimizer: {stage: 1}}), which sums all gradients in fp32."
     )
     for stage in (0, 2, 3):
         assert noted(ZEROS[stage]) == (said,)
@@ -153,9 +153,9 @@ def test_explain_names_what_int8_is_not_for() -> None:
         step = zero.step | {"precision": {"gather": "int8", "reduce": "int8"}}
         notes = jp.explain(layout, make_llama(config), optax.sgd(0.1), **given, step=step).notes
         said = (
-            f"not in int8: 2 parameters ({show_bytes(size)}) and what is summed of their gradients cross in the dtype "
-            f"of the compute, as they do not go through jp.sharded_dot: params/embedding, params/head. Remedy: ZeRO "
-            f"stage 1 (parallel: {{optimizer: {{stage: 1}}}}), in which all tensors cross in int8."
+            f"not in int8: 2 parameters ({show_bytes(size)}) and their reduced gradients are sent in the compute "
+            "dtype, because they do not go through jp.sharded_dot: params/embedding, params/head. Remedy: use "
+            f"ZeRO stage 1 (parallel: {{optimizer: {{stage: 1}}}}), which sends all tensors in int8."
         )
         assert ([note for note in notes if "int8" in note] == [said]) is named, notes
         assert named or not any("int8" in note for note in notes)

@@ -283,9 +283,8 @@ def test_two_runs_cannot_share_a_folder(made: Store) -> None:
     with pytest.raises(DiskError) as error:
         Store(made.path, ENTRIES, ABOUT)
     assert str(error.value) == (
-        f"{made.path} is in use by another run (process {os.getpid()} on {socket.gethostname()}). Remedy: "
-        "another folder, "
-        "or end that run."
+        f"{made.path} is in use by another run (process {os.getpid()} on {socket.gethostname()}). Remedy: use "
+        "another folder, or end that run."
     )
     made.close()
     Store(made.path, ENTRIES, ABOUT).close()

@@ -202,7 +202,7 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
     plain = jp.explain(layout_of_rules("fsdp"), make, optax.adam(LR), batch=given, loss_fn=loss)
     rows = {row.path: row for row in found.rows if row.part == "params"}
     assert rows["params/up"].device_bytes == rows["params/down"].device_bytes == 0
-    assert rows["params/up"].why[-1] == "in the host's memory, 576 B for each device"
+    assert rows["params/up"].why[-1] == "in host memory, 576 B per device"
     assert rows["params/scale"].why[-1] == "stays on the device: rows of a stack, no matrices"
     assert rows["params/last"].why[-1] == "stays on the device: no stack of layers"
     moved = 2 * 4 * LAYERS * 16 * 24 // 8

@@ -142,7 +142,7 @@ def test_explain_names_what_waits_and_counts_it_for_no_device() -> None:
     )
     row = next(row for row in found.rows if row.path == "opt_state/0/mu/up")
     assert row.device_bytes == 0
-    assert row.why[-1] == "in the host's memory, 576 B for each device"
+    assert row.why[-1] == "in host memory, 576 B per device"
     moved = 2 * 2 * 4 * LAYERS * 16 * 24 // 8
     assert plain.total("opt_state").device_bytes - found.total("opt_state").device_bytes == moved
     assert plain.memory is not None and found.memory is not None

@@ -289,15 +289,15 @@ def test_what_has_no_fixed_order_is_named_by_explain() -> None:
         }
 
     report = jp.explain(layout_of({"data": 8}, "data"), make, SGD)
-    text = "its initial value depends on the layout in the last bits, through 'dot_general'"
+    text = "the last bits of its initial value depend on the layout, because of 'dot_general'"
     assert report["params/gram"].why == (*report["params/plain"].why, text)
     assert report["params/plain"].why == report["params/mean"].why
     assert report.notes == (
         (
-            "initial values: params/gram may differ between layouts in the last bits, because the initializer uses "
-            "'dot_general', whose float sums have no fixed order. Remedy: write the initializer with sums (jnp.sum, "
-            "jnp.mean), which init evaluates in a fixed order; or initialise once, save a checkpoint and restore it "
-            "in each layout."
+            "initial values: params/gram may differ between layouts in the last bits, because the initializer "
+            "uses 'dot_general', whose floating-point sums have no fixed order. Remedy: write the initializer "
+            "with sums (jnp.sum, jnp.mean), which init evaluates in a fixed order; or initialise once, save a "
+            "checkpoint and restore it in each layout."
         ),
     )
 
